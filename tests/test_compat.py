@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -133,3 +134,31 @@ def test_storages_know_who_refers_to_them() -> None:
     assert alone is not None and compat.storage_users(tensor) == alone + 1
     del view
     assert compat.storage_users(tensor) == alone
+
+
+def test_a_graph_holds_what_is_kept_with_it() -> None:
+    class Kept:
+        pass
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    x = torch.ones(2, requires_grad=True)
+    compat.keep_with_graph(x, "kept", None)  # it has no graph
+    for make in (lambda: x * 2, lambda: Own.apply(x)):
+        made = make()
+        value = Kept()
+        known = weakref.ref(value)
+        compat.keep_with_graph(made, "kept", value)
+        loss = made.sum()
+        del value, made
+        loss.backward()
+        assert known() is not None
+        del loss
+        assert known() is None

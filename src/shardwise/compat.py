@@ -307,6 +307,13 @@ def current_node() -> Node | None:
     return torch._C._current_autograd_node()
 
 
+def keep_with_graph(tensor: torch.Tensor, key: Any, value: Any) -> None:
+    """Hold a value for as long as the graph of a tensor is alive, if it has one."""
+    if tensor.grad_fn is not None:
+        metadata: Any = tensor.grad_fn.metadata  # stubs take it for a method
+        metadata[key] = value
+
+
 def shape_in_graph(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the shape that gradients of a parameter must have: in a graph that is still alive, that of its making."""
     if not parameter.requires_grad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,6 @@ def there_and_back(path: str, stage: int) -> None:
             model = FAMILIES[family]()
         engine, *_ = shardwise.initialize(model=model, config=settings(stage))
         engine.export(f"{path}/{family}/out", max_shard_size="40KB")
-        if torch.distributed.get_rank() == 0:
-            model.config.save_pretrained(f"{path}/{family}/out")
         assert engine.load_weights(f"{path}/{family}/given") == ([], [])
         engine.export(f"{path}/{family}/again", dtype="float32")
         engine.destroy()
@@ -54,14 +53,86 @@ def test_plain_transformers_loads_what_is_exported_and_gives_what_is_imported(st
         expected = FAMILIES[family]()
         kind = type(expected)
         assert (tmp_path / family / "out" / "model.safetensors.index.json").exists()
-        loaded, notes = kind.from_pretrained(tmp_path / family / "out", dtype="float32", output_loading_info=True)
+        loaded, notes = kind.from_pretrained(tmp_path / family / "out", output_loading_info=True)
+        said, wanted = loaded.config.to_dict(), expected.config.to_dict()
+        for changed in ("_name_or_path", "architectures", "dtype", "transformers_version"):
+            said.pop(changed, None), wanted.pop(changed, None)
+        assert said == wanted and loaded.config.architectures == [kind.__name__] and loaded.dtype is torch.float32
+        assert (tmp_path / family / "out" / "generation_config.json").exists() == expected.can_generate()
         assert not notes["missing_keys"] and not notes["unexpected_keys"] and not notes["mismatched_keys"], (
             family,
             notes,
         )
         values = loaded.state_dict()
         assert all(torch.equal(values[name], value) for name, value in expected.state_dict().items()), family
-        expected.config.save_pretrained(tmp_path / family / "again")
         loaded = kind.from_pretrained(tmp_path / family / "again", dtype="float32")
         values = loaded.state_dict()
         assert all(torch.equal(values[name], value) for name, value in given[family].state_dict().items()), family
+
+
+def divided(path: str) -> None:
+    """Export a model of which ranks share tensors, and what has no configuration of its own."""
+    torch.manual_seed(3)
+    model = FAMILIES["llama"]()
+    model.generation_config.max_new_tokens = 7
+    model.lm_head.weight.requires_grad_(False)
+    config = {**settings(1), "tensor_parallel": {"autotp_size": 2}}
+    engine, *_ = shardwise.initialize(model=model, config=config)
+    engine.export(f"{path}/whole", dtype="bfloat16")
+    engine.export(f"{path}/trained", exclude_frozen_parameters=True)
+    engine.export(f"{path}/state", format="pt")
+    model.generation_config.temperature, model.generation_config.do_sample = 0.5, False
+    engine.export(f"{path}/strange")
+    engine.destroy()
+
+
+def test_the_configuration_is_beside_whole_weights(tmp_path: Path) -> None:
+    run_ranks(divided, 2, str(tmp_path))
+    torch.manual_seed(3)
+    expected = FAMILIES["llama"]()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert type(loaded) is type(expected) and loaded.dtype is torch.bfloat16
+    assert loaded.generation_config.max_new_tokens == 7
+    values = loaded.state_dict()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(values[name], value.bfloat16()), name
+    files = {each: sorted(path.name for path in (tmp_path / each).iterdir()) for each in ("trained", "state")}
+    assert files == {"trained": ["model.safetensors"], "state": ["pytorch_model.bin"]}
+    # What transformers refuses to write is left out.
+    assert sorted(path.name for path in (tmp_path / "strange").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def adapted(path: str) -> None:
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = peft.get_peft_model(FAMILIES["llama"](), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    engine, *_ = shardwise.initialize(model=model, config=settings(1))
+    engine.export(path)
+    engine.destroy()
+
+
+def test_weights_under_other_names_have_no_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    run_ranks(adapted, 1, str(tmp_path / "out"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+
+
+def unwritable(path: str) -> str:
+    model = FAMILIES["llama"]()
+    engine, *_ = shardwise.initialize(model=model, config=settings(1))
+    model.config.strange = object()
+    try:
+        engine.export(path)
+    except shardwise.errors.CheckpointError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "nothing"
+
+
+def test_a_configuration_that_cannot_be_written_is_told_before_anything_is(tmp_path: Path) -> None:
+    for said in run_ranks(unwritable, 2, str(tmp_path / "out")):
+        assert "the model's config cannot be written by transformers: TypeError" in said
+    assert not (tmp_path / "out").exists()

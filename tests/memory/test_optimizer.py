@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import shardwise
 from shardwise.memory import Category, state_bytes, track_activations
 from shardwise.optim import Muon
+from tests.harness import run_ranks
 
 CPU, FP32 = torch.device("cpu"), torch.float32
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -73,6 +74,47 @@ def test_products_of_a_matrix_with_itself_are_planned(options: dict[str, Any]) -
         measured, row = engine.accountant.peak[category], planned.row(category)
         assert row.planned is not None and abs(row.planned - measured) <= 0.03 * measured, category
     engine.destroy()
+
+
+def mixed(stage: int, world: int) -> Any:
+    """Muon steps the matrices, AdamW the biases and the vector."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(60, 300), torch.nn.LayerNorm(300), torch.nn.Linear(300, 41))
+    settings = {
+        "train_batch_size": 2 * world,
+        "optimizer": {"type": "Muon", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine, *_ = shardwise.initialize(model=net, config=settings)
+    report = engine.memory_report(torch.ones(2, 60))
+    held = []
+    for _ in range(2):
+        engine.accountant.reset_peak()
+        with track_activations(engine.accountant):
+            engine.backward(engine(torch.ones(2, 60)).sum())
+            engine.step()
+        kept = [v for state in engine.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        held.append((engine.accountant.live[Category.OPTIMIZER], sum(v.untyped_storage().nbytes() for v in kept)))
+    row = report.row(Category.OPTIMIZER)
+    engine.destroy()
+    return held, row.planned, row.floor
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_both_kinds_of_stepping_are_told(stage: int, world: int) -> None:
+    matrices, rest = 300 * (60 + 41), 300 * 3 + 41
+    told = run_ranks(mixed, world, stage, world)
+    total = sum(held[-1][0] for held, *_ in told)
+    assert total >= (4 * matrices + 8 * rest) * (world if stage == 0 else 1)
+    for held, *_ in told:
+        assert all(live == kept for live, kept in held), held
+        assert held[0] == held[1]
+    first, planned, floor = told[0]
+    measured = first[0][0]
+    assert planned is not None and floor is not None
+    assert abs(planned - measured) <= 0.03 * measured
+    assert 0.9 * planned <= floor <= planned
 
 
 def test_options_of_the_group_are_asked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,15 @@ NAMES = {
     "expert_w2": "two",
     "expert_w3": "three",
 }
+
+
+def test_patterns_mean_names_as_they_are_without_adapters() -> None:
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = peft.get_peft_model(made("mixtral"), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    (found,) = convert(model, section(moe_layer_pattern=r"^model\.layers\.1\."))
+    assert found.startswith("base_model.model.model.layers.1.")
 
 
 @pytest.mark.parametrize("activation", ["gelu", "quick_gelu"])

@@ -110,6 +110,7 @@ def test_a_step_that_a_disk_has_ended_goes_on_with_the_same_bits(
     for rank, (bits, said, saved) in enumerate(found):
         assert bits == whole[rank]
         assert os.strerror(code) in said and "swap file" in said and f"rank {world - 1}" in said
+        assert "last checkpoint" not in said and ".." not in said
         if saved == "saved":
             assert "Nothing has been stepped" in said and "save_checkpoint() saves" in said
         else:
@@ -146,6 +147,7 @@ def test_a_pass_that_a_disk_has_ended_can_be_repeated_by_one_rank(tmp_path: Path
     (whole,) = run_ranks(undisturbed, 1, "all on disk", str(tmp_path))
     ((digest, said, saved),) = run_ranks(in_a_pass, 1, str(tmp_path), where)
     assert digest == whole and os.strerror(errno.EIO) in said and not saved
+    assert "engine.zero_grad() and repeat the window" in said and "last checkpoint" not in said
     assert run_ranks(goes_on, 1, "all on disk", str(tmp_path), str(tmp_path / "saved")) == [whole]
 
 
@@ -153,6 +155,7 @@ def test_where_others_wait_in_a_pass_nothing_is_begun(tmp_path: Path) -> None:
     for _, said, saved in run_ranks(in_a_pass, 2, str(tmp_path), "forward"):
         assert os.strerror(errno.EIO) in said
         assert "other ranks wait" in saved and "End the process, and go on from the last checkpoint" in saved
+        assert said.endswith("The other ranks wait for this one. End the process, and go on from the last checkpoint")
 
 
 def dropped(directory: str) -> tuple[str, str]:

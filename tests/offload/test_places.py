@@ -372,7 +372,7 @@ def test_what_cannot_be_stored_is_told_and_stays_in_memory_until_it_can(tmp_path
             loans.keep(Category.OPTIMIZER, tensor)
         resting = counted(accountant, Tier.HOST)
         error = OSError(errno.EIO, os.strerror(errno.EIO))
-        told = pytest.raises(OffloadError, match=r"Input/output error\. Check the disk.*last checkpoint")
+        told = pytest.raises(OffloadError, match=r"Input/output error\. Check the disk")
         with mock.patch("os.pwritev", side_effect=error), told:
             in_turn([(part, [(part[0], True)]) for part in parts], lambda part: part[1].add_(1))
         assert all(tensor.untyped_storage().nbytes() == 0 for _, tensor in parts)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.parallel import SequenceLoader, mean_loss, split
+from shardwise.errors import UsageError
+from shardwise.parallel import RingAttention, RoundRobinLoader, SequenceLoader, mean_loss, split
 from tests.harness import run_ranks
 from tests.parallel.models import MODELS, ROWS, alone, data, loss_of
 from tests.zero.training import gradients, masters
@@ -82,6 +83,49 @@ def test_losses_of_a_sequence_that_all_its_ranks_differentiate() -> None:
     exact = alone("gpt", STEPS, 1, torch.float64)
     for found in run_ranks(train, 2, "gpt", 2, 2, False, False):
         assert_equal(found, exact)
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("gpt", False), ("llama", True)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_size_of_one_leaves_scripts_as_they_are(kind: str, packed: bool, weighted: bool) -> None:
+    if weighted:
+        exact = alone(kind, STEPS, 2, torch.float64, packed)
+        for found in run_ranks(train, 2, kind, 1, 1, packed):
+            assert_equal(found, exact)
+    else:
+        exact = alone(kind, STEPS, 1, torch.float64, packed)
+        for found in run_ranks(train, 1, kind, 1, 1, packed, False):
+            assert_equal(found, exact)
+
+
+def not_shared() -> Any:
+    """Loaders, and an engine that nobody destroys."""
+    engine, _, loader, _ = shardwise.initialize(
+        model=MODELS["gpt"](shared=True), config=config(1, 1, gradient_accumulation_steps=2), training_data=Rows()
+    )
+    assert engine.get_sequence_parallel_group() is None and engine.sequence_parallel_size == 1
+    parts = list(SequenceLoader(loader))
+    handed = RoundRobinLoader(loader)
+    assert len(handed) == len(loader)
+    q = torch.randn(2, 1, 8, 16)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    torch.testing.assert_close(RingAttention()(q, q, q), expected)
+    rounds = list(handed)
+    engine.destroy()
+    with pytest.raises(UsageError, match="there is no group of ranks"):
+        list(SequenceLoader(loader))
+    return [[batch["input_ids"].tolist() for batch in batches] for batches in (parts, rounds)], parts
+
+
+def test_loaders_of_ranks_that_share_no_sequence_give_whole_ones() -> None:
+    seen = []
+    for (parts, rounds), batches in run_ranks(not_shared, 2):
+        for batch in batches:
+            assert batch.keys() == {"input_ids", "shift_labels", "position_ids"}
+            assert batch["input_ids"].shape == batch["shift_labels"].shape == (ROWS, 9)
+        assert len(parts) == len(rounds) == 2
+        seen += [row[0] // 100 for rows in parts for row in rows]
+    assert sorted(seen) == list(range(8))
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]

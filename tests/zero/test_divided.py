@@ -237,6 +237,33 @@ def test_whole_weights_are_gathered(world: int, size: int, stage: int, tmp_path:
         assert wrong == []
 
 
+def sent_for(path: str, way: str) -> tuple[int, set[str]]:
+    """Return the bytes that this rank sends of parts, and with which collectives."""
+    engine = made(4, 0)
+    names = set(divided.Tower().state_dict())
+    before = len(list(engine.ledger.records()))
+    if way == "file":
+        engine.save_16bit_model(path)
+    elif way == "first":
+        engine._consolidated_16bit_state_dict()
+    else:
+        engine.module_state_dict()
+    records = [record for record in list(engine.ledger.records())[before:] if record.label in names]
+    engine.destroy()
+    return sum(record.sent for record in records), {record.op for record in records}
+
+
+def test_parts_are_sent_to_those_who_want_them(tmp_path: Path) -> None:
+    total = sum(value.nbytes for value in divided.Tower().state_dict().values())
+    everywhere = run_ranks(sent_for, 4, str(tmp_path), "everywhere")
+    assert {"broadcast"} == set().union(*(ops for _, ops in everywhere))
+    for way in ("file", "first"):
+        told = run_ranks(sent_for, 4, str(tmp_path), way)
+        assert set().union(*(ops for _, ops in told)) == {"all_to_all"}
+        assert told[0][0] == 0  # it has its parts
+        assert 0 < sum(sent for sent, _ in told) < total
+
+
 class Owned(nn.Module):
     """A layer that all ranks have, and one that each has for itself, with a buffer that the rank names."""
 

@@ -18,11 +18,12 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffer_names, within
 from shardwise.checkpoint.directory import check_directory
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
+from shardwise.checkpoint.modelconfig import config_files
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.source import PIECE, Progress, Source
 from shardwise.checkpoint.tensorfile import Spec
-from shardwise.checkpoint.weightfiles import FORMATS, Entry, WeightFiles, parse_size
+from shardwise.checkpoint.weightfiles import FORMATS, Entry, WeightFiles, parse_size, replace_file
 from shardwise.checkpoint.weights import WholeTensor, gathered_buffers, whole_parameters
 from shardwise.errors import CheckpointError
 from shardwise.registry import taken
@@ -283,7 +284,10 @@ def _write_distributed(
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What an engine is to export, and where to; see `export`."""
+    """What an engine is to export, and where to; see `export`.
+
+    With `config` a model of transformers has its configuration beside the weights.
+    """
 
     directory: str
     name: str
@@ -292,6 +296,7 @@ class ExportRequest:
     exclude_frozen: bool = False
     all_names: bool = False
     overwrite: bool = False
+    config: bool = False
 
 
 def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callable[[torch.Tensor], None]) -> None:
@@ -328,6 +333,7 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
     layout = {name: _spread(tensor, known.heard) for name, tensor in wanted.items()}
     places = _places(model, wanted, layout, request)
     files: WeightFiles | None = None
+    beside: dict[str, bytes] = {}
     failure: Exception | None = None
 
     def write(wanted: Sequence[tuple[Entry, str | torch.Tensor]]) -> None:
@@ -349,6 +355,8 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
         with phase(comm, what):
             if rank == 0:
                 entries = [entry for entry, _ in places]
+                if request.config:
+                    beside = config_files(model.module, [entry.spec for entry in entries])
                 files = WeightFiles(
                     request.directory, entries, request.name, max_shard_size=request.limit, overwrite=request.overwrite
                 )
@@ -363,6 +371,8 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
                 raise failure
             if files is not None:
                 files.finish()
+            for name, data in beside.items():
+                replace_file(request.directory, name, data)
             ended.said = request.conversion.overflowed
     finally:
         if files is not None:
@@ -504,4 +514,5 @@ def request_of(
         exclude_frozen=exclude_frozen,
         all_names=all_names and format == "hf",
         overwrite=overwrite,
+        config=format == "hf" and not exclude_frozen,
     )

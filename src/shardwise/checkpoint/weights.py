@@ -1,9 +1,9 @@
 """Plain weights: whole values under the names of the user's module, for anything that reads a PyTorch state dict.
 
 Parameters are gathered unit by unit, so that no more than one unit is whole at a time; what is kept of it is up to the
-caller. Where ranks have different tensors, or parts of them, each part is sent to all ranks when its unit is gathered,
-and put together by those that want it. Every name of a tied parameter appears, because `load_state_dict` of a plain
-module wants them all.
+caller. Where ranks have different tensors, or parts of them, each part is sent when its unit is gathered, to all ranks
+or to the first, if only that wants it, and put together there. Every name of a tied parameter appears, because
+`load_state_dict` of a plain module wants them all.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _new_parts(model: CheckpointedModel) -> Iterator[list[HeldPart]]:
 
 
 def gathered_parameters(
-    model: CheckpointedModel, wanted: Mapping[str, WholeTensor], *, keep: bool = True
+    model: CheckpointedModel, wanted: Mapping[str, WholeTensor], *, to_first: bool = False
 ) -> Iterator[tuple[WholeTensor, torch.Tensor]]:
     """Yield parameters with their whole values, unit by unit; all ranks iterate to the end together.
 
@@ -108,8 +108,9 @@ def gathered_parameters(
     Args:
         model: the sharded model.
         wanted: which ones, by name, as `whole_parameters` returns them; the same on all ranks.
-        keep: False: this rank takes part, and gets no values.
+        to_first: the first rank gets the values, and the others take part only; the same on all ranks.
     """
+    keep = not to_first or model.comm.rank == 0
     waiting: dict[str, tuple[torch.Tensor, int]] = {}  # with the number of elements that are still to come
     divided, new = is_divided(model), _new_parts(model)
     for unit in model.units:
@@ -122,8 +123,8 @@ def gathered_parameters(
                 if keep and not divided and tensor.name in wanted:
                     yield wanted[tensor.name], parameter.detach()
                 for part in some:
-                    values = _received(model, part, parameter.detach())
-                    if not keep:
+                    values = _received(model, part, parameter.detach(), to_first=to_first)
+                    if values is None:
                         continue
                     if not part.whole:
                         values = _put(waiting, part, values)
@@ -134,14 +135,23 @@ def gathered_parameters(
             model.put_parts_back(unit.parameters, gathered, None)
 
 
-def _received(model: CheckpointedModel, part: HeldPart, own: torch.Tensor) -> torch.Tensor:
-    """Return a part that some ranks have, on all of them; the first of those sends it."""
-    comm, first = model.comm, part.ranks[0]
-    if len(part.ranks) < comm.world:
-        if comm.rank != first:
-            own = torch.empty(boxes.sizes(part.box), dtype=part.dtype, device=model.device)
-        comm.broadcast(own, first, part.name).wait()
-    return own
+def _received(model: CheckpointedModel, part: HeldPart, own: torch.Tensor, *, to_first: bool) -> torch.Tensor | None:
+    """Return a part that some ranks have, on all ranks or on the first alone; the first of those sends it."""
+    comm, sender = model.comm, part.ranks[0]
+    wanted = not to_first or comm.rank == 0
+    if 0 in part.ranks if to_first else len(part.ranks) == comm.world:
+        return own if wanted else None
+    shape = boxes.sizes(part.box)
+    if not to_first:
+        if comm.rank != sender:
+            own = torch.empty(shape, dtype=part.dtype, device=model.device)
+        comm.broadcast(own, sender, part.name).wait()
+        return own
+    given = own.reshape(-1) if comm.rank == sender else torch.empty(0, dtype=part.dtype, device=model.device)
+    arrived = torch.empty(part.numel if wanted else 0, dtype=part.dtype, device=model.device)
+    sizes = [part.numel * (wanted and rank == sender) for rank in range(comm.world)]
+    comm.all_to_all(arrived, given, sizes, [given.numel(), *[0] * (comm.world - 1)], part.name).wait()
+    return arrived.view(shape) if wanted else None
 
 
 def _put(waiting: dict[str, tuple[torch.Tensor, int]], part: HeldPart, values: torch.Tensor) -> torch.Tensor:
@@ -176,22 +186,22 @@ def all_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield (f"{prefix}.{key}" if prefix else key), buffer
 
 
-def state_dict(model: CheckpointedModel, *, exclude_frozen: bool = False, keep: bool = True) -> dict[str, Any]:
+def state_dict(model: CheckpointedModel, *, exclude_frozen: bool = False, to_first: bool = False) -> dict[str, Any]:
     """Return the module's whole state dict on the CPU; all ranks call this together.
 
     Args:
         model: the sharded model.
         exclude_frozen: leave out parameters that do not require a gradient.
-        keep: False returns an empty dictionary on this rank, which takes part all the same.
+        to_first: for the first rank alone; the others take part, and get an empty dictionary.
     """
     found: dict[str, Any] = {}
     wanted = whole_parameters(model, exclude_frozen=exclude_frozen)
-    for tensor, values in gathered_parameters(model, wanted, keep=keep):
+    for tensor, values in gathered_parameters(model, wanted, to_first=to_first):
         copied = values.cpu() if values.device.type != "cpu" else values.clone()
         found.update(dict.fromkeys((tensor.name, *tensor.aliases), copied))
         del values
     plain = gathered_buffers(model)
-    if not keep:
+    if to_first and model.comm.rank != 0:
         return {}
     found.update((name, buffer.detach().cpu().clone()) for name, buffer in plain.items())
     found.update((extra_name(name), module.get_extra_state()) for name, module in extra_states(model.module))
@@ -314,7 +324,7 @@ def write_weights(
         with phase(model.comm, what):
             if rank == 0:
                 files = WeightFiles(parent, entries, name, max_shard_size=max_shard_size, overwrite=True)
-        for tensor, values in gathered_parameters(model, wanted, keep=rank == 0):
+        for tensor, values in gathered_parameters(model, wanted, to_first=True):
             # A full disk must not end the loop on rank 0 alone: the others gather with it.
             if files is not None and failure is None:
                 try:

@@ -153,6 +153,7 @@ class Communicator:
         partition: `group` is one of these lists of global ranks, and the ranks of all lists make such a communicator.
         near: on one machine ranks read each other's memory; else they send messages there, too.
         nodes: names the node of each rank, as `nodes()` does; None: the ranks ask each other when it is needed.
+        alone: of this rank only, whatever others there are; needs no group.
 
     Attributes:
         timeout: limit for one collective: that of `group`.
@@ -161,6 +162,8 @@ class Communicator:
     Raises:
         UsageError: the group has no backend that can be used with tensors of this device.
     """
+
+    _alone = False
 
     def __init__(
         self,
@@ -173,12 +176,13 @@ class Communicator:
         partition: Sequence[Sequence[int]] | None = None,
         near: bool = True,
         nodes: Sequence[str] | None = None,
+        alone: bool = False,
     ) -> None:
         self.ledger = ledger
         self.device = device
         self.name = name
         self.user_group = group
-        initialised = dist.is_available() and dist.is_initialized()
+        initialised = not alone and dist.is_available() and dist.is_initialized()
         self.world = dist.get_world_size(group) if initialised else 1
         self.rank = dist.get_rank(group) if initialised else 0
         self._ordered = ordered
@@ -190,6 +194,7 @@ class Communicator:
         self._gloo = False
         self._neighbours: Neighbours | None = None
         self._members: Sequence[int] = ()
+        self._alone = alone
         self.imagined = False
         self._whereabouts: Whereabouts | None = None
         self.timeout = (timeout_of(group, device) if initialised else None) or timeout_from_environment()
@@ -484,7 +489,8 @@ class Communicator:
     @property
     def members(self) -> list[int]:
         """The global numbers of its ranks, in their order."""
-        return members_of(self.user_group)
+        own = self._alone and dist.is_available() and dist.is_initialized()
+        return [dist.get_rank()] if own else members_of(self.user_group)
 
     def groups_of_ranks(self) -> dict[str, list[int]]:
         """Return the global numbers of the ranks of this communicator and its parts, by the name in records."""

@@ -1,7 +1,7 @@
 """Named ranges: what profilers and timelines say about the time between a model's own operators.
 
-A range is shown by torch's profiler, by NVTX under `emit_nvtx`, and to listeners of this process, by the same name.
-Those by which the work is divided finely (`detailed`) are made only while somebody looks.
+A range is shown by torch's profiler, by NVTX under `emit_nvtx`, and to listeners of this process, by the same name. It
+is made only while somebody looks: there are several for each unit of each pass.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _changing = threading.Lock()
 
 
 def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[Any]:
-    """Return a context that torch's profiler (and NVTX, under `emit_nvtx`) shows by this name.
+    """Return a context that profilers and listeners show by this name; where nobody looks it does nothing.
 
     Args:
         what: "forward", "backward", "step", "boundary"; "gather", "wait for gather", "reduce", "wait for reduction";
@@ -53,9 +53,13 @@ def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[An
         ...     pass
         >>> profile.events()[0].name
         'shardwise::gather layers.0'
+        >>> named("gather", "layers.0")
+        <contextlib.nullcontext object at ...>
     """
-    shown = torch.profiler.record_function(f"shardwise::{what} {unit}".rstrip())
-    return _together([shown, *_heard(what, unit, size)]) if _listeners else shown
+    if profiler_active():
+        shown = torch.profiler.record_function(f"shardwise::{what} {unit}".rstrip())
+        return _together([shown, *_heard(what, unit, size)])
+    return _together(_heard(what, unit, size)) if _listeners else _NOTHING
 
 
 def _heard(what: str, unit: str, size: int) -> list[AbstractContextManager[Any]]:
@@ -90,17 +94,6 @@ class _Nested:
 def watched() -> bool:
     """Whether somebody looks: a listener, or torch's profiler."""
     return bool(_listeners) or profiler_active()
-
-
-def detailed(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[Any]:
-    """Return what `named` does for those who look, and a context that does nothing where nobody does.
-
-    >>> detailed("forward", "layers.0")
-    <contextlib.nullcontext object at ...>
-    """
-    if profiler_active():
-        return named(what, unit, size)
-    return _together(_heard(what, unit, size)) if _listeners else _NOTHING
 
 
 def _landed() -> None:
@@ -149,7 +142,7 @@ class Stretches:
     def begin(self, unit: str) -> None:
         """Begin the stretch of a unit."""
         self.end()
-        self._range, self.unit = detailed(self._what, unit), unit
+        self._range, self.unit = named(self._what, unit), unit
         self._range.__enter__()
 
     def end(self) -> None:

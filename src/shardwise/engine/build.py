@@ -59,7 +59,7 @@ from shardwise.engine.profiling import Profiling
 from shardwise.engine.ranks import RankGrid
 from shardwise.engine.recovery import note_ready
 from shardwise.engine.scaling import prescale_of, scales_loss
-from shardwise.engine.sequence import SharedSequences, sequence_lines
+from shardwise.engine.sequence import OwnSequences, SharedSequences, sequence_lines
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
 from shardwise.engine.stepping import make_optimizer, make_scheduler, prepare_optimizer
@@ -186,7 +186,7 @@ def initialize(
     )
     if sequence * tensor > 1:
         data = job.part(lines.data, "data_parallel")
-    sequences = SharedSequences(job, lines.sequence, data, asked) if sequence > 1 else None
+    sequences = SharedSequences(job, lines.sequence, data, asked) if sequence > 1 else OwnSequences(job, data)
     domain = domain_of(settings, job, grid)
     # Tensors and experts are divided before anybody asks who has which parameter.
     tensors = None

@@ -25,7 +25,7 @@ from shardwise.checkpoint.report import LoadReport
 from shardwise.compat import never_compiled, transforming
 from shardwise.config.compression import sends_values
 from shardwise.data import EngineDataLoader
-from shardwise.device.ranges import detailed
+from shardwise.device.ranges import named
 from shardwise.engine.attributes import Held, OfOptimizer
 from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.experts import release_experts
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from shardwise.engine.monitoring import StepEvents
     from shardwise.engine.plans import MemoryPlans
     from shardwise.engine.profiling import Profiling
-    from shardwise.engine.sequence import SharedSequences
+    from shardwise.engine.sequence import OwnSequences, SharedSequences
     from shardwise.engine.tensors import SharedTensors
     from shardwise.engine.timelines import Timelines
     from shardwise.memory import MemoryReport
@@ -147,7 +147,7 @@ class Engine(nn.Module):
         resolution: Resolution,
         job: Communicator,
         data: Communicator,
-        sequences: SharedSequences | None,
+        sequences: SharedSequences | OwnSequences,
         tensors: SharedTensors | None,
         expert_groups: Mapping[int, ExpertGroup],
         local_rank: int,
@@ -253,7 +253,7 @@ class Engine(nn.Module):
     @property
     def sequence_parallel_size(self) -> int:
         """Number of ranks that share a sequence."""
-        return 1 if self._sequences is None else self._sequences.group.size
+        return self._sequences.group.size
 
     @property
     def mp_world_size(self) -> int:
@@ -358,7 +358,7 @@ class Engine(nn.Module):
 
     def get_sequence_parallel_group(self) -> Any:
         """Return the process group of the ranks that share this rank's sequences; None: it has them alone."""
-        return None if self._sequences is None else self._sequences.group.group
+        return self._sequences.group.group
 
     @property
     def tensor_parallel_group(self) -> Any:
@@ -492,7 +492,7 @@ class Engine(nn.Module):
             self._memory.forward_begins()
         try:
             with (
-                self.sharded.interruptions.watching(),
+                self.sharded.interruptions.watching(in_pass=True),
                 autocast(self.device, self._autocast_dtype),
                 self.job.ledger.inside_call(),
                 self._activations.around((inputs, kwargs)),
@@ -559,7 +559,7 @@ class Engine(nn.Module):
         with (
             self._step.passing(loss, weight, scale_wrt_gas) as roots,
             explained_here,
-            self.sharded.interruptions.watching(),
+            self.sharded.interruptions.watching(in_pass=True),
             self._profiling.backward(),
             self._following.backward(),
         ):
@@ -631,9 +631,9 @@ class Engine(nn.Module):
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
         self._memory.step_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
-        watched = self.sharded.interruptions.watching()
+        watched = self.sharded.interruptions.watching(in_pass=False)
         try:
-            with explained_here, self._profiling.step(), self._following.step(), watched, detailed("boundary"):
+            with explained_here, self._profiling.step(), self._following.step(), watched, named("boundary"):
                 ended = self._step.take(lr_kwargs)
         except OffloadError as error:
             self._faults.save_after(error)
@@ -1074,7 +1074,8 @@ class Engine(nn.Module):
 
         What is written are the values that the optimizer steps: master weights, where there are any. Rank 0 writes;
         the others send it what they hold, in pieces of 8 MiB, so that no rank needs memory for the model. The files
-        appear when all of them are complete.
+        appear when all of them are complete. Beside the whole weights (`hf`) of a model of transformers its
+        `config.json` and `generation_config.json` are written, so that `from_pretrained(directory)` makes it again.
 
         Args:
             directory: of the files, on rank 0; created if needed.
@@ -1082,9 +1083,9 @@ class Engine(nn.Module):
                 as `torch.save` writes it).
             dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for that of the values.
             max_shard_size: of one file, as "5GB" or a number of bytes; None: 5GB for `hf`, one file for `pt`.
-            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient, and the configuration.
             all_names: `hf`: write a tied tensor under each of its names instead of once.
-            overwrite: replace weights that are in `directory`.
+            overwrite: replace weights that are in `directory`. A configuration is replaced in any case.
 
         Raises:
             CheckpointPathError: the directory cannot be used, or holds weights already.

@@ -104,9 +104,8 @@ class Interchange:
     def consolidated(self, exclude_frozen_parameters: bool) -> dict[str, Any] | None:
         """Return the whole state dict on rank 0 and None elsewhere."""
         self._sharded.check_there("engine._consolidated_16bit_state_dict()", values=True)
-        first = self._job.rank == 0
-        found = weights.state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters, keep=first)
-        return found if first else None
+        found = weights.state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters, to_first=True)
+        return found if self._job.rank == 0 else None
 
     def load_state_dict(
         self,

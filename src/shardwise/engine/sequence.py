@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from shardwise.comm.communicator import Communicator
 from shardwise.engine.asked import Asked, told_lines
 from shardwise.engine.ranks import RankGrid
 from shardwise.errors import UsageError
-from shardwise.parallel.sequence import NAME, SequenceGroup, current, let_go, take_over
+from shardwise.parallel.sequence import NAME, SequenceGroup, current, let_go, stay_alone, take_over
 from shardwise.zero.passes.modulehook import ModuleHook
-
-if TYPE_CHECKING:
-    from shardwise.comm.communicator import Communicator
 
 
 class SharedSequences:
@@ -78,6 +76,31 @@ class SharedSequences:
             let_go(self.group)
         else:
             self.group.detach(self._part)
+
+
+class OwnSequences:
+    """What an engine has whose ranks share no sequences: loaders and layers that need a group find one of this rank.
+
+    So a script stays as it is when `sequence_parallel_size` becomes 1.
+
+    Args:
+        job: all ranks.
+        data: the ranks that get different samples.
+
+    Attributes:
+        group: of this rank alone.
+    """
+
+    def __init__(self, job: Communicator, data: Communicator) -> None:
+        self.group = SequenceGroup(Communicator(None, job.ledger, job.device, name=NAME, alone=True), data)
+        stay_alone(self.group)
+
+    def watch(self, model: nn.Module) -> None:
+        """See `SharedSequences.watch`: a rank alone agrees with nobody on passes."""
+
+    def close(self) -> None:
+        """End it."""
+        let_go(self.group)
 
 
 def sequence_lines(job: Communicator, size: int, tensor: int, asked: Asked | None) -> list[list[int]] | int:

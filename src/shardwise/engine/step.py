@@ -28,6 +28,7 @@ from shardwise.errors import AnomalyError, NonFiniteError, OffloadError, SyncErr
 from shardwise.precision.norms import combine
 from shardwise.precision.overflow import OverflowReport
 from shardwise.utils.logging import logger, warn_once
+from shardwise.zero.updates.interrupted import told_of
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -652,7 +653,7 @@ class TrainStep:
             unused: names of parameters without a gradient on this rank.
             failure: of a disk of this rank, on which gradients are.
         """
-        everyone = self._job.exchange((self._unscaled, unused, None if failure is None else str(failure)), "step")
+        everyone = self._job.exchange((self._unscaled, unused, told_of(failure)), "step")
         self._sharded.interruptions.raise_untouched([said for _, _, said in everyone], failure)
         unscaled = [rank for rank, (found, *_) in enumerate(everyone) if found]
         if unscaled:

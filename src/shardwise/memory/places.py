@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from shardwise.compat import can_hand_memory_on, hand_memory_on
-from shardwise.device.ranges import detailed, launched, watched
+from shardwise.device.ranges import launched, named, watched
 from shardwise.memory.accountant import Accountant, Category, Tier
 
 _NOTHING = contextlib.nullcontext()
@@ -370,7 +370,7 @@ class Loans:
                         loan.stored.start(read=read)
 
     def _shown(self, what: str) -> AbstractContextManager[Any]:
-        return detailed(what, self._label, self._size) if self._kept and watched() else _NOTHING
+        return named(what, self._label, self._size) if self._kept and watched() else _NOTHING
 
     @property
     def _size(self) -> int:
@@ -514,7 +514,7 @@ class Loans:
         target = torch.empty_like(tensor) if into is None else into
         self._move(read=tensor.nbytes)
         self._coming(loan, loan.stored.staged)
-        with detailed("copy", self._label, tensor.nbytes), self._accountant.owning(None):
+        with named("copy", self._label, tensor.nbytes), self._accountant.owning(None):
             loan.stored.copy_to(target)
         self._arrived(loan)
         return target

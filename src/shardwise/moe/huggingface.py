@@ -9,7 +9,6 @@ block stay what they are, so that what the model computes is the same up to roun
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from shardwise.errors import ConfigError, UsageError
 from shardwise.moe.dispatch import counted, in_turn
 from shardwise.moe.exchange import Divided, ExpertGroup, mark_experts
 from shardwise.moe.experts import grouped_linear, in_turn_of
+from shardwise.names import name_search
 
 if TYPE_CHECKING:
     from shardwise.config.schema.parallel import ExpertParallel
@@ -201,11 +201,12 @@ def convert(model: nn.Module, section: ExpertParallel) -> list[str]:
 def _blocks(model: nn.Module, section: ExpertParallel, names: Names) -> Iterator[tuple[str, nn.Module]]:
     """Find the blocks that the section means."""
     begins = "" if section.preset_model is None else PRESETS[section.preset_model]
+    finds = name_search(model)
     for path, block in model.named_modules():
         experts, router = getattr(block, names.experts, None), getattr(block, names.router, None)
         if not isinstance(experts, nn.Module) or not isinstance(router, nn.Module):
             continue
-        if section.moe_layer_pattern is not None and not re.search(section.moe_layer_pattern, path):
+        if section.moe_layer_pattern is not None and not finds([section.moe_layer_pattern], path):
             continue
         stacked = (experts._parameters.get(name) for name in names.parameters)
         if type(block).__name__.startswith(begins) and all(one is not None and one.dim() == 3 for one in stacked):

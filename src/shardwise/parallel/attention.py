@@ -46,13 +46,16 @@ def shared_attention(
         )
     runs = query_runs(heads, group.size)
     wanted = key_runs(heads, keys, runs)
-    q, k, v = to_heads(group, [query, key, value], lengths, [runs, wanted, wanted])
+    q, k, v = query, key, value
+    if group.size > 1:
+        q, k, v = to_heads(group, [query, key, value], lengths, [runs, wanted, wanted])
     belongs = repeats(heads, keys, runs[group.rank])
     if not (grouped and belongs == heads // keys) and belongs != 1:
         places = belongs if isinstance(belongs, list) else [n // belongs for n in range(q.shape[2])]
         index = torch.tensor(places, device=k.device)
         k, v = k.index_select(2, index), v.index_select(2, index)
-    return to_tokens(group, attention(q, k, v), lengths, runs)
+    found = attention(q, k, v)
+    return to_tokens(group, found, lengths, runs) if group.size > 1 else found
 
 
 class DistributedAttention(nn.Module):

@@ -10,6 +10,7 @@ to fewer. One group at a time is the process's own: attention layers that were n
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -242,6 +243,7 @@ def _runs(positions: torch.Tensor | None) -> list[int] | None:
 _current: list[SequenceGroup] = []
 _given: dict[dist.ProcessGroup, SequenceGroup] = {}
 _begun: list[tuple[SequenceGroup, Communicator]] = []
+_alone: list[weakref.ref[SequenceGroup]] = []  # engines that nobody destroys go without it
 _of_job: list[Any] = [None]
 
 
@@ -258,16 +260,17 @@ def _settle() -> None:
         _current.clear()
         _given.clear()
         _begun.clear()
+        _alone.clear()
         _of_job[0] = default
 
 
 def needed() -> SequenceGroup:
-    """Return the process's own group.
+    """Return the process's own group; if there is an engine whose ranks share no sequences, that of this rank alone.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such engine either.
     """
-    group = current()
+    group = current() or next((own for known in reversed(_alone) if (own := known()) is not None), None)
     if group is None:
         raise UsageError(
             "there is no group of ranks that share sequences: set sequence_parallel_size in the configuration and call "
@@ -291,9 +294,16 @@ def take_over(group: SequenceGroup) -> None:
     _current.append(group)
 
 
+def stay_alone(group: SequenceGroup) -> None:
+    """Have the group of this rank alone stand in where one is needed and there is no other."""
+    _settle()
+    _alone.append(weakref.ref(group))
+
+
 def let_go(group: SequenceGroup) -> None:
-    """Take back `take_over`."""
+    """Take back `take_over`, or `stay_alone`."""
     _current[:] = [other for other in _current if other is not group]
+    _alone[:] = [other for other in _alone if other() not in (group, None)]
 
 
 def partition(size: int, world: int) -> list[list[int]]:

@@ -23,7 +23,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
 from shardwise.comm.domain import Domains
 from shardwise.comm.whereabouts import being_in, publish
-from shardwise.device.ranges import detailed, named
+from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
 from shardwise.errors import ConfigError, ConflictError, DesyncError, PeerLostError, UsageError
 from shardwise.memory import (
@@ -394,7 +394,7 @@ class ShardedModel:
         reducer = self.reducer
         passes = reducer.passes if reducer is not None else 0
         if tensors:
-            with detailed("backward"):
+            with named("backward"):
                 torch.autograd.backward(tensors, grad_tensors, retain_graph=retain_graph)
         if reducer is not None and reducer.passes == passes:
             reducer.pass_over()

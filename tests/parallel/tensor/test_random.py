@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from shardwise import checkpointing
 from shardwise.errors import DesyncError, UsageError
 from shardwise.recompute import divided
 from tests.harness import run_ranks
-from tests.parallel.tensor.models import ROWS, RULES, WIDTH, Block, Decoder, data
+from tests.parallel.tensor.models import ROWS, RULES, TOKENS, WIDTH, WORDS, Block, Decoder, data
 
 
 class Dropping(Block):
@@ -160,6 +161,194 @@ def test_what_adapters_drop() -> None:
     assert first.keys() == {"q", "k", "o", "up", "down"}
     assert {name for name, own in first.items() if torch.equal(own, second[name])} == {"q", "k", "up"}
     assert not torch.equal(first["q"], first["k"])
+
+
+def shared_keys(rate: float) -> list[torch.Tensor]:
+    """Return which attention weights GPTBigCode keeps, whose fused projection has queries and keys that ranks share."""
+    transformers = pytest.importorskip("transformers")
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": rate, "attn_implementation": "eager"}
+    how = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, **rates}
+    net = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(multi_query=True, **how))
+    engine, *_ = shardwise.initialize(model=net, config=config(tensor_parallel={"autotp_size": 2}))
+    seen: list[torch.Tensor] = []
+    drop = nn.functional.dropout
+
+    def keep(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        ones = drop(torch.ones_like(x), *args, **kwargs)
+        if x.dim() == 4:
+            seen.append(ones != 0)
+        return x * ones
+
+    with mock.patch.object(nn.functional, "dropout", keep):
+        engine(input_ids=data(0, ROWS), labels=data(0, ROWS))
+    engine.destroy()
+    return seen
+
+
+def test_what_heads_drop_whose_keys_ranks_share() -> None:
+    first, second = run_ranks(shared_keys, 2, 0.5)
+    assert len(first) == 2
+    for own, theirs in zip(first, second, strict=True):
+        assert own.shape == theirs.shape == (ROWS, 2, TOKENS, TOKENS)
+        assert 0.3 < float((own == theirs).double().mean()) < 0.7
+
+
+# -- sequence-parallel norms -------------------------------------------------------------------------------------------
+
+
+class Kept(nn.Dropout):
+    """Keeps what it has dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(0.5)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ones = super().forward(torch.ones_like(x))
+        self.seen.append(ones.detach() != 0)
+        return x * ones
+
+
+OWN, COMMON = ("entry", "inner", "outer", "outer2", "outer3"), ("normed", "last")
+
+
+class ResidualBlock(Block):
+    """Drops own tokens in the residual stream, all tokens behind a norm, and own features of all tokens."""
+
+    def __init__(self, recompute: str) -> None:
+        super().__init__()
+        self.norm3, self.side = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.entry, self.normed, self.inner, self.outer, self.outer2, self.outer3 = (Kept() for _ in range(6))
+        self.again = checkpointing.checkpoint if recompute == "halves" else lambda half, x: half(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.second, self.again(self.first, x))
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.entry(x)
+        y = self.normed(self.norm(x))
+        q, k, v = (layer(y).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5).transpose(1, 2).flatten(-2)
+        return x + self.outer(self.o(y))
+
+    def second(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.outer2(self.down(self.inner(nn.functional.gelu(self.up(self.norm2(x))))))
+        return x + self.outer3(self.side(self.norm3(x)))
+
+
+class ResidualDecoder(Decoder):
+    def __init__(self, recompute: str) -> None:
+        super().__init__()
+        for number in range(2):
+            block = ResidualBlock(recompute)
+            self.blocks[number] = Recomputed(block) if recompute == "blocks" else block
+        self.norm, self.last = nn.LayerNorm(WIDTH), Kept()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(self.last(self.norm(x))).flatten(0, 1), ids.roll(-1, 1).flatten())
+
+
+NORMS = {
+    "layer_specs": [
+        *RULES["layer_specs"],
+        {"patterns": [r"norm\d?$"], "partition_type": "norm"},
+        {"patterns": [r"side$"], "partition_type": "whole"},
+    ]
+}
+
+
+def drop_tokens(recompute: str) -> Any:
+    """Two micro-batches are under way at once."""
+    torch.manual_seed(0)
+    net = ResidualDecoder(recompute)
+    section = {"autotp_size": 2, "sequence_parallel": True, "partition_config": NORMS}
+    engine, *_ = shardwise.initialize(model=net, config=config(tensor_parallel=section, gradient_accumulation_steps=2))
+    told = []
+    for step in range(3):
+        losses = [engine(data(2 * step + micro, ROWS)) for micro in range(2)]
+        for loss in losses:
+            engine.backward(loss)
+            engine.step()
+        told += [loss.item() for loss in losses]
+    masks: dict[str, list[torch.Tensor]] = {}
+    for path, module in net.named_modules():
+        if isinstance(module, Kept):
+            masks[path.replace("block.", "")] = module.seen
+    with shardwise.zero.GatheredParameters(list(net.parameters())):
+        values = {name.replace("block.", ""): value.detach().clone() for name, value in net.named_parameters()}
+    regions = engine._tensors._regions  # type: ignore[union-attr]
+    del losses, loss
+    known = len(regions._known)  # type: ignore[union-attr]
+    state = torch.get_rng_state()
+    engine.destroy()
+    return told, masks, values, known, state
+
+
+def seeded_alike() -> Any:
+    """Two passes that a script seeds alike, of which the first has gone when the second is recomputed."""
+    torch.manual_seed(0)
+    net = ResidualDecoder("halves")
+    section = {"autotp_size": 2, "sequence_parallel": True, "partition_config": NORMS}
+    engine, *_ = shardwise.initialize(model=net, config=config(tensor_parallel=section, gradient_accumulation_steps=2))
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        losses.append(engine(data(0, ROWS)))
+    for _ in range(2):
+        engine.backward(losses.pop(0))
+        engine.step()
+    seen = {path: module.seen for path, module in net.named_modules() if isinstance(module, Kept)}
+    engine.destroy()
+    return seen
+
+
+def test_passes_that_are_seeded_alike() -> None:
+    for masks in run_ranks(seeded_alike, 2):
+        for path, seen in masks.items():
+            assert len(seen) == (2 if path == "last" else 4)
+            assert all(torch.equal(mask, seen[0]) for mask in seen[1:]), path
+
+
+def test_what_ranks_drop_of_their_own_tokens() -> None:
+    (losses, masks, _, _, state), (other, there, _, _, state_there) = run_ranks(drop_tokens, 2, "")
+    assert losses == other and torch.equal(state, state_there)
+    for path, seen in masks.items():
+        own, theirs = (torch.cat([mask.flatten() for mask in some]) for some in (seen, there[path]))
+        assert 0.4 < own.double().mean() < 0.6, path
+        alike = float((own == theirs).double().mean())
+        if path.rpartition(".")[2] in COMMON:
+            assert alike == 1, path
+        else:
+            assert 0.4 < alike < 0.6, path
+        assert not any(torch.equal(seen[0], mask) for mask in seen[1:]), path
+
+
+@pytest.mark.parametrize("recompute", ["blocks", "halves"])
+def test_own_tokens_are_dropped_again(recompute: str) -> None:
+    """Also where a checkpointed function begins with them."""
+    for (losses, masks, values, *_), (losses_again, masks_again, values_again, known, _) in zip(
+        run_ranks(drop_tokens, 2, ""), run_ranks(drop_tokens, 2, recompute), strict=True
+    ):
+        assert losses == losses_again
+        for path, seen in masks.items():
+            twice, steps = masks_again[path], len(seen)
+            if path == "last":
+                assert len(twice) == steps
+            else:
+                assert len(twice) == 2 * steps, path
+                # both micro-batches forward, then both again
+                passes = [twice[4 * step + part * 2 : 4 * step + part * 2 + 2] for step in range(3) for part in (0, 1)]
+                first, again = passes[0::2], passes[1::2]
+                for step in range(3):
+                    for number in range(2):
+                        assert torch.equal(first[step][number], seen[2 * step + number]), path
+                        assert torch.equal(again[step][number], seen[2 * step + number]), path
+        for name, value in values.items():
+            assert torch.equal(value, values_again[name]), name
+        assert known == 0  # when the passes' graphs are gone
 
 
 # -- trackers ----------------------------------------------------------------------------------------------------------

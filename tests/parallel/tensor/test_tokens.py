@@ -229,3 +229,40 @@ def test_models_without_norms_are_refused(specs: Any, said: str) -> None:
     cuts = cuts_of(model, 2, section).layers if len(specs) > 1 else {}
     with pytest.raises(ConfigError, match=said):
         tokens_of(model, cuts, section)
+
+
+@pytest.mark.parametrize("wrapped", ["LoraConfig", "PromptTuningConfig"])
+def test_patterns_mean_names_as_they_are_without_adapters(wrapped: str) -> None:
+    peft = pytest.importorskip("peft")
+    from shardwise.config.schema.parallel import TensorParallel
+    from shardwise.parallel.tensor.plan import cuts_of
+    from shardwise.parallel.tensor.tokens import tokens_of
+
+    layer = r"^model\.layers\.\d+\."
+    specs = [
+        {"patterns": [layer + r"(self_attn\.[qkv]|mlp\.(gate|up))_proj\.weight$"], "partition_type": "column"},
+        {"patterns": [layer + r"(self_attn\.o|mlp\.down)_proj\.weight$"], "partition_type": "row"},
+        {"patterns": [layer + r"\w+_layernorm$", r"^model\.norm$"], "partition_type": "norm"},
+    ]
+    rules = {"layer_specs": specs, "use_default_specs": False, "strict_mode": False}
+    section = TensorParallel.model_validate({"autotp_size": 2, "sequence_parallel": True, "partition_config": rules})
+
+    def kinds(model: nn.Module) -> dict[str, str]:
+        found = tokens_of(model, cuts_of(model, 2, section).layers, section).cuts
+        return {path: cut.kind for path, cut in found.items()}
+
+    expected = kinds(made("llama"))
+    how = {"r": 2, "target_modules": ["q_proj"]} if wrapped == "LoraConfig" else {"num_virtual_tokens": 3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = peft.get_peft_model(made("llama"), getattr(peft, wrapped)(task_type="CAUSAL_LM", **how))
+    found = kinds(model)
+    prefix = "base_model.model." if wrapped == "LoraConfig" else "base_model."
+    assert {path.removeprefix(prefix).replace(".base_layer", "") for path in found if "lora_" not in path} == (
+        expected.keys()
+    )
+    assert sum(kind == "norm" for kind in found.values()) == 2 * 3 + 1
+    # With the prefix they match as well.
+    specs[0]["patterns"] = [r"^base_model\..*self_attn\.[qkv]_proj\.weight$"]
+    section = TensorParallel.model_validate({"autotp_size": 2, "partition_config": {"layer_specs": specs[:1]}})
+    assert any(".q_proj" in path for path in cuts_of(model, 2, section).layers)

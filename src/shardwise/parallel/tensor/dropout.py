@@ -3,33 +3,44 @@
 Outside of divided layers all ranks have the same activations and drop the same ones: their generators are in one state,
 that of the first rank. Between a layer of which each has some columns and the one of which it has some rows, each has
 activations of its own (heads, features) and drops others: the generator is in a state of the rank's own there, which is
-made of a number of the common one and the rank's place. So it is the same again where a region is recomputed, as
-`torch.utils.checkpoint` restores the common state before; and the common one moves on alike everywhere.
+made of a number of the common one and the rank's place. So is it where each rank has tokens of its own, from the first
+block or a row layer to the next norm (sequence-parallel norms). It is the same again where a region is recomputed, as
+`torch.utils.checkpoint` restores the state before, which says in which region it is; and the common one moves on alike
+everywhere.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.compat import backward_pass, keep_with_graph
 from shardwise.parallel.tensor.group import TensorGroup
-from shardwise.parallel.tensor.layers import ColumnParallel, RowParallel
+from shardwise.parallel.tensor.layers import ColumnParallel, NormParallel, PickedColumns, RowParallel
+from shardwise.parallel.tensor.tokens import takes_tokens_before, takes_tokens_behind
+from shardwise.trees import tensors_in
 
 _BITS = 63
 _ADAPTED = ".base_layer"
 
 
-class _Common(NamedTuple):
-    """The state that all ranks have, while a region is open."""
+class _Region:
+    """What has been left for random numbers of a rank's own, and how to go back.
 
-    restore: Callable[[], None]
-    seed: int
-    """With which the region has begun. Whoever has restored a generator since then has another."""
-    untouched: Callable[[], bool]
-    """Whether nothing has been drawn in the region."""
+    Args:
+        device: whose generator it is about.
+        restore: brings back the state that all ranks have.
+        untouched: tells whether nothing has been drawn since the region began.
+    """
+
+    __slots__ = ("__weakref__", "device", "restore", "untouched")
+
+    def __init__(self, device: torch.device, restore: Callable[[], None], untouched: Callable[[], bool]) -> None:
+        self.device, self.restore, self.untouched = device, restore, untouched
 
 
 class Regions:
@@ -45,7 +56,11 @@ class Regions:
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._group = group
-        self._open: dict[torch.device, _Common] = {}
+        # By seed, which a generator keeps when it is restored: a checkpointed function may begin within a region, and
+        # is in it again when it is recomputed. A region is known as long as the graph of its forward pass.
+        self._known: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()
+        self._of_pass: list[_Region] = []
+        self._devices: set[torch.device] = set()
         self._hooks: list[Any] = []
         self._last: Any = None
         self._drawn = has_dropout(model)
@@ -59,7 +74,8 @@ class Regions:
             hook: makes a module's hook of a function.
         """
         divided = False
-        layers = [(p, layer) for p, layer in model.named_modules() if isinstance(layer, (ColumnParallel, RowParallel))]
+        kinds = (ColumnParallel, PickedColumns, RowParallel)
+        layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, kinds)]
         adapted = {_without_adapter(path) for path, _ in layers if path.endswith(_ADAPTED)}
         for path, layer in layers:
             # An adapter around a layer belongs to it. It gets what the layer gets, and its output is added to the
@@ -73,39 +89,72 @@ class Regions:
                 register = around.register_forward_hook if place in adapted else around.register_forward_pre_hook
                 self._hooks.append(register(hook(self._end)))
                 if layer.cut.tokens is not None:  # from here on each rank has tokens of its own
-                    self._hooks.append(around.register_forward_hook(hook(self._begin)))
+                    self._hooks.append(around.register_forward_hook(hook(self._behind)))
             elif not layer.cut.whole_output:
                 if place in adapted:
                     self._hooks.append(around.register_forward_pre_hook(hook(self._end)))
-                self._hooks.append(around.register_forward_hook(hook(self._begin)))
+                self._hooks.append(around.register_forward_hook(hook(self._behind)))
                 divided = True
-        if divided:
-            self.active = True
-            self._last = model.register_forward_hook(hook(self._passed), always_call=True)
-
-    def _begin(self, layer: nn.Module, _: Any, output: Any) -> None:
-        if not layer.training or not isinstance(output, torch.Tensor) or output.device.type not in ("cpu", "cuda"):
+        if not divided:
             return
-        device = output.device
-        common, generator = self._open.get(device), generator_of(device)
-        if common is not None and generator.initial_seed() == common.seed:
+        self._watch_tokens(model, hook)
+        self.active = True
+        self._last = model.register_forward_hook(hook(self._passed), always_call=True)
+
+    def _watch_tokens(self, model: nn.Module, hook: Callable[[Callable[..., None]], Any]) -> None:
+        """Each rank has tokens of its own up to the next norm, which puts those of all ranks together."""
+        for module in model.modules():
+            if isinstance(module, NormParallel):
+                self._hooks.append(module.register_forward_hook(hook(self._end)))
+            if takes_tokens_before(module):
+                self._hooks.append(module.register_forward_pre_hook(hook(self._before), with_kwargs=True))
+            if takes_tokens_behind(module):
+                self._hooks.append(module.register_forward_hook(hook(self._behind)))
+
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._begin(module, next(iter([*args, *kwargs.values()])))
+
+    def _behind(self, module: nn.Module, _: Any, made: Any) -> None:
+        self._begin(module, made[0] if isinstance(made, tuple) else made)
+
+    def _begin(self, module: nn.Module, given: Any) -> None:
+        if not module.training or not isinstance(given, torch.Tensor) or given.device.type not in ("cpu", "cuda"):
+            return
+        device = given.device
+        generator = generator_of(device)
+        if self._region(device) is not None:
             return  # queries have begun it, here are keys
         number, restore = _take(generator, device)
         seed = own_seed(number, self._group.place)
         generator.manual_seed(seed)
-        self._open[device] = _Common(restore, seed, _watched(generator, device) if not self._drawn else bool)
+        region = self._known.get(seed)
+        if region is not None and backward_pass() is not None:
+            return  # it is recomputed
+        if region is None:
+            untouched = _watched(generator, device) if not self._drawn else bool
+            self._known[seed] = region = _Region(device, restore, untouched)
+            self._devices.add(device)
+        self._of_pass.append(region)  # also where a script has seeded as before another pass
+
+    def _region(self, device: torch.device) -> _Region | None:
+        """Return the region that a device's generator is in."""
+        found = self._known.get(generator_of(device).initial_seed())
+        return found if found is not None and found.device == device else None
 
     def _end(self, *_: Any) -> None:
-        for device in list(self._open):
-            common, generator = self._open.pop(device), generator_of(device)
-            if generator.initial_seed() != common.seed:
-                continue  # a recomputation has stopped in the middle, and torch has restored the generator
+        for device in self._devices:
+            region = self._region(device)
+            if region is None:
+                continue
             if not self._drawn:
-                self._drawn = not common.untouched()
-            common.restore()
+                self._drawn = not region.untouched()
+            region.restore()
 
-    def _passed(self, model: nn.Module, *_: Any) -> None:
+    def _passed(self, model: nn.Module, _: Any, made: Any) -> None:
         self._end()
+        for tensor in tensors_in(made):
+            keep_with_graph(tensor, self, self._of_pass)
+        self._of_pass = []
         if model.training and not self._drawn:
             self._leave()  # no random numbers are used in this model
 

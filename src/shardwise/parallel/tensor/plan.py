@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.names import name_search
 from shardwise.parallel.tensor.families import SIZE, Block, Finder, Stacked, even, stacked
 from shardwise.parallel.tensor.group import Runs
 from shardwise.parallel.tensor.heads import HEADS, KEY_HEADS, number, scaled
@@ -106,6 +107,7 @@ class _Planner:
     def __init__(self, model: nn.Module, size: int, section: TensorParallel, experts: bool) -> None:
         self._model, self._size, self._section = model, size, section
         self._inventory = Inventory(model)
+        self._finds = name_search(model)
         self._grain = section.tp.tp_grain_size if section.tp is not None else 1
         rules = section.partition_config
         kinds = {cast(Any, module).config.model_type for _, module in self._inventory.pretrained()}
@@ -168,7 +170,7 @@ class _Planner:
             f"{under(path)}{name}" for path, module in self._inventory.modules.items() for name in module._parameters
         ]
         for index, rule in self._rules:
-            unmatched = [one for one in rule.patterns if not any(re.search(one, name) for name in names)]
+            unmatched = [one for one in rule.patterns if not any(self._finds([one], name) for name in names)]
             if unmatched and (self._strict or len(unmatched) == len(rule.patterns)):
                 raise ConfigError(
                     f"{_RULES}[{index}].patterns: no parameter of {type(self._model).__name__} matches "
@@ -186,7 +188,7 @@ class _Planner:
 
     def _rule_of(self, name: str) -> tuple[int, LayerSpec] | None:
         """Return the first rule for a parameter."""
-        return next((one for one in self._rules if any(re.search(pattern, name) for pattern in one[1].patterns)), None)
+        return next((one for one in self._rules if self._finds(one[1].patterns, name)), None)
 
     def _ruled(self, layer: Layer, rule: LayerSpec, key: str, block: Block | None) -> Cut:
         """Return how a rule divides a layer."""

@@ -10,7 +10,6 @@ Norms and row layers' biases see a rank's tokens only: each rank has a summand o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError, UsageError
+from shardwise.names import name_search
 from shardwise.parallel.tensor import mappings
 from shardwise.parallel.tensor.layers import Cut, NormParallel
 
@@ -98,6 +98,16 @@ class _Part:
         return (own, *made[1:]) if several else own
 
 
+def takes_tokens_before(module: nn.Module) -> bool:
+    """Whether each rank has its own tokens from this module's input on."""
+    return any(isinstance(hook, _Begin) for hook in module._forward_pre_hooks.values())
+
+
+def takes_tokens_behind(module: nn.Module) -> bool:
+    """Whether each rank has its own tokens from this module's output on, of which all ranks have computed all."""
+    return any(isinstance(hook, _Part) for hook in module._forward_hooks.values())
+
+
 def tokens_of(model: nn.Module, cuts: dict[str, Cut], section: TensorParallel) -> Tokens:
     """Return where tokens are divided between a model's divided layers.
 
@@ -159,9 +169,10 @@ def _blocks(model: nn.Module, cuts: dict[str, Cut]) -> tuple[str, list[str]]:
 def _named(model: nn.Module, rules: list[LayerSpec]) -> dict[str, str]:
     """Return what rules name, by the module's path or that of its weight; nothing inside of another."""
     found: dict[str, str] = {}
+    finds = name_search(model)
     for path, _ in model.named_modules():
         for rule in rules:
-            named = any(re.search(pattern, name) for pattern in rule.patterns for name in (path, f"{path}.weight"))
+            named = finds(rule.patterns, path) or finds(rule.patterns, f"{path}.weight")
             if named and not any(path.startswith(f"{outer}.") for outer in found):
                 found.setdefault(path, rule.partition_type)
     return found

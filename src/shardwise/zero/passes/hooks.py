@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.compat import backward_pass, calls_running, transforming
-from shardwise.device.ranges import detailed
+from shardwise.device.ranges import named
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.calls import Use
 from shardwise.zero.passes.gather import Gatherer, Phase
@@ -75,7 +75,7 @@ class Hooks:
             if watched:
                 use = gatherer.begin_use(watched)
             opened = any(unit.sharded for unit in watched) and gatherer.saved.open()
-            computing = detailed("forward", name)
+            computing = named("forward", name)
             computing.__enter__()
             self._calls.append(_Call(module, use, watched, opened, computing))
 

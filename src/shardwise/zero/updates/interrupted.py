@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, OffloadError, UsageError
@@ -20,6 +20,11 @@ from shardwise.zero.updates.update import Update
 _UNTOUCHED = (
     "Nothing has been stepped: engine.step() tries again, and engine.save_checkpoint() saves the state as it was before"
 )
+_REPEAT = "The state is that after the last step: call engine.zero_grad() and repeat the window, or save a checkpoint"
+_ALONE = "End the process, and go on from the last checkpoint"
+
+Told = list[Any]
+"""What a failure says, and whether values are lost, as ranks exchange it; empty: there is none."""
 
 
 class Interruptions:
@@ -66,7 +71,7 @@ class Interruptions:
             if self._is_agreed(error):
                 raise
             failure = error
-        everyone = self._job.exchange([_said(failure), *update.progress()], "disks")
+        everyone = self._job.exchange([told_of(failure), *update.progress()], "disks")
         told = [said for said, *_ in everyone]
         if not any(told):
             self.halfway = ""
@@ -96,17 +101,17 @@ class Interruptions:
             failure = error
         try:
             if self._on_disk:
-                self.raise_untouched(self._job.exchange(_said(failure), "disks"), failure)
+                self.raise_untouched(self._job.exchange(told_of(failure), "disks"), failure)
             elif failure is not None:
                 raise failure
         finally:
             del failure
 
-    def raise_untouched(self, told: Sequence[str | None], failure: OffloadError | None) -> None:
+    def raise_untouched(self, told: Sequence[Told], failure: OffloadError | None) -> None:
         """Raise on all ranks if a disk has failed on some, before anything was stepped (all ranks call).
 
         Args:
-            told: what the failure of each rank says; None: there is none.
+            told: of each rank, by `told_of`.
             failure: of this rank.
 
         Raises:
@@ -115,9 +120,13 @@ class Interruptions:
         if any(told):
             self._raise(told, failure, _UNTOUCHED)
 
-    def _raise(self, told: Sequence[str | None], failure: OffloadError | None, goes_on: str) -> NoReturn:
-        rank, said = next((rank, said) for rank, said in enumerate(told) if said is not None)
-        agreed = OffloadError(f"{_said(failure) or f'engine.step(): on rank {rank}: {said}'}. {goes_on}")
+    def _raise(self, told: Sequence[Told], failure: OffloadError | None, goes_on: str) -> NoReturn:
+        rank, (said, _) = next((rank, said) for rank, said in enumerate(told) if said)
+        lost = [rank for rank, said in enumerate(told) if said and said[1]]
+        if lost:
+            goes_on = f"What the disk of rank {lost[0]} had is lost: go on from the last checkpoint"
+        what = failure.what if failure is not None else f"engine.step(): on rank {rank}: {said}"
+        agreed = OffloadError(what, goes_on, lost=bool(lost))
         self._agreed = weakref.ref(agreed)
         try:
             raise agreed from failure
@@ -125,13 +134,20 @@ class Interruptions:
             del agreed, failure
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Take note if a disk fails inside of the block while other ranks wait for this one."""
+    def watching(self, *, in_pass: bool) -> Iterator[None]:
+        """Take note if a disk fails inside of the block while other ranks wait for this one, and say how to go on.
+
+        Args:
+            in_pass: the block is a forward or backward pass.
+        """
         try:
             yield
         except OffloadError as error:
             if self._job.world > 1 and not self._is_agreed(error):
-                self._alone = str(error)
+                self._alone = error.what
+                error.advise(f"The other ranks wait for this one. {_ALONE}")
+            elif in_pass and not error.lost:
+                error.advise(_REPEAT)
             raise
 
     def leaves_state_whole(self, error: OffloadError) -> bool:
@@ -159,7 +175,7 @@ class Interruptions:
         if self._alone:
             raise UsageError(
                 f"{what}: a disk has failed on this rank in the middle of a pass, in which the other ranks wait for "
-                f"it ({self._alone}). End the process, and go on from the last checkpoint"
+                f"it ({self._alone}). {_ALONE}"
             )
 
     def check_can_step(self) -> None:
@@ -186,5 +202,6 @@ class Interruptions:
             raise CheckpointError(f"{what}: {self.halfway}. {way}; or go on from {otherwise}")
 
 
-def _said(failure: OffloadError | None) -> str | None:
-    return None if failure is None else str(failure)
+def told_of(failure: OffloadError | None) -> Told:
+    """Return what the other ranks learn of a failure."""
+    return [] if failure is None else [failure.what, failure.lost]

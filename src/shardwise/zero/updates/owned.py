@@ -34,7 +34,6 @@ from shardwise.zero.updates.update import (
     as_gradient,
     bind,
     hold,
-    hold_state,
     is_of_whole,
     state_dtype,
     take_changes,
@@ -261,7 +260,14 @@ class WholeUpdate(ReducedUpdate):
         else:
             with self.around():
                 optimizer.step()
-        hold_state(self.optimizer, self._accountant, self._tier)
+        self.hold_state()
+
+    def hold_state(self) -> None:
+        """Tell the accountant about the optimizer's state; what is known is passed over, some optimizers make more."""
+        for master in self.masters.values():
+            state = self.optimizer.state.get(master)
+            if state:
+                hold(state, self._accountant, self._tier)
 
     def together(self) -> AbstractContextManager[None] | None:
         """See `Update.together`: gradients and results travel between ranks."""
@@ -543,10 +549,11 @@ class MixedUpdate(ReducedUpdate):
         """See `Update.step`."""
         if self.progress()[0]:
             self.whole.keep_state()  # a disk may have had no space for it
-            return
-        with self.segments.around(), self.whole.around():
-            self.segments.step_lent(optimizer, factor)
+        else:
+            with self.segments.around(), self.whole.around():
+                self.segments.step_lent(optimizer, factor)
         self.segments.hold_state()
+        self.whole.hold_state()
 
     def together(self) -> AbstractContextManager[None] | None:
         """See `Update.together`: of both kinds at once, for the optimizer steps once."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
-from shardwise.device.ranges import detailed
+from shardwise.device.ranges import named
 from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use, unwritten
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
@@ -269,7 +269,7 @@ class SegmentUpdate(ReducedUpdate):
                 self._write_out(self._parts[number][0])
                 self._stepped.add(number)
             else:
-                with detailed("step", self.units[number].name):
+                with named("step", self.units[number].name):
                     self._step_alone(optimizer, factor, number)
 
         parts = [

@@ -206,12 +206,6 @@ def assign_groups(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[n
         group["params"] = list(parameters)
 
 
-def hold_state(optimizer: torch.optim.Optimizer, accountant: Accountant, tier: Tier) -> None:
-    """Tell the accountant about an optimizer's state; known tensors are passed over, some optimizers make new ones."""
-    for state in optimizer.state.values():
-        hold(state, accountant, tier)
-
-
 def tensors_of(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     """Yield what an optimizer keeps for more than one element; counts of steps stay where they are."""
     for value in state.values():

@@ -1,0 +1,71 @@
+"""What says beside weights which model they are of: the configuration of a model of transformers."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.manifest import name_of
+from shardwise.checkpoint.tensorfile import Spec
+from shardwise.errors import CheckpointError
+from shardwise.utils.logging import logger
+
+
+def config_files(model: nn.Module, specs: Iterable[Spec]) -> dict[str, bytes]:
+    """Return the files with which `from_pretrained` makes a model again, by name; none unless it is of transformers.
+
+    Args:
+        model: whole, or what is left of it on this rank.
+        specs: of its weights as they are written.
+
+    Raises:
+        CheckpointError: transformers cannot write the model's configuration.
+    """
+    kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    if kind is None or not isinstance(model, kind):
+        return {}
+    source: Any = model
+    config = copy.deepcopy(source.config)
+    config.architectures = [type(source).__name__]
+    dtype = _most_of(specs)
+    if dtype is not None:
+        config.dtype = name_of(dtype)
+    found = _saved(config, "config")
+    if getattr(source, "generation_config", None) is not None and source.can_generate():
+        try:
+            found |= _saved(source.generation_config, "generation_config")
+        except CheckpointError as error:  # settings that contradict each other: not worth the weights
+            logger.warning("%s; the file is left out", error)
+    return found
+
+
+def _saved(config: Any, what: str) -> dict[str, bytes]:
+    """Return the files that a configuration writes."""
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            config.save_pretrained(directory)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"the model's {what} cannot be written by transformers: {reason}") from error
+        found = {}
+        for name in sorted(os.listdir(directory)):
+            with open(os.path.join(directory, name), "rb") as file:
+                found[name] = file.read()
+    return found
+
+
+def _most_of(specs: Iterable[Spec]) -> torch.dtype | None:
+    """Return the floating-point dtype that most of the bytes have."""
+    sizes: Counter[torch.dtype] = Counter()
+    for spec in specs:
+        if spec.dtype.is_floating_point:
+            sizes[spec.dtype] += spec.nbytes
+    return sizes.most_common(1)[0][0] if sizes else None
