@@ -65,7 +65,7 @@ offload: $(DEMO_STAMP)
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -q --progress tests/gpu
 
-# Also what `make test` leaves out: most of large products, and repetitions (tests/sampling.py). About 40 minutes on two
+# Also what `make test` leaves out: most of large products, and repetitions (tests/sampling.py). About an hour on two
 # cores.
 exhaustive: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --progress --durations=20 -n 2 --dist worksteal --exhaustive

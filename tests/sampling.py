@@ -2,7 +2,7 @@
 
 Some tests try a product of lists: models x ranks, stages x precisions x optimizers. Each list is one `parametrize`.
 `make test` runs so many cases that every entry of every list occurs, which is as many as the longest list has; most of
-the rest would find the same mistakes. Long lists are thinned out further where `EVERY` says so. What is marked
+the rest would find the same mistakes. In files whose cases take seconds it runs two (`SLOW`). What is marked
 `thorough` is left out. `make exhaustive` runs all; so does naming a case on the command line.
 """
 
@@ -19,9 +19,11 @@ PRODUCTS = (
     "comm/",
     "data/",
     "device/",
+    "docs/test_snippets.py",
     "dropin/",
     "engine/",
     "hf/",
+    "launch/test_run.py",
     "memory/",
     "offload/",
     "optim/test_muon.py",
@@ -32,49 +34,81 @@ PRODUCTS = (
 )
 """Where a case takes long enough for this to matter; below `tests/`."""
 
-EVERY = {
-    "checkpoint/test_deepspeed.py": 3,
-    "checkpoint/test_layouts.py": 2,
-    "checkpoint/test_resume.py": 2,
-    "checkpoint/test_staging.py": 2,
-    "comm/compression/test_methods.py": 2,
-    "device/test_recording.py": 2,
-    "hf/test_families.py": 3,
-    "memory/test_exhausted.py": 2,
-    "memory/test_plans.py": 2,
-    "memory/test_report.py": 2,
-    "offload/test_devices.py": 2,
-    "offload/test_early.py": 2,
-    "offload/test_training.py": 2,
-    "optim/test_muon.py": 2,
-    "optim/test_onebit.py": 3,
-    "parallel/tensor/test_entry.py": 2,
-    "parallel/tensor/test_huggingface.py": 2,
-    "parallel/tensor/test_together.py": 2,
-    "parallel/tensor/test_wire.py": 2,
-    "zero/test_compression.py": 2,
-    "zero/test_costs.py": 2,
-    "zero/test_cut_short.py": 2,
-    "zero/test_gathered.py": 2,
-    "zero/test_graphs.py": 2,
-    "zero/test_growth.py": 2,
-    "zero/test_init.py": 2,
-    "zero/test_layerwise.py": 2,
-    "zero/test_loops.py": 3,
-    "zero/test_masters.py": 2,
-    "zero/test_mesh.py": 2,
-    "zero/test_mixed_precision.py": 3,
-    "zero/test_numerics.py": 2,
-    "zero/test_one_rank.py": 2,
-    "zero/test_optimizers.py": 3,
-    "zero/test_sparse.py": 2,
-    "zero/test_transports.py": 3,
-    "zero/test_whole.py": 2,
-    "zero/test_zeropp.py": 2,
-}
-"""File below `tests/` -> of its lists of more than `SHORT` entries, which are alike, one in so many is run."""
+SLOW = (
+    "checkpoint/test_export.py",
+    "checkpoint/test_import.py",
+    "checkpoint/test_layouts.py",
+    "checkpoint/test_meshes.py",
+    "checkpoint/test_nonfinite.py",
+    "checkpoint/test_reading.py",
+    "checkpoint/test_resume.py",
+    "checkpoint/test_staging.py",
+    "comm/test_quantize.py",
+    "comm/test_stragglers.py",
+    "device/test_recording.py",
+    "docs/test_snippets.py",
+    "dropin/test_programs.py",
+    "dropin/test_trainer_options.py",
+    "engine/test_anomalies.py",
+    "engine/test_engine.py",
+    "engine/test_signals.py",
+    "engine/test_tracing.py",
+    "hf/test_families.py",
+    "launch/test_run.py",
+    "memory/test_budget.py",
+    "memory/test_exhausted.py",
+    "memory/test_monotone.py",
+    "memory/test_report.py",
+    "memory/test_watchdog.py",
+    "offload/test_activations.py",
+    "offload/test_devices.py",
+    "offload/test_early.py",
+    "offload/test_faults.py",
+    "offload/test_given.py",
+    "offload/test_interrupted.py",
+    "offload/test_places.py",
+    "offload/test_states.py",
+    "offload/test_streams.py",
+    "offload/test_training.py",
+    "optim/test_onebit.py",
+    "parallel/tensor/test_entry.py",
+    "parallel/tensor/test_huggingface.py",
+    "parallel/tensor/test_memory.py",
+    "parallel/tensor/test_random.py",
+    "parallel/tensor/test_together.py",
+    "parallel/tensor/test_tokens.py",
+    "parallel/tensor/test_training.py",
+    "parallel/tensor/test_wire.py",
+    "parallel/test_setups.py",
+    "parallel/test_training.py",
+    "zero/test_autocast.py",
+    "zero/test_compression.py",
+    "zero/test_costs.py",
+    "zero/test_cut.py",
+    "zero/test_device.py",
+    "zero/test_device_steps.py",
+    "zero/test_domains.py",
+    "zero/test_graphs.py",
+    "zero/test_growth.py",
+    "zero/test_init.py",
+    "zero/test_layerwise.py",
+    "zero/test_loops.py",
+    "zero/test_mesh.py",
+    "zero/test_mixed_precision.py",
+    "zero/test_numerics.py",
+    "zero/test_one_pass.py",
+    "zero/test_one_rank.py",
+    "zero/test_optimizers.py",
+    "zero/test_places.py",
+    "zero/test_sidechannel.py",
+    "zero/test_sparse.py",
+    "zero/test_transports.py",
+    "zero/test_whole.py",
+    "zero/test_zeropp.py",
+)
+"""Files below `tests/` of which at most `MOST` cases of a product are run."""
 
-SHORT = 3
+MOST = 2
 
 
 def covering(cases: Sequence[Case]) -> list[int]:
@@ -111,5 +145,7 @@ def sample(file: str, cases: Sequence[Case]) -> list[int]:
     if not file.startswith(PRODUCTS):
         return list(range(len(cases)))
     chosen = covering(cases)
-    # From the end: of four stages the last is among them.
-    return chosen[:: -EVERY.get(file, 1)][::-1] if len(chosen) > SHORT else chosen
+    if file not in SLOW or len(chosen) <= MOST:
+        return chosen
+    # Evenly spread, from the end: of four stages the last is among them.
+    return sorted(chosen[len(chosen) - 1 - place * len(chosen) // MOST] for place in range(MOST))

@@ -32,6 +32,7 @@ def test_every_pair_of_layouts_is_exact_and_goes_on_exactly(labels: tuple[str, .
     assert wrong == []
 
 
+@pytest.mark.thorough
 @pytest.mark.limit(700)
 def test_every_size_of_a_mesh_is_exact_and_goes_on(tmp_path: Path) -> None:
     """Tensors, sequences and experts that ranks share: 25 pairs of layouts, and 4 with each further optimizer."""

@@ -27,6 +27,7 @@ def program(name: str) -> str:
     return next(block for block in BLOCKS if block.startswith(f"# {name}.py"))
 
 
+@pytest.mark.thorough
 def test_before_and_after_print_the_same_loss(tmp_path: Path) -> None:
     for name in ("common", "before", "after"):
         (tmp_path / f"{name}.py").write_text(program(name))

@@ -25,18 +25,18 @@ def program(page):
 @pytest.mark.parametrize(
     ("page", "printed"),
     [
-        ("README.md", r"after 50 steps: loss \d"),
-        ("docs/getting-started.md", r"epoch 2: loss \d"),
         ("docs/parts.md", r"loss \d.*, norm \d.*, 128 parameters of 256 here"),
+        ("docs/accumulation.md", r"loss \d.*the mean over 32 tokens"),
         ("docs/sequence.md", r"loss \d.* of 128 tokens here, 252 in all"),
+        ("docs/getting-started.md", r"epoch 2: loss \d"),
         ("docs/tensor.md", r"loss \d.*, 16512 of 30080 parameters here"),
         ("docs/moe.md", r"loss \d.*, 2 of 4 experts here"),
-        ("docs/accumulation.md", r"loss \d.*the mean over 32 tokens"),
         pytest.param(
             "docs/export.md",
             r"\d+ parameters, torch.bfloat16",
             marks=pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"),
         ),
+        ("README.md", r"after 50 steps: loss \d"),
     ],
 )
 def test_the_printed_program_runs(page, printed, tmp_path):

@@ -284,6 +284,7 @@ def compilation() -> list[list[float]]:
     return [compiled(2, None), compiled(2, "eager"), compiled(3, "eager"), compiled(3, "aot_eager")]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_compilation(ranks: Ranks) -> None:
     for found in ranks(compilation, 2):

@@ -130,6 +130,7 @@ def stages(directory: str) -> list[Any]:
     return [fitted(directory, 2), fitted(directory, 3), untrained(directory)]
 
 
+@pytest.mark.thorough
 def test_seq2seq_trainer(ranks: Ranks, tmp_path: Path) -> None:
     for second, third, before in ranks(stages, 2, str(tmp_path)):
         assert second == third and before != third[0]

@@ -53,9 +53,10 @@ def plain() -> tuple[int, list[float]]:
     return sum(parameter.numel() for parameter in model.parameters()), losses
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("stages", [(0, 3), pytest.param((1, 2), marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("stages", [(0, 3), (1, 2)])
 def test_every_stage(stages: tuple[int, int], tmp_path: Path) -> None:
     parameters, expected = plain()
     assert len(expected) == ROWS // RANKS // BATCH

@@ -35,6 +35,7 @@ def test_published_sizes() -> None:
     assert sizes["llama-70b"] == 68_976_648_192
 
 
+@pytest.mark.thorough
 def test_the_table_of_a_published_case(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run(capsys, "bloom-560m", "--ranks", "8").splitlines()
     assert lines[0] == "bloom-560m: 559,214,592 parameters, 8 ranks"

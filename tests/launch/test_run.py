@@ -158,6 +158,7 @@ def test_collective_with_a_failed_peer_and_restart(tmp_path, how: str) -> None:
     assert "[rank 1] ValueError: bad batch" in done.stderr
 
 
+@pytest.mark.thorough
 def test_restart_by_torchrun_which_keeps_its_store(tmp_path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     argv = [*torchrun, f"--master-port={_free_port()}", str(_script(tmp_path, COLLECTIVE)), "shardwise"]

@@ -337,6 +337,7 @@ def test_the_smaller_micro_batch_that_is_suggested_does_fit(room: int, where: st
     assert again == {"steps": 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_stage_that_is_suggested_does_fit() -> None:
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "optimizer": OPTIMIZER}

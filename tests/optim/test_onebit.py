@@ -1042,6 +1042,7 @@ def plans_beside() -> list[Any]:
     return [same, [plan.total for plan in plans], plans[-1].note, own]
 
 
+@pytest.mark.thorough
 def test_settings_are_planned_beside_a_running_engine() -> None:
     for same, totals, note, own in run_ranks(plans_beside, 2):
         assert same and totals[0] and totals[1] < totals[0] and own

@@ -201,6 +201,7 @@ def test_without_a_group_the_model_is_as_before() -> None:
     assert torch.equal(plain(**batch).logits, shared(**batch).logits)
 
 
+@pytest.mark.thorough
 def test_accelerate_shares_sequences() -> None:
     """`ParallelismConfig(sp_backend="deepspeed")`, with one sample after the other of each rank's loader."""
     script = str(Path(__file__).parent / "accelerated.py")

@@ -298,6 +298,7 @@ def memories(settings: list[Setting]) -> list[tuple[int, int, int, int]]:
     return [memory(setting) for setting in settings]
 
 
+@pytest.mark.thorough
 def test_memory_is_what_is_planned() -> None:
     cases = [compressed(method, warmup_steps=None) for method in METHODS]
     cases += [compressed("powerSGD", start_compressing_after_step=2), compressed("powerSGD", use_error_feedback=False)]

@@ -67,6 +67,7 @@ def work(layers: int, stage: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", range(4))
 def test_the_work_of_a_unit_is_the_same_in_a_deep_model(stage: int) -> None:
     world = 2

@@ -104,6 +104,7 @@ def bytes_of_all(kinds: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any]
     return [bytes_held(more, stage) for more, stage in kinds]
 
 
+@pytest.mark.thorough
 def test_bytes_of_each_way() -> None:
     """Bytes per parameter of this rank's share: optimizer, masters, gradients."""
     fp32 = {"bf16": {"enabled": True}, "optimizer": ADAMW}

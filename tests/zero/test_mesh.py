@@ -109,6 +109,7 @@ def test_rows_of_one_mesh_have_the_same_bits(precision: str, accumulation: int) 
             assert_no_worse(outcome.masters, loop.masters, exact.masters)
 
 
+@pytest.mark.thorough
 def test_three_levels_have_the_same_bits() -> None:
     """Two groups of two nodes of two: gathers and reductions are chains."""
     settings = [
@@ -311,6 +312,7 @@ def reported_all(cases: Sequence[tuple[Zero, int]], precision: str, accumulation
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("precision", "accumulation"), [("fp32", 1), pytest.param("bf16", 3, marks=pytest.mark.thorough)]
 )

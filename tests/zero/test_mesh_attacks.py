@@ -77,6 +77,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.thorough
 def test_a_process_ends_behind_the_chains_of_its_last_step(tmp_path: Path) -> None:
     """Updated parameters are still on their way, in a thread, when the script is over."""
     script = tmp_path / "ending.py"

@@ -175,6 +175,7 @@ def in_half(mesh: Mesh, stage: int, precision: str) -> list[float]:
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("kind", "stage"), [("sequence", 1), ("norms, experts", 3), ("groups", 2)])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_stays_near(kind: str, stage: int, precision: str) -> None:
