@@ -17,7 +17,7 @@ import torch
 
 from shardwise.checkpoint.convert import convert, open_deepspeed
 from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Target, recognised
-from shardwise.checkpoint.deepspeed.layout import names_of_numbers
+from shardwise.checkpoint.deepspeed.numbered import names_of_numbers
 from shardwise.checkpoint.deepspeed.training import class_of, scaler_state
 from shardwise.errors import CheckpointError
 from shardwise.launch.cli import main
@@ -270,6 +270,10 @@ def copy_as(name: str) -> Callable[[str], Any]:
     return lambda path: shutil.copy(one(path, "*rank_1_*optim*"), Path(path) / name)
 
 
+def copy_model_as(name: str) -> Callable[[str], Any]:
+    return lambda path: shutil.copy(one(path, "mp_*"), Path(path) / name)
+
+
 def empty(name: str) -> Callable[[str], Any]:
     return lambda path: (Path(path) / name).touch()
 
@@ -322,7 +326,8 @@ DAMAGE: dict[str, tuple[int, Callable[[str], Any], str]] = {
         "'step'",
     ),
     "model parallel": (1, empty("mp_rank_01_model_states.pt"), "2 model-parallel parts"),
-    "experts": (1, empty("layer_0_expert_3_mp_rank_00_model_states.pt"), "mixture-of-experts"),
+    "an expert without others": (1, empty("layer_0_expert_3_mp_rank_00_model_states.pt"), "expert_3.* 0 bytes"),
+    "an optimizer of experts": (0, copy_model_as("expp_rank_0_mp_rank_00_optim_states.pt"), "saved without experts"),
     "pipeline": (1, empty("layer_00-model_00-model_states.pt"), "pipeline-parallel"),
     "NVMe": (1, lambda path: os.mkdir(Path(path) / "offloaded_tensors"), "NVMe"),
     "universal": (1, lambda path: os.mkdir(Path(path) / "zero"), "universal format"),

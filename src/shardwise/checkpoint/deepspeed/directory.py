@@ -11,12 +11,9 @@ from shardwise.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_REFUSED = {
-    re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"): (
-        "mixture-of-experts models"
-    ),
-    re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt"): "pipeline-parallel models",
-}
+_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_PIPELINE = re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt")
 
 
 @dataclass
@@ -27,17 +24,26 @@ class Files:
         shared: the file of model states that all ranks share; None at stage 3.
         model: files of model states by rank, at stage 3.
         optimizer: files of optimizer states by rank, at stages 1 to 3.
+        experts: files of experts, by layer and number.
+        expert_optimizer: files of optimizer states of experts by rank, at stage 0.
     """
 
     shared: str | None = None
     model: dict[int, str] = field(default_factory=dict)
     optimizer: dict[int, str] = field(default_factory=dict)
+    experts: dict[tuple[int, int], str] = field(default_factory=dict)
+    expert_optimizer: dict[int, str] = field(default_factory=dict)
+
+
+def expert_file(layer: int, expert: int) -> str:
+    """Return the name of the file of an expert."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
 
 
 def recognised(path: str) -> bool:
     """Whether a directory holds a checkpoint of DeepSpeed, perhaps of a kind that cannot be read, and none of ours."""
     names = _names(path)
-    patterns = (_MODEL, _OPTIMIZER, *_REFUSED)
+    patterns = (_MODEL, _OPTIMIZER, _EXPERT, _EXPERT_OPTIMIZER, _PIPELINE)
     return manifest.NAME not in names and any(p.fullmatch(name) for p in patterns for name in names)
 
 
@@ -51,12 +57,11 @@ def find_files(path: str) -> Files:
     names = _names(path)
     parts: set[int] = set()
     for name in names:
-        for pattern, kind in _REFUSED.items():
-            if pattern.fullmatch(name):
-                raise CheckpointError(
-                    f"{path}: {name}: a DeepSpeed checkpoint of {kind}, which divides the model in ways of its own, "
-                    "and cannot be imported. Convert it to plain weights with its own tools and load those"
-                )
+        if _PIPELINE.fullmatch(name):
+            raise CheckpointError(
+                f"{path}: {name}: a DeepSpeed checkpoint of pipeline-parallel models, which divides the model in ways "
+                "of its own, and cannot be imported. Convert it to plain weights with its own tools and load those"
+            )
         if (match := _MODEL.fullmatch(name)) is not None:
             parts.add(int(match.group(2)))
             if match.group(1) is None:
@@ -72,6 +77,12 @@ def find_files(path: str) -> Files:
                     "bf16. Move those that do not belong to it away"
                 )
             found.optimizer[rank] = name
+        elif (match := _EXPERT.fullmatch(name)) is not None:
+            parts.add(int(match.group(3)))
+            found.experts[int(match.group(1)), int(match.group(2))] = name
+        elif (match := _EXPERT_OPTIMIZER.fullmatch(name)) is not None:
+            parts.add(int(match.group(2)))
+            found.expert_optimizer[int(match.group(1))] = name
     if parts - {0}:
         raise CheckpointError(
             f"{path}: a DeepSpeed checkpoint of {len(parts)} model-parallel parts (mp_rank_{max(parts):02d}). How they "
