@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import math
 import os
 import re
@@ -15,12 +16,15 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from shardwise import boxes
+from shardwise.boxes import Region
 from shardwise.checkpoint import Checkpoint
+from shardwise.registry import cut
 
 VERSION = "0.19.8"
 
@@ -82,6 +86,8 @@ class Content:
         scaler: attributes of the loss scaler.
         config: DeepSpeed's configuration.
         client: what the script added.
+        part, parts: model-parallel rank whose files these are, and how many there are.
+        info: what is said of how these divided the model (`universal_checkpoint_info`).
     """
 
     module: dict[str, torch.Tensor]
@@ -98,6 +104,9 @@ class Content:
     scaler: dict[str, Any] = field(default_factory=lambda: {"cur_scale": 1.0, "dynamic": False})
     config: dict[str, Any] = field(default_factory=dict)
     client: dict[str, Any] = field(default_factory=dict)
+    part: int = 0
+    parts: int = 1
+    info: Any = None
 
     @property
     def experts(self) -> dict[str, tuple[str, int, str]]:
@@ -207,14 +216,85 @@ def model_states(content: Content, world: int) -> dict[str, Any]:
         "global_steps": content.steps,
         "global_samples": content.samples,
         "dp_world_size": world,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": content.parts,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": content.parts},
         "ds_config": {**content.config, "bf16": {"enabled": content.narrow}},
         "ds_version": VERSION,
         "num_experts": list(content.counts.values()),
         "ds_autoep_layers": None,
+        **({} if content.info is None else {"universal_checkpoint_info": content.info}),
         **content.client,
     }
+
+
+def divided(content: Content, regions: dict[str, list[Region]], info: Any) -> list[Content]:
+    """Return what each of some model-parallel ranks has.
+
+    Args:
+        content: of all.
+        regions: what each of them has of a parameter; of others all.
+        info: what the files say of it.
+    """
+    count = len(next(iter(regions.values())))
+
+    def own(name: str, value: Any, part: int) -> Any:
+        cuts = name in regions and isinstance(value, torch.Tensor) and value.dim() == len(regions[name][part])
+        return cut(value, regions[name][part]).clone() if cuts else value
+
+    return [
+        replace(
+            content,
+            module={name: own(name, value, part) for name, value in content.module.items()},
+            masters={name: own(name, value, part) for name, value in content.masters.items()},
+            states={
+                name: {key: own(name, value, part) for key, value in state.items()}
+                for name, state in content.states.items()
+            },
+            part=part,
+            parts=count,
+            info=info,
+        )
+        for part in range(count)
+    ]
+
+
+def affine_map(content: Content, regions: dict[str, list[Region]]) -> dict[str, Any]:
+    """Return where each run of each part lies in the whole, as DeepSpeed writes it."""
+    count = len(next(iter(regions.values())))
+    found = {}
+    for name, value in content.masters.items():
+        shape = tuple(value.shape)
+        own = regions.get(name, [boxes.whole(shape)] * count)
+        found[f"^{re.escape(name)}$"] = {
+            "logical_shape": list(shape),
+            "ranks": {
+                part: {
+                    "shard_shape": list(boxes.sizes(region)),
+                    "pieces": [
+                        {**piece, "locations": [n for n in range(count) if own[n] == region]}
+                        for piece in _pieces(shape, region)
+                    ],
+                }
+                for part, region in enumerate(own)
+            },
+        }
+    return {"version": 1, "params": found}
+
+
+def _pieces(shape: tuple[int, ...], region: Region) -> Iterator[dict[str, Any]]:
+    inner = boxes.sizes(region)
+    if not math.prod(inner):
+        return
+    runs = [
+        [(first, end, sum(b - a for a, b in some if a < first)) for first, end in some] for some in boxes.ranges(region)
+    ]
+    strides, own = ([math.prod(sizes[n + 1 :]) for n in range(len(shape))] for sizes in (shape, inner))
+    for run in itertools.product(*runs):
+        yield {
+            "shape": [end - first for first, end, _ in run],
+            "source": [sum(first * step for (first, _, _), step in zip(run, strides, strict=True)), strides],
+            "dest": [sum(place * step for (_, _, place), step in zip(run, own, strict=True)), own],
+        }
 
 
 def _write_experts(path: str, content: Content) -> None:
@@ -252,7 +332,7 @@ def _write_0(
     model = model_states(content, world)
     model["ds_config"]["use_data_before_expert_parallelism"] = data_first
     states = [_numbered(content, place, ep) for place in range(ep)]
-    _save({**model, "optimizer": states[0]}, path, "mp_rank_00_model_states.pt", legacy)
+    _save({**model, "optimizer": states[0]}, path, f"mp_rank_{content.part:02d}_model_states.pt", legacy)
     if content.experts:
         _write_experts(path, content)
         for place, state in enumerate(states):
@@ -288,7 +368,7 @@ def _scaler(content: Content) -> Any:
 
 def _optimizer_file(content: Content, rank: int) -> str:
     bf16 = any(content.module[name].dtype == torch.bfloat16 for group in content.groups for name in group)
-    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_{content.part:02d}_optim_states.pt"
 
 
 def _entries(content: Content, group: list[str]) -> tuple[list[str], dict[str, Any]]:
@@ -322,7 +402,7 @@ def _write_flat(
     model["shared_params"] = dict(content.shared)
     model["ds_config"]["use_data_before_expert_parallelism"] = data_first
     model["ds_config"]["zero_optimization"] = {"stage": stage, "round_robin_gradients": round_robin}
-    _save(model, path, "mp_rank_00_model_states.pt", legacy)
+    _save(model, path, f"mp_rank_{content.part:02d}_model_states.pt", legacy)
     _write_experts(path, content)
     copies = [world // ep if any(name in content.experts for name in group) else world for group in groups]
     for rank in range(world):
@@ -415,7 +495,7 @@ def _write_divided(
             frozen_param_fragments=OrderedDict((name, _part(content.module[name], rank, world)) for name in frozen),
             shared_params=dict(content.shared) if rank == 0 else {},
         )
-        _save(model, path, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", legacy)
+        _save(model, path, f"zero_pp_rank_{rank}_mp_rank_{content.part:02d}_model_states.pt", legacy)
         states: dict[int, dict[str, Any]] = {}
         flats = []
         for number, (_, names) in enumerate(subs):

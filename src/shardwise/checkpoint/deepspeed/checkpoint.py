@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.deepspeed import training
-from shardwise.checkpoint.deepspeed.directory import Files, check_ranks, find_files
+from shardwise.checkpoint.deepspeed.directory import Files, check_parts, check_ranks, find_files
 from shardwise.checkpoint.deepspeed.experts import Experts
 from shardwise.checkpoint.deepspeed.files import TorchFile
+from shardwise.checkpoint.deepspeed.joining import Divisions, Whole, join
 from shardwise.checkpoint.deepspeed.layout import (
     DeepSpeedLayout,
     DeepSpeedPiece,
@@ -20,6 +22,7 @@ from shardwise.checkpoint.deepspeed.layout import (
     divided_parameters,
     flat_partitions,
     numbered_states,
+    same,
 )
 from shardwise.checkpoint.deepspeed.numbered import Numbered, Target
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor, name_of, outline
@@ -45,6 +48,8 @@ class DeepSpeedCheckpoint(Checkpoint):
     Args:
         path: its directory, as `save_dir/tag`.
         target: the optimizer that it is for; None: not known.
+        wholes: parameters of the model that it is for, by all their names; how several model-parallel ranks divided
+            them may depend on it.
 
     Attributes:
         manifest: what it holds, as in a checkpoint of ours. Trees are plain Python values.
@@ -61,9 +66,10 @@ class DeepSpeedCheckpoint(Checkpoint):
         ...     moment = saved.read(saved.find("h.0.attn.weight", "optimizer/exp_avg"))
     """
 
-    def __init__(self, path: str, target: Target | None = None) -> None:
+    def __init__(self, path: str, target: Target | None = None, wholes: Mapping[str, Whole] | None = None) -> None:
         self.path = path
         self._target = target
+        self._wholes = wholes or {}
         self._files = {}
         self._opened: dict[str, TorchFile] = {}
         self._views: dict[tuple[str, str], torch.Tensor] = {}
@@ -87,19 +93,107 @@ class DeepSpeedCheckpoint(Checkpoint):
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
-    def _open(self, files: Files) -> None:
+    def _open(self, parts: Mapping[int, Files]) -> None:
         if os.path.isdir(os.path.join(self.path, "zero")):
             raise CheckpointError(
                 f"{self.path}: DeepSpeed's universal format, which is not read; import the checkpoint from which it "
                 "was made"
             )
-        first = files.shared or (files.model[min(files.model)] if files.model else None)
-        if first is None:
-            raise CheckpointError(
-                f"{self.path}: the model states (mp_rank_00_model_states.pt, or "
-                "zero_pp_rank_0_mp_rank_00_model_states.pt of stage 3) are missing: the checkpoint is incomplete"
-            )
-        model = self._model_states(first)
+        opened = []
+        for part, files in sorted(parts.items()):
+            first = files.shared or (files.model[min(files.model)] if files.model else None)
+            if first is None:
+                raise CheckpointError(
+                    f"{self.path}: the model states (mp_rank_{part:02d}_model_states.pt, or "
+                    f"zero_pp_rank_0_mp_rank_{part:02d}_model_states.pt of stage 3) are missing: the checkpoint is "
+                    "incomplete"
+                )
+            model = self._model_states(first)
+            check_parts(self.path, parts, model.get("mp_world_size", 1))
+            self._open_part(first, model, files)
+            opened.append((first, model, self.stage, self.manifest))
+        if len(opened) > 1:
+            self._join(opened)
+
+    def _join(self, opened: Sequence[tuple[str, Mapping[str, Any], int, Manifest]]) -> None:
+        """Make one checkpoint of model-parallel parts.
+
+        Args:
+            opened: of each part the file of model states, its content, the stage, and what the part holds.
+        """
+        (first, model, stage, manifest), *others = opened
+        for file, other, its_stage, _ in others:
+            self._compare_models(first, model, file, other)
+            if its_stage != stage:
+                raise CheckpointError(
+                    f"{os.path.join(self.path, file)}: is of stage {its_stage}, {first} of stage {stage}: files of two "
+                    "checkpoints"
+                )
+        tables = [{(t.name, t.kind): t for t in own.tensors if t.kind != BUFFER} for *_, own in opened]
+        for (file, *_), table in zip(opened[1:], tables[1:], strict=True):
+            if strange := {key[0] for key in tables[0].keys() ^ table.keys() if not _lacks(key, table, tables[0])}:
+                raise CheckpointError(
+                    f"{os.path.join(self.path, file)}: has other parameters or optimizer state than {first}: "
+                    f"{outline(sorted(strange))}. Pipeline parallelism, or files of two checkpoints"
+                )
+        self._compare_buffers(opened)
+        told = Divisions(model.get("universal_checkpoint_info"), self._wholes)
+        divisions = {}
+        for (name, kind), tensor in tables[0].items():
+            if kind == PARAMETER:
+                parts = [table[name, kind] for table in tables]
+                alike = functools.partial(self._equal, parts)
+                divisions[name] = told.of((name, *tensor.aliases), [part.shape for part in parts], alike)
+        world = manifest.layout["world"] * len(opened)
+        self.manifest = replace(
+            manifest,
+            layout={**manifest.layout, "world": world},
+            ranks=[dict(_OF_A_RANK) for _ in range(world)],
+            files={name: FileFacts(found.size, ()) for name, found in self._opened.items()},
+            tensors=[*join(tables, divisions), *manifest.of_kind(BUFFER)],
+            optimizer=self._joined_optimizer([own for *_, own in opened]),
+        )
+        self.notes = list(dict.fromkeys(self.notes))
+
+    def _equal(self, parts: Sequence[StoredTensor]) -> bool:
+        """Whether parts of a parameter have the same values."""
+        first = self.read(parts[0])
+        return all(_equal_bits(self.read(part), first) for part in parts[1:])
+
+    def _compare_buffers(self, opened: Sequence[tuple[str, Mapping[str, Any], int, Manifest]]) -> None:
+        held = [{t.name: t for t in own.of_kind(BUFFER) if t.rank is None} for *_, own in opened]
+        for (file, *_), own in zip(opened[1:], held[1:], strict=True):
+            for name, tensor in own.items():
+                if name not in held[0] or not self._equal([held[0][name], tensor]):
+                    raise CheckpointError(
+                        f"{os.path.join(self.path, file)}: buffer {name!r} is not that of {opened[0][0]}: how buffers "
+                        "that model-parallel ranks have different values of are joined is not known"
+                    )
+
+    def _joined_optimizer(self, manifests: Sequence[Manifest]) -> dict[str, Any] | None:
+        """Return what all parts say of the optimizer.
+
+        Raises:
+            CheckpointError: they do not say the same.
+        """
+        found = [manifest.optimizer for manifest in manifests]
+        refused = next((own for own in found if own is not None and "refused" in own), None)
+        if refused is not None or None in found:
+            return refused
+        joined: dict[str, dict[str, Any]] = {}
+        for part, own in enumerate(found):
+            for name, values in (own or {})["values"].items():
+                for key, value in values.items():
+                    held = joined.setdefault(name, {}).setdefault(key, value)
+                    if not same(held, value):
+                        raise CheckpointError(
+                            f"{self.path}: optimizer state {key!r} of {name!r} is {value!r} in the files of "
+                            f"model-parallel rank {part}, and {held!r} in those before: files of several checkpoints"
+                        )
+        return {**(found[0] or {}), "values": joined}
+
+    def _open_part(self, first: str, model: Mapping[str, Any], files: Files) -> None:
+        """Find everything in the files of one model-parallel rank."""
         experts = self._experts(model, files)
         world = self._world(model, files)
         models = [model]
@@ -264,12 +358,15 @@ class DeepSpeedCheckpoint(Checkpoint):
 
     def _compare(self, files: Files, models: Sequence[Mapping[str, Any]]) -> None:
         for rank, other in enumerate(models):
-            for key in ("global_steps", "dp_world_size", "ds_version"):
-                if other.get(key) != models[0].get(key):
-                    raise CheckpointError(
-                        f"{os.path.join(self.path, files.model[rank])}: {key} is {other.get(key)!r}, in "
-                        f"{files.model[0]} {models[0].get(key)!r}: files of two checkpoints"
-                    )
+            self._compare_models(files.model[0], models[0], files.model[rank], other)
+
+    def _compare_models(self, first: str, model: Mapping[str, Any], file: str, other: Mapping[str, Any]) -> None:
+        for key in ("global_steps", "dp_world_size", "mp_world_size", "ds_version"):
+            if other.get(key) != model.get(key):
+                raise CheckpointError(
+                    f"{os.path.join(self.path, file)}: {key} is {other.get(key)!r}, in {first} {model.get(key)!r}: "
+                    "files of two checkpoints"
+                )
 
     # -- what it holds -----------------------------------------------------------------------------------------------
 
@@ -539,9 +636,10 @@ class DeepSpeedCheckpoint(Checkpoint):
         Raises:
             CheckpointError: they are not stored.
         """
-        for part, patch in tensor.runs(start, start + out.numel()):
-            view = self._views[part.file, part.key]
-            read_patch(patch, view.dtype, functools.partial(_take, view), out)
+        with torch.no_grad():  # threads that read record gradients, whatever the one that has started them does
+            for part, patch in tensor.runs(start, start + out.numel()):
+                view = self._views[part.file, part.key]
+                read_patch(patch, view.dtype, functools.partial(_take, view), out)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """Return a whole tensor, on the CPU: what it is made of was checked when the files were opened."""
@@ -576,6 +674,12 @@ class DeepSpeedCheckpoint(Checkpoint):
             by_file.setdefault(name, []).append(record)
         for name, records in by_file.items():
             self._opened[name].verify(records)
+
+
+def _lacks(key: tuple[str, str], *parts: Mapping[tuple[str, str], StoredTensor]) -> bool:
+    """Whether an entry of optimizer state is missing only where a model-parallel part of its parameter is empty."""
+    owner = (key[0], PARAMETER)
+    return key != owner and all(key in part or (owner in part and not part[owner].numel) for part in parts)
 
 
 def _take(view: torch.Tensor, first: int, out: torch.Tensor) -> None:

@@ -80,7 +80,7 @@ class DeepSpeedLayout:
         """Set an entry that is one value; ranks must agree on it."""
         held = self.values.setdefault(name, {})
         value = as_scalar(value)
-        if entry in held and not _same(held[entry], value):
+        if entry in held and not same(held[entry], value):
             raise CheckpointError(
                 f"{file}: optimizer state {entry!r} of {name!r} is {value!r}, in another rank's file {held[entry]!r}: "
                 "files of several checkpoints"
@@ -127,7 +127,8 @@ def as_scalar(value: Any) -> Any:
     return torch.tensor(float(value), dtype=torch.float32, device="cpu")
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of optimizer state are the same."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return bool(one == other)

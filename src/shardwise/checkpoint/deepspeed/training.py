@@ -31,6 +31,7 @@ OWN_KEYS = frozenset(
         "checkpoint_parallel_dimensions",
         "num_experts",
         "ds_autoep_layers",
+        "universal_checkpoint_info",
         "ds_config",
         "ds_version",
     }
