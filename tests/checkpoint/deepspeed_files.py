@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import math
 import os
+import re
 import sys
 import types
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from shardwise import boxes
+from shardwise.boxes import Region
 from shardwise.checkpoint import Checkpoint
+from shardwise.registry import cut
 
 VERSION = "0.19.8"
 
@@ -81,6 +86,8 @@ class Content:
         scaler: attributes of the loss scaler.
         config: DeepSpeed's configuration.
         client: what the script added.
+        part, parts: model-parallel rank whose files these are, and how many there are.
+        info: what is said of how these divided the model (`universal_checkpoint_info`).
     """
 
     module: dict[str, torch.Tensor]
@@ -97,6 +104,20 @@ class Content:
     scaler: dict[str, Any] = field(default_factory=lambda: {"cur_scale": 1.0, "dynamic": False})
     config: dict[str, Any] = field(default_factory=dict)
     client: dict[str, Any] = field(default_factory=dict)
+    part: int = 0
+    parts: int = 1
+    info: Any = None
+
+    @property
+    def experts(self) -> dict[str, tuple[str, int, str]]:
+        """What names of experts' parameters are made of: layer, number, name inside of the expert."""
+        found = ((name, re.fullmatch(r"(.*\.deepspeed_experts\.)(\d+)\.(.*)", name)) for name in self.module)
+        return {name: (match[1], int(match[2]), match[3]) for name, match in found if match}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of experts of each layer."""
+        return {layer: number + 1 for layer, number, _ in sorted(self.experts.values())}
 
     @property
     def frozen(self) -> list[str]:
@@ -163,7 +184,7 @@ def write(parent: str, tag: str, content: Content, stage: int, world: int, **opt
             did not say where parameters lie; `align`: elements at whose multiples parameters begin; `round_robin`,
             `elastic`: as with these keys of DeepSpeed; `lean=False`: masters with their padding, as in bf16 with
             gradients accumulated in fp32. Stage 3: `sub_group`: elements of a rank after which another flat group
-            begins.
+            begins. Experts: `ep`, ranks over which they are divided; `data_first`: ranks with the same are neighbours.
     """
     path = os.path.join(parent, tag)
     os.makedirs(path, exist_ok=True)
@@ -181,7 +202,7 @@ def _save(value: Any, path: str, name: str, legacy: bool = False) -> None:
 def model_states(content: Content, world: int) -> dict[str, Any]:
     """Return the file of model states of stage 0; the others change some entries."""
     return {
-        "module": OrderedDict(content.module),
+        "module": OrderedDict((n, value) for n, value in content.module.items() if n not in content.experts),
         "buffer_names": list(content.buffers),
         "optimizer": None,
         "param_shapes": None,
@@ -195,21 +216,139 @@ def model_states(content: Content, world: int) -> dict[str, Any]:
         "global_steps": content.steps,
         "global_samples": content.samples,
         "dp_world_size": world,
-        "mp_world_size": 1,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "mp_world_size": content.parts,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": content.parts},
         "ds_config": {**content.config, "bf16": {"enabled": content.narrow}},
         "ds_version": VERSION,
+        "num_experts": list(content.counts.values()),
+        "ds_autoep_layers": None,
+        **({} if content.info is None else {"universal_checkpoint_info": content.info}),
         **content.client,
     }
+
+
+def divided(content: Content, regions: dict[str, list[Region]], info: Any) -> list[Content]:
+    """Return what each of some model-parallel ranks has.
+
+    Args:
+        content: of all.
+        regions: what each of them has of a parameter; of others all.
+        info: what the files say of it.
+    """
+    count = len(next(iter(regions.values())))
+
+    def own(name: str, value: Any, part: int) -> Any:
+        cuts = name in regions and isinstance(value, torch.Tensor) and value.dim() == len(regions[name][part])
+        return cut(value, regions[name][part]).clone() if cuts else value
+
+    return [
+        replace(
+            content,
+            module={name: own(name, value, part) for name, value in content.module.items()},
+            masters={name: own(name, value, part) for name, value in content.masters.items()},
+            states={
+                name: {key: own(name, value, part) for key, value in state.items()}
+                for name, state in content.states.items()
+            },
+            part=part,
+            parts=count,
+            info=info,
+        )
+        for part in range(count)
+    ]
+
+
+def affine_map(content: Content, regions: dict[str, list[Region]]) -> dict[str, Any]:
+    """Return where each run of each part lies in the whole, as DeepSpeed writes it."""
+    count = len(next(iter(regions.values())))
+    found = {}
+    for name, value in content.masters.items():
+        shape = tuple(value.shape)
+        own = regions.get(name, [boxes.whole(shape)] * count)
+        found[f"^{re.escape(name)}$"] = {
+            "logical_shape": list(shape),
+            "ranks": {
+                part: {
+                    "shard_shape": list(boxes.sizes(region)),
+                    "pieces": [
+                        {**piece, "locations": [n for n in range(count) if own[n] == region]}
+                        for piece in _pieces(shape, region)
+                    ],
+                }
+                for part, region in enumerate(own)
+            },
+        }
+    return {"version": 1, "params": found}
+
+
+def _pieces(shape: tuple[int, ...], region: Region) -> Iterator[dict[str, Any]]:
+    inner = boxes.sizes(region)
+    if not math.prod(inner):
+        return
+    runs = [
+        [(first, end, sum(b - a for a, b in some if a < first)) for first, end in some] for some in boxes.ranges(region)
+    ]
+    strides, own = ([math.prod(sizes[n + 1 :]) for n in range(len(shape))] for sizes in (shape, inner))
+    for run in itertools.product(*runs):
+        yield {
+            "shape": [end - first for first, end, _ in run],
+            "source": [sum(first * step for (first, _, _), step in zip(run, strides, strict=True)), strides],
+            "dest": [sum(place * step for (_, _, place), step in zip(run, own, strict=True)), own],
+        }
+
+
+def _write_experts(path: str, content: Content) -> None:
+    """Write each expert into its file."""
+    for number, (layer, count) in enumerate(content.counts.items()):
+        for expert in range(count):
+            own = {n: content.module[n] for n, place in content.experts.items() if place[:2] == (layer, expert)}
+            _save(own, path, f"layer_{number}_expert_{expert}_mp_rank_00_model_states.pt")
+
+
+def _of_place(content: Content, group: list[str], place: int, ep: int) -> dict[str, str]:
+    """Return the members of a group on a rank that has experts of one place among `ep`: name there, name in the model.
+
+    A rank numbers its experts from 0 on.
+    """
+    found = {}
+    for name in group:
+        if name not in content.experts:
+            found[name] = name
+            continue
+        layer, number, inside = content.experts[name]
+        each = content.counts[layer] // ep
+        if number // each == place:
+            found[f"{layer}{number - place * each}.{inside}"] = name
+    return found
 
 
 def _shapes(content: Content, groups: list[list[str]]) -> list[OrderedDict[str, torch.Size]]:
     return [OrderedDict((name, content.masters[name].shape) for name in group) for group in groups]
 
 
-def _write_0(path: str, content: Content, stage: int, world: int, legacy: bool = False) -> None:
+def _write_0(
+    path: str, content: Content, stage: int, world: int, legacy: bool = False, ep: int = 1, data_first: bool = False
+) -> None:
+    model = model_states(content, world)
+    model["ds_config"]["use_data_before_expert_parallelism"] = data_first
+    states = [_numbered(content, place, ep) for place in range(ep)]
+    _save({**model, "optimizer": states[0]}, path, f"mp_rank_{content.part:02d}_model_states.pt", legacy)
+    if content.experts:
+        _write_experts(path, content)
+        for place, state in enumerate(states):
+            _save({"optimizer": state}, path, f"expp_rank_{place}_mp_rank_00_optim_states.pt")
+
+
+def _settings(content: Content, ep: int) -> list[dict[str, Any]]:
+    """Return the settings of groups; those of experts have the name of a group of ranks."""
+    return [{**group, "name": f"ep_size_{ep}"} if group.get("moe") else group for group in content.settings]
+
+
+def _numbered(content: Content, place: int, ep: int) -> dict[str, Any]:
+    """Return the optimizer of a rank."""
+    groups = [list(_of_place(content, group, place, ep).values()) for group in content.groups]
     state: dict[str, Any] = {"state": {}, "param_groups": []}
-    for group, settings in zip(content.groups, content.settings, strict=True):
+    for group, settings in zip(groups, _settings(content, ep), strict=True):
         numbers = list(range(len(state["state"]), len(state["state"]) + len(group)))
         state["state"].update(zip(numbers, (content.states[name] for name in group), strict=True))
         state["param_groups"].append({**settings, "params": numbers})
@@ -218,9 +357,9 @@ def _write_0(path: str, content: Content, stage: int, world: int, legacy: bool =
             "dynamic_loss_scale": content.scaler["dynamic"],
             **{key: content.scaler[key] for key in _SCALE if key in content.scaler},
             "optimizer_state_dict": state,
-            "fp32_groups": [[content.masters[name] for name in group] for group in content.groups],
+            "fp32_groups": [[content.masters[name] for name in group] for group in groups],
         }
-    _save({**model_states(content, world), "optimizer": state}, path, "mp_rank_00_model_states.pt", legacy)
+    return state
 
 
 def _scaler(content: Content) -> Any:
@@ -229,7 +368,7 @@ def _scaler(content: Content) -> Any:
 
 def _optimizer_file(content: Content, rank: int) -> str:
     bf16 = any(content.module[name].dtype == torch.bfloat16 for group in content.groups for name in group)
-    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+    return f"{'bf16_' if bf16 else ''}zero_pp_rank_{rank}_mp_rank_{content.part:02d}_optim_states.pt"
 
 
 def _entries(content: Content, group: list[str]) -> tuple[list[str], dict[str, Any]]:
@@ -253,35 +392,46 @@ def _write_flat(
     round_robin: bool = False,
     elastic: bool = False,
     lean: bool = True,
+    ep: int = 1,
+    data_first: bool = False,
 ) -> None:
     groups = [group[::2] + group[1::2] if round_robin else group for group in content.groups]
+    first = [_of_place(content, group, 0, ep) for group in groups]
     model = model_states(content, world)
-    model.update(param_shapes=_shapes(content, groups), shared_params=dict(content.shared))
+    model["param_shapes"] = [OrderedDict((n, content.masters[m].shape) for n, m in group.items()) for group in first]
+    model["shared_params"] = dict(content.shared)
+    model["ds_config"]["use_data_before_expert_parallelism"] = data_first
     model["ds_config"]["zero_optimization"] = {"stage": stage, "round_robin_gradients": round_robin}
-    _save(model, path, "mp_rank_00_model_states.pt", legacy)
+    _save(model, path, f"mp_rank_{content.part:02d}_model_states.pt", legacy)
+    _write_experts(path, content)
+    copies = [world // ep if any(name in content.experts for name in group) else world for group in groups]
     for rank in range(world):
         masters, paddings, states, found, gaps = [], [], {}, [], []
-        for number, group in enumerate(groups):
+        place, copy = divmod(rank, world // ep) if data_first else divmod(rank, ep)[::-1]
+        for number, count in enumerate(copies):
+            names = _of_place(content, groups[number], place, ep)
+            group, part = list(names.values()), rank if count == world else copy
             gaps.append([-content.masters[name].numel() % align for name in group[:-1]] + [0])
             flat = _flat([content.masters[name] for name in group], gaps[-1])
-            size = -(-flat.numel() // (2 * world)) * 2
-            low, high = rank * size, (rank + 1) * size
+            size = -(-flat.numel() // (2 * count)) * 2
+            low, high = part * size, (part + 1) * size
             real = max(0, min(high, flat.numel()) - low)
             paddings.append(size - real)
-            masters.append(_padded(flat, size * world)[low : low + real if lean else high].clone())
-            found.append(_fragments(content, content.groups[number], gaps[-1], low, low + real))
+            masters.append(_padded(flat, size * count)[low : low + real if lean else high].clone())
+            told = _of_place(content, content.groups[number], place, ep)
+            found.append(_fragments(content, told, gaps[-1], low, low + real))
             cut, values = _entries(content, group)
             states[number] = dict(values)
             for key in cut:
-                whole = _padded(_flat([content.states[name][key] for name in group], gaps[-1]), size * world)
+                whole = _padded(_flat([content.states[name][key] for name in group], gaps[-1]), size * count)
                 states[number][key] = whole[low : low + real if elastic else high].clone()
-        settings = [{**s, "params": [n]} for n, s in enumerate(content.settings)]
+        settings = [{**s, "params": [n]} for n, s in enumerate(_settings(content, ep))]
         inner: dict[str, Any] = {
             "clip_grad": 1.0,
             "base_optimizer_state": list(states.values()) if elastic else {"state": states, "param_groups": settings},
             "single_partition_of_fp32_groups": masters,
             "group_paddings": paddings,
-            "partition_count": [world] * len(groups),
+            "partition_count": copies,
             "ds_version": VERSION,
         }
         if lean:  # the others come from an optimizer that has neither a scale nor a stage
@@ -308,11 +458,11 @@ def _padded(flat: torch.Tensor, size: int) -> torch.Tensor:
     return torch.nn.functional.pad(flat, (0, size - flat.numel()))
 
 
-def _fragments(content: Content, group: list[str], gaps: list[int], low: int, high: int) -> OrderedDict[str, Any]:
+def _fragments(content: Content, group: dict[str, str], gaps: list[int], low: int, high: int) -> OrderedDict[str, Any]:
     found: OrderedDict[str, Any] = OrderedDict()
     place = 0
-    for name, gap in zip(group, gaps, strict=True):
-        end = place + content.masters[name].numel()
+    for (name, whole), gap in zip(group.items(), gaps, strict=True):
+        end = place + content.masters[whole].numel()
         first, last = max(place, low), min(end, high)
         if first < last:
             found[name] = _object(fragment_address, numel=last - first, start=first - low)
@@ -345,7 +495,7 @@ def _write_divided(
             frozen_param_fragments=OrderedDict((name, _part(content.module[name], rank, world)) for name in frozen),
             shared_params=dict(content.shared) if rank == 0 else {},
         )
-        _save(model, path, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt", legacy)
+        _save(model, path, f"zero_pp_rank_{rank}_mp_rank_{content.part:02d}_model_states.pt", legacy)
         states: dict[int, dict[str, Any]] = {}
         flats = []
         for number, (_, names) in enumerate(subs):

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.checkpoint import parallel
 from shardwise.checkpoint.convert import convert, open_deepspeed
 from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Target, recognised
-from shardwise.checkpoint.deepspeed.layout import names_of_numbers
+from shardwise.checkpoint.deepspeed.numbered import names_of_numbers
 from shardwise.checkpoint.deepspeed.training import class_of, scaler_state
 from shardwise.errors import CheckpointError
 from shardwise.launch.cli import main
@@ -206,6 +207,15 @@ def test_parameters_take_memory_only_for_what_is_read(tmp_path: Path) -> None:
         assert own() - before < value.nbytes // 4
 
 
+def test_several_threads_read_into_parameters(held: files.Content, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(parallel, "workers", lambda: 2)
+    path = files.write(str(tmp_path), "x", held, 2, 2)
+    found = {name: torch.nn.Parameter(torch.zeros_like(value)) for name, value in held.masters.items()}
+    with DeepSpeedCheckpoint(path) as saved, torch.no_grad():
+        saved.read_all([(saved.find(name), 0, value.view(-1)) for name, value in found.items()])
+    assert all(torch.equal(value, held.masters[name]) for name, value in found.items())
+
+
 class Malicious:
     """Runs a command where it is unpickled."""
 
@@ -270,6 +280,10 @@ def copy_as(name: str) -> Callable[[str], Any]:
     return lambda path: shutil.copy(one(path, "*rank_1_*optim*"), Path(path) / name)
 
 
+def copy_model_as(name: str) -> Callable[[str], Any]:
+    return lambda path: shutil.copy(one(path, "mp_*"), Path(path) / name)
+
+
 def empty(name: str) -> Callable[[str], Any]:
     return lambda path: (Path(path) / name).touch()
 
@@ -321,8 +335,9 @@ DAMAGE: dict[str, tuple[int, Callable[[str], Any], str]] = {
         second(lambda v: v["base_optimizer_state"]["state"][0].update(step=torch.tensor(9.0))),
         "'step'",
     ),
-    "model parallel": (1, empty("mp_rank_01_model_states.pt"), "2 model-parallel parts"),
-    "experts": (1, empty("layer_0_expert_3_mp_rank_00_model_states.pt"), "mixture-of-experts"),
+    "model parallel": (1, empty("mp_rank_01_model_states.pt"), "model-parallel rank 1 .*saved by 1 of them"),
+    "an expert without others": (1, empty("layer_0_expert_3_mp_rank_00_model_states.pt"), "expert_3.* 0 bytes"),
+    "an optimizer of experts": (0, copy_model_as("expp_rank_0_mp_rank_00_optim_states.pt"), "saved without experts"),
     "pipeline": (1, empty("layer_00-model_00-model_states.pt"), "pipeline-parallel"),
     "NVMe": (1, lambda path: os.mkdir(Path(path) / "offloaded_tensors"), "NVMe"),
     "universal": (1, lambda path: os.mkdir(Path(path) / "zero"), "universal format"),

@@ -1,8 +1,8 @@
 """Checkpoints of DeepSpeed, loaded into an engine by `engine.load_checkpoint`.
 
-Its files leave some things open: at stage 0 the names of the parameters whose state the optimizer holds, and always the
-class of the optimizer. The engine's own optimizer decides them, and what does not fit it is refused before anything is
-changed.
+Its files leave some things open: at stage 0 the names of the parameters whose state the optimizer holds, always the
+class of the optimizer, and sometimes how model-parallel ranks divided parameters. The engine's own optimizer and model
+decide them, and what does not fit is refused before anything is changed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Target, recognised
+from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Target, Whole, recognised
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.errors import CheckpointError
 
@@ -26,9 +26,18 @@ def opener(model: ShardedModel) -> Callable[[str], Checkpoint]:
     """Return what opens a checkpoint for a model, whichever library has written it."""
 
     def opened(path: str) -> Checkpoint:
-        return DeepSpeedCheckpoint(path, _target(model)) if recognised(path) else Checkpoint(path)
+        return DeepSpeedCheckpoint(path, _target(model), _wholes(model)) if recognised(path) else Checkpoint(path)
 
     return opened
+
+
+def _wholes(model: ShardedModel) -> dict[str, Whole]:
+    found = {}
+    for tensor in model.registry:
+        parts = sorted((p.ranks, p.box) for p in model.parts_of(tensor.index) if p.name == tensor.name)
+        whole = Whole(tensor.global_shape, [(box, ranks) for ranks, box in parts])
+        found.update(dict.fromkeys((tensor.name, *tensor.aliases), whole))
+    return found
 
 
 def _target(model: ShardedModel) -> Target | None:

@@ -207,10 +207,11 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
     """
     path = os.fspath(checkpoint_dir)
     if recognised(path):
-        found = find_files(path).optimizer
+        parts = find_files(path)
+        found = {(rank, part): name for part, files in parts.items() for rank, name in files.optimizer.items()}
         if not found:
             raise FileNotFoundError(f"{path}: a DeepSpeed checkpoint without files of optimizer states")
-        return [os.path.join(path, found[rank]) for rank in sorted(found)]
+        return [os.path.join(path, found[place]) for place in sorted(found)]
     with Checkpoint(path) as saved:
         return [StateFile({"optimizer_state_dict": {"zero_stage": _stage(path, saved.manifest)}})]
 
@@ -233,8 +234,8 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
     """
     path = os.fspath(checkpoint_dir)
     if recognised(path):
-        files = find_files(path)
-        name = files.model.get(0, files.shared)
+        first = find_files(path).get(0)
+        name = None if first is None else first.model.get(0, first.shared)
         if name is None:
             raise FileNotFoundError(f"{path}: a DeepSpeed checkpoint without the first rank's file of model states")
         return os.path.join(path, name)

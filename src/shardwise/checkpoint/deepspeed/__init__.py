@@ -2,14 +2,19 @@
 
     files      one file of torch.save: checked, mapped, and read without running code
     directory  which files there are, which stage they are of, and what is missing
+    experts    which of them have experts, and under which names
     layout     where in them each parameter and each entry of its optimizer state lies
+    numbered   which parameters the optimizer of stage 0 has, whose file only numbers them
+    joining    how model-parallel ranks divided parameters, and their files as one checkpoint
     checkpoint all of it as a `shardwise.checkpoint.Checkpoint`
 
 The layout of the files was found by saving with DeepSpeed 0.19.8 and looking at what it wrote;
 `bench/deepspeed_import.py` repeats that for every stage and compares all values.
 """
 
-from shardwise.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, Target
+from shardwise.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint
 from shardwise.checkpoint.deepspeed.directory import recognised
+from shardwise.checkpoint.deepspeed.joining import Whole
+from shardwise.checkpoint.deepspeed.numbered import Target
 
-__all__ = ["DeepSpeedCheckpoint", "Target", "recognised"]
+__all__ = ["DeepSpeedCheckpoint", "Target", "Whole", "recognised"]

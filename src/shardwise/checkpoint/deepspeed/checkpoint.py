@@ -5,23 +5,26 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwise.checkpoint.deepspeed import training
-from shardwise.checkpoint.deepspeed.directory import Files, check_ranks, find_files
+from shardwise.checkpoint.deepspeed.directory import Files, check_parts, check_ranks, find_files
+from shardwise.checkpoint.deepspeed.experts import Experts
 from shardwise.checkpoint.deepspeed.files import TorchFile
+from shardwise.checkpoint.deepspeed.joining import Divisions, Whole, join
 from shardwise.checkpoint.deepspeed.layout import (
     DeepSpeedLayout,
     DeepSpeedPiece,
     Opened,
     divided_parameters,
     flat_partitions,
-    names_of_numbers,
     numbered_states,
+    same,
 )
+from shardwise.checkpoint.deepspeed.numbered import Numbered, Target
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor, name_of, outline
 from shardwise.checkpoint.reader import Checkpoint, FilePlace, Run
 from shardwise.checkpoint.strided import read_patch
@@ -32,20 +35,8 @@ _EXTRA = "_extra_state"
 _OF_A_RANK = {"rng": None, "loader": None, "compression": None, "optimizer": None}
 """What a rank of ours saves and one of DeepSpeed does not."""
 
-
-@dataclass(frozen=True)
-class Target:
-    """The optimizer that a checkpoint will be loaded into. What the files leave open is decided by it.
-
-    Attributes:
-        optimizer: name of its class.
-        groups: for each parameter group the names of its parameters, all names of each, in its order.
-        settings: for each parameter group the names of its settings.
-    """
-
-    optimizer: str
-    groups: Sequence[Sequence[Sequence[str]]]
-    settings: Sequence[frozenset[str]]
+_SAMPLE = 16
+"""Elements of each piece of an expert that are compared with the expert's own file."""
 
 
 class DeepSpeedCheckpoint(Checkpoint):
@@ -57,6 +48,8 @@ class DeepSpeedCheckpoint(Checkpoint):
     Args:
         path: its directory, as `save_dir/tag`.
         target: the optimizer that it is for; None: not known.
+        wholes: parameters of the model that it is for, by all their names; how several model-parallel ranks divided
+            them may depend on it.
 
     Attributes:
         manifest: what it holds, as in a checkpoint of ours. Trees are plain Python values.
@@ -73,9 +66,10 @@ class DeepSpeedCheckpoint(Checkpoint):
         ...     moment = saved.read(saved.find("h.0.attn.weight", "optimizer/exp_avg"))
     """
 
-    def __init__(self, path: str, target: Target | None = None) -> None:
+    def __init__(self, path: str, target: Target | None = None, wholes: Mapping[str, Whole] | None = None) -> None:
         self.path = path
         self._target = target
+        self._wholes = wholes or {}
         self._files = {}
         self._opened: dict[str, TorchFile] = {}
         self._views: dict[tuple[str, str], torch.Tensor] = {}
@@ -99,19 +93,108 @@ class DeepSpeedCheckpoint(Checkpoint):
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
-    def _open(self, files: Files) -> None:
+    def _open(self, parts: Mapping[int, Files]) -> None:
         if os.path.isdir(os.path.join(self.path, "zero")):
             raise CheckpointError(
                 f"{self.path}: DeepSpeed's universal format, which is not read; import the checkpoint from which it "
                 "was made"
             )
-        first = files.shared or (files.model[min(files.model)] if files.model else None)
-        if first is None:
-            raise CheckpointError(
-                f"{self.path}: the model states (mp_rank_00_model_states.pt, or "
-                "zero_pp_rank_0_mp_rank_00_model_states.pt of stage 3) are missing: the checkpoint is incomplete"
-            )
-        model = self._model_states(first)
+        opened = []
+        for part, files in sorted(parts.items()):
+            first = files.shared or (files.model[min(files.model)] if files.model else None)
+            if first is None:
+                raise CheckpointError(
+                    f"{self.path}: the model states (mp_rank_{part:02d}_model_states.pt, or "
+                    f"zero_pp_rank_0_mp_rank_{part:02d}_model_states.pt of stage 3) are missing: the checkpoint is "
+                    "incomplete"
+                )
+            model = self._model_states(first)
+            check_parts(self.path, parts, model.get("mp_world_size", 1))
+            self._open_part(first, model, files)
+            opened.append((first, model, self.stage, self.manifest))
+        if len(opened) > 1:
+            self._join(opened)
+
+    def _join(self, opened: Sequence[tuple[str, Mapping[str, Any], int, Manifest]]) -> None:
+        """Make one checkpoint of model-parallel parts.
+
+        Args:
+            opened: of each part the file of model states, its content, the stage, and what the part holds.
+        """
+        (first, model, stage, manifest), *others = opened
+        for file, other, its_stage, _ in others:
+            self._compare_models(first, model, file, other)
+            if its_stage != stage:
+                raise CheckpointError(
+                    f"{os.path.join(self.path, file)}: is of stage {its_stage}, {first} of stage {stage}: files of two "
+                    "checkpoints"
+                )
+        tables = [{(t.name, t.kind): t for t in own.tensors if t.kind != BUFFER} for *_, own in opened]
+        for (file, *_), table in zip(opened[1:], tables[1:], strict=True):
+            if strange := {key[0] for key in tables[0].keys() ^ table.keys() if not _lacks(key, table, tables[0])}:
+                raise CheckpointError(
+                    f"{os.path.join(self.path, file)}: has other parameters or optimizer state than {first}: "
+                    f"{outline(sorted(strange))}. Pipeline parallelism, or files of two checkpoints"
+                )
+        self._compare_buffers(opened)
+        told = Divisions(model.get("universal_checkpoint_info"), self._wholes)
+        divisions = {}
+        for (name, kind), tensor in tables[0].items():
+            if kind == PARAMETER:
+                parts = [table[name, kind] for table in tables]
+                alike = functools.partial(self._equal, parts)
+                divisions[name] = told.of((name, *tensor.aliases), [part.shape for part in parts], alike)
+        world = manifest.layout["world"] * len(opened)
+        self.manifest = replace(
+            manifest,
+            layout={**manifest.layout, "world": world},
+            ranks=[dict(_OF_A_RANK) for _ in range(world)],
+            files={name: FileFacts(found.size, ()) for name, found in self._opened.items()},
+            tensors=[*join(tables, divisions), *manifest.of_kind(BUFFER)],
+            optimizer=self._joined_optimizer([own for *_, own in opened]),
+        )
+        self.notes = list(dict.fromkeys(self.notes))
+
+    def _equal(self, parts: Sequence[StoredTensor]) -> bool:
+        """Whether parts of a parameter have the same values."""
+        first = self.read(parts[0])
+        return all(_equal_bits(self.read(part), first) for part in parts[1:])
+
+    def _compare_buffers(self, opened: Sequence[tuple[str, Mapping[str, Any], int, Manifest]]) -> None:
+        held = [{t.name: t for t in own.of_kind(BUFFER) if t.rank is None} for *_, own in opened]
+        for (file, *_), own in zip(opened[1:], held[1:], strict=True):
+            for name, tensor in own.items():
+                if name not in held[0] or not self._equal([held[0][name], tensor]):
+                    raise CheckpointError(
+                        f"{os.path.join(self.path, file)}: buffer {name!r} is not that of {opened[0][0]}: how buffers "
+                        "that model-parallel ranks have different values of are joined is not known"
+                    )
+
+    def _joined_optimizer(self, manifests: Sequence[Manifest]) -> dict[str, Any] | None:
+        """Return what all parts say of the optimizer.
+
+        Raises:
+            CheckpointError: they do not say the same.
+        """
+        found = [manifest.optimizer for manifest in manifests]
+        refused = next((own for own in found if own is not None and "refused" in own), None)
+        if refused is not None or None in found:
+            return refused
+        joined: dict[str, dict[str, Any]] = {}
+        for part, own in enumerate(found):
+            for name, values in (own or {})["values"].items():
+                for key, value in values.items():
+                    held = joined.setdefault(name, {}).setdefault(key, value)
+                    if not same(held, value):
+                        raise CheckpointError(
+                            f"{self.path}: optimizer state {key!r} of {name!r} is {value!r} in the files of "
+                            f"model-parallel rank {part}, and {held!r} in those before: files of several checkpoints"
+                        )
+        return {**(found[0] or {}), "values": joined}
+
+    def _open_part(self, first: str, model: Mapping[str, Any], files: Files) -> None:
+        """Find everything in the files of one model-parallel rank."""
+        experts = self._experts(model, files)
         world = self._world(model, files)
         models = [model]
         layout = DeepSpeedLayout()
@@ -131,18 +214,22 @@ class DeepSpeedCheckpoint(Checkpoint):
                 model = models[0]
                 shapes = model["param_shapes"]
                 self._compare(files, models)
-            if self.stage == 3:
                 layout = divided_parameters(shapes, ranks)
             else:
-                layout = flat_partitions(shapes, ranks, reordered=training.reordered(model.get("ds_config")))
+                config = model.get("ds_config")
+                counts = self._counts(ranks[0], len(shapes))
+                first_data = training.data_before_experts(config)
+                holders = experts.holders(shapes, counts, world, data_first=first_data)
+                layout = flat_partitions(shapes, ranks, holders, reordered=training.reordered(config))
+                self._compare_experts(experts, layout)
             layout.check()
             scaler = ranks[0].content.get("loss_scaler")
         else:
             self.stage = 0
         self.manifest = self._describe(model, world)
-        whole = self._module(model, files, models, layout)
+        whole = self._module(model, files, models, layout, experts)
         if self.stage == 0:
-            layout, scaler = self._stage_0(first, model, whole)
+            layout, scaler = self._stage_0(first, model, whole, experts, files)
         self._add(layout, {tensor.name: tensor for tensor in whole})
         if model["optimizer"] is not None or self.stage > 0:
             self._describe_optimizer(model, layout)
@@ -174,6 +261,45 @@ class DeepSpeedCheckpoint(Checkpoint):
             )
         return content
 
+    def _experts(self, model: Mapping[str, Any], files: Files) -> Experts:
+        """Open the files of all experts."""
+        if model.get("ds_autoep_layers"):
+            raise CheckpointError(
+                f"{self.path}: experts of layers that DeepSpeed has divided by itself (expert_parallel), which cannot "
+                "be imported; export the weights with its own tools and load those"
+            )
+        if files.experts and files.model:
+            raise CheckpointError(
+                f"{self.path}: holds {files.experts[min(files.experts)]} and files of stage 3, at which DeepSpeed has "
+                "no experts: files of two checkpoints. Move those that do not belong to it away"
+            )
+        counts = model.get("num_experts") or []
+        if files.expert_optimizer and not counts:
+            raise CheckpointError(
+                f"{self.path}: holds {files.expert_optimizer[min(files.expert_optimizer)]}, but was saved without "
+                "experts: a file of another checkpoint. Move files that do not belong to it away"
+            )
+        experts = Experts(self.path, files.experts, counts, {n: self._content(n) for n in files.experts.values()})
+        experts.check_buffers(model["buffer_names"])
+        return experts
+
+    def _compare_experts(self, experts: Experts, layout: DeepSpeedLayout) -> None:
+        """Check with a few elements that the optimizer's experts are those of the files of model states.
+
+        Raises:
+            CheckpointError: they are not, so that they belong to other ones than it seems.
+        """
+        for name, home in experts.homes.items():
+            value = experts.values[name]
+            for piece in layout.pieces.get((name, PARAMETER), ()):
+                stop = min(piece.stop, piece.start + _SAMPLE)
+                mine, theirs = piece.values[: stop - piece.start], value.reshape(-1)[piece.start : stop]
+                if not torch.equal(mine.to(theirs.dtype).nan_to_num(), theirs.nan_to_num()):
+                    raise CheckpointError(
+                        f"{piece.file}: {name!r} has other values than in {os.path.join(self.path, home)}: files of "
+                        "two checkpoints, or ranks that have the experts in an order that is not known"
+                    )
+
     def _world(self, model: Mapping[str, Any], files: Files) -> int:
         """Return the number of ranks among which the optimizer was divided."""
         if not files.optimizer:
@@ -181,9 +307,21 @@ class DeepSpeedCheckpoint(Checkpoint):
         content = self._optimizer_file(files.optimizer[min(files.optimizer)])
         count = content.get("partition_count")
         counts = set(count) if isinstance(count, (list, tuple)) else {count}
-        if len(counts) != 1 or not all(isinstance(number, int) and number > 0 for number in counts):
-            raise CheckpointError(f"{content.file}: partition_count: expected one number of ranks, found {count!r}")
-        return int(counts.pop())
+        if not counts or not all(isinstance(number, int) and number > 0 for number in counts):
+            raise CheckpointError(f"{content.file}: partition_count: expected numbers of ranks, found {count!r}")
+        return int(max(counts))
+
+    @staticmethod
+    def _counts(rank: Opened, groups: int) -> list[int]:
+        """Return the number of ranks among which each flat group was divided."""
+        count = rank.get("partition_count")
+        counts = list(count) if isinstance(count, (list, tuple)) else [count] * groups
+        if len(counts) != groups:
+            raise CheckpointError(
+                f"{rank.file}: partition_count: expected numbers of ranks of {groups} groups, as in the model states, "
+                f"found {count!r}"
+            )
+        return counts
 
     def _optimizer_file(self, name: str) -> Opened:
         content = self._content(name)
@@ -220,12 +358,15 @@ class DeepSpeedCheckpoint(Checkpoint):
 
     def _compare(self, files: Files, models: Sequence[Mapping[str, Any]]) -> None:
         for rank, other in enumerate(models):
-            for key in ("global_steps", "dp_world_size", "ds_version"):
-                if other.get(key) != models[0].get(key):
-                    raise CheckpointError(
-                        f"{os.path.join(self.path, files.model[rank])}: {key} is {other.get(key)!r}, in "
-                        f"{files.model[0]} {models[0].get(key)!r}: files of two checkpoints"
-                    )
+            self._compare_models(files.model[0], models[0], files.model[rank], other)
+
+    def _compare_models(self, first: str, model: Mapping[str, Any], file: str, other: Mapping[str, Any]) -> None:
+        for key in ("global_steps", "dp_world_size", "mp_world_size", "ds_version"):
+            if other.get(key) != model.get(key):
+                raise CheckpointError(
+                    f"{os.path.join(self.path, file)}: {key} is {other.get(key)!r}, in {first} {model.get(key)!r}: "
+                    "files of two checkpoints"
+                )
 
     # -- what it holds -----------------------------------------------------------------------------------------------
 
@@ -242,11 +383,16 @@ class DeepSpeedCheckpoint(Checkpoint):
         )
 
     def _module(
-        self, model: Mapping[str, Any], files: Files, models: Sequence[Mapping[str, Any]], layout: DeepSpeedLayout
+        self,
+        model: Mapping[str, Any],
+        files: Files,
+        models: Sequence[Mapping[str, Any]],
+        layout: DeepSpeedLayout,
+        experts: Experts,
     ) -> list[StoredTensor]:
         """Add buffers and frozen parameters; return all parameters, without slices where the values are elsewhere."""
         first = files.shared or files.model[0]
-        module: Mapping[str, Any] = model["module"]
+        module: Mapping[str, Any] = {**model["module"], **experts.values}
         buffer_names = frozenset(model["buffer_names"])
         frozen: Mapping[str, Any] = model.get("frozen_param_shapes") or {}
         shared: Mapping[str, str] = model.get("shared_params") or {}
@@ -278,7 +424,8 @@ class DeepSpeedCheckpoint(Checkpoint):
             if self.stage == 3:
                 self._add_divided(tensor, files, models)
             else:
-                self._add_stored(tensor, [DeepSpeedPiece(0, tensor.numel, module[tensor.name].reshape(-1), first)])
+                home = experts.homes.get(tensor.name, first)
+                self._add_stored(tensor, [DeepSpeedPiece(0, tensor.numel, module[tensor.name].reshape(-1), home)])
         return parameters
 
     def _parameter(
@@ -334,76 +481,51 @@ class DeepSpeedCheckpoint(Checkpoint):
             self._add_stored(described, [DeepSpeedPiece(0, value.numel(), value.reshape(-1), file)])
 
     def _stage_0(
-        self, file: str, model: Mapping[str, Any], whole: Sequence[StoredTensor]
+        self, first: str, model: Mapping[str, Any], whole: Sequence[StoredTensor], experts: Experts, files: Files
     ) -> tuple[DeepSpeedLayout, Any]:
         """Return what the optimizer of stage 0 holds, if its parameters can be told."""
         wrapped = model["optimizer"]
         if wrapped is None:
             return DeepSpeedLayout(), None
-        state = wrapped.get("optimizer_state_dict", wrapped) if isinstance(wrapped, Mapping) else None
-        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-            raise CheckpointError(f"{os.path.join(self.path, file)}: optimizer: a layout that is not known")
-        masters = wrapped.get("fp32_groups")
-        if state is not wrapped and masters is None:
-            raise CheckpointError(
-                f"{os.path.join(self.path, file)}: optimizer: expected fp32 values under 'fp32_groups', found "
-                f"{outline(sorted(map(str, wrapped)))}: a layout that is not known"
-            )
+        ranks = files.expert_optimizer
+        held = Numbered.of(os.path.join(self.path, first), wrapped)
+        apart = {
+            rank: Numbered.of(os.path.join(self.path, file), self._content(file).get("optimizer"))
+            for rank, file in sorted(ranks.items())
+        }
         shapes = {tensor.name: tensor.shape for tensor in whole}
+        members = None if self._target is None else self._target.members(shapes)
+        layout = DeepSpeedLayout()
         try:
-            names = self._names(shapes, state, masters)
-            return numbered_states(os.path.join(self.path, file), shapes, names, state, masters), wrapped
+            sizes = experts.sizes(held.groups, members, len(ranks))
         except CheckpointError as error:
-            self.manifest = Manifest(**{**vars(self.manifest), "optimizer": {"refused": str(error)}})
-            if masters is not None:
-                self.notes.append("parameters come from the 16-bit values of the module, because " + str(error))
-            return DeepSpeedLayout(), wrapped
+            return self._refused(held, error), wrapped
+        check_ranks(self.path, ranks, max([len(ranks), *sizes.values()]), "experts' optimizer")
+        data_first = training.data_before_experts(self.manifest.config)
+        try:
+            for rank, numbered in [(0, held), *apart.items()]:
+                own = experts.own(sizes, rank, max(1, len(ranks)), data_first=data_first)
+                names = numbered.names(shapes, members, experts, own)
+                taken = [
+                    [
+                        name
+                        if (numbered is held) == (experts.layer_of(name) is None) and name not in layout.shapes
+                        else None
+                        for name in group
+                    ]
+                    for group in names
+                ]
+                numbered_states(layout, numbered.file, shapes, taken, numbered.state, numbered.masters)
+        except CheckpointError as error:
+            return self._refused(held, error), wrapped
+        return layout, wrapped
 
-    def _names(self, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], masters: Any) -> list[list[str]]:
-        """Return the names of the optimizer's parameters, which the file only numbers."""
-        numbered = state["param_groups"]
-        if self._target is not None:
-            found = [[next((n for n in known if n in shapes), known[0]) for known in g] for g in self._target.groups]
-            if [len(group) for group in found] != [len(group["params"]) for group in numbered]:
-                raise CheckpointError(
-                    f"the optimizer's state is of groups of {[len(group['params']) for group in numbered]} parameters, "
-                    f"this engine's has {[len(group) for group in found]}"
-                )
-        else:
-            sizes = [
-                [self._shape(state, masters, g, i, key) for i, key in enumerate(group["params"])]
-                for g, group in enumerate(numbered)
-            ]
-            found = names_of_numbers(shapes, sizes)
-        for g, (group, members) in enumerate(zip(numbered, found, strict=True)):
-            for i, (key, name) in enumerate(zip(group["params"], members, strict=True)):
-                shape = self._shape(state, masters, g, i, key, shapes.get(name))
-                if name not in shapes or shape != shapes[name]:
-                    raise CheckpointError(
-                        f"the optimizer's state number {key} is of shape {list(shape)}, and the parameter in its "
-                        f"place, {name!r}, of {list(shapes.get(name, ()))}"
-                    )
-        return found
-
-    @staticmethod
-    def _shape(
-        state: Mapping[str, Any],
-        masters: Any,
-        group: int,
-        position: int,
-        key: Any,
-        default: tuple[int, ...] | None = None,
-    ) -> tuple[int, ...]:
-        """Return the shape of one of the optimizer's parameters, by what it holds for it."""
-        if masters is not None:
-            return tuple(masters[group][position].shape)
-        entries = state["state"].get(key, {})
-        found = [value for name, value in entries.items() if isinstance(value, torch.Tensor) and name != "step"]
-        if found:
-            return tuple(found[0].shape)
-        if default is None:
-            raise CheckpointError(f"the optimizer holds nothing for its parameter {key}, so its name cannot be told")
-        return default
+    def _refused(self, held: Numbered, error: CheckpointError) -> DeepSpeedLayout:
+        """Note that an optimizer's state cannot be taken over; return that nothing of it is known."""
+        self.manifest = Manifest(**{**vars(self.manifest), "optimizer": {"refused": str(error)}})
+        if held.masters is not None:
+            self.notes.append("parameters come from the 16-bit values of the module, because " + str(error))
+        return DeepSpeedLayout()
 
     def _add(self, layout: DeepSpeedLayout, whole: Mapping[str, StoredTensor]) -> None:
         """Add the trained parameters and their optimizer state."""
@@ -514,9 +636,10 @@ class DeepSpeedCheckpoint(Checkpoint):
         Raises:
             CheckpointError: they are not stored.
         """
-        for part, patch in tensor.runs(start, start + out.numel()):
-            view = self._views[part.file, part.key]
-            read_patch(patch, view.dtype, functools.partial(_take, view), out)
+        with torch.no_grad():  # threads that read record gradients, whatever the one that has started them does
+            for part, patch in tensor.runs(start, start + out.numel()):
+                view = self._views[part.file, part.key]
+                read_patch(patch, view.dtype, functools.partial(_take, view), out)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """Return a whole tensor, on the CPU: what it is made of was checked when the files were opened."""
@@ -551,6 +674,12 @@ class DeepSpeedCheckpoint(Checkpoint):
             by_file.setdefault(name, []).append(record)
         for name, records in by_file.items():
             self._opened[name].verify(records)
+
+
+def _lacks(key: tuple[str, str], *parts: Mapping[tuple[str, str], StoredTensor]) -> bool:
+    """Whether an entry of optimizer state is missing only where a model-parallel part of its parameter is empty."""
+    owner = (key[0], PARAMETER)
+    return key != owner and all(key in part or (owner in part and not part[owner].numel) for part in parts)
 
 
 def _take(view: torch.Tensor, first: int, out: torch.Tensor) -> None:

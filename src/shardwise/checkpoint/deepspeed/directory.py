@@ -4,67 +4,75 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from shardwise.checkpoint import manifest
 from shardwise.errors import CheckpointError
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_REFUSED = {
-    re.compile(r"layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"): (
-        "mixture-of-experts models"
-    ),
-    re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt"): "pipeline-parallel models",
-}
+_EXPERT = re.compile(r"layer_(\d+)_expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_PIPELINE = re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt")
 
 
 @dataclass
 class Files:
-    """Names of the files of one checkpoint.
+    """Names of the files of one model-parallel part of a checkpoint; mostly there is one.
 
     Attributes:
         shared: the file of model states that all ranks share; None at stage 3.
         model: files of model states by rank, at stage 3.
         optimizer: files of optimizer states by rank, at stages 1 to 3.
+        experts: files of experts, by layer and number.
+        expert_optimizer: files of optimizer states of experts by rank, at stage 0.
     """
 
     shared: str | None = None
     model: dict[int, str] = field(default_factory=dict)
     optimizer: dict[int, str] = field(default_factory=dict)
+    experts: dict[tuple[int, int], str] = field(default_factory=dict)
+    expert_optimizer: dict[int, str] = field(default_factory=dict)
+
+
+def expert_file(layer: int, expert: int) -> str:
+    """Return the name of the file of an expert."""
+    return f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
 
 
 def recognised(path: str) -> bool:
     """Whether a directory holds a checkpoint of DeepSpeed, perhaps of a kind that cannot be read, and none of ours."""
     names = _names(path)
-    patterns = (_MODEL, _OPTIMIZER, *_REFUSED)
+    patterns = (_MODEL, _OPTIMIZER, _EXPERT, _EXPERT_OPTIMIZER, _PIPELINE)
     return manifest.NAME not in names and any(p.fullmatch(name) for p in patterns for name in names)
 
 
-def find_files(path: str) -> Files:
+def find_files(path: str) -> dict[int, Files]:
     """Sort the files of a checkpoint.
+
+    Returns:
+        Those of each model-parallel part, by its number.
 
     Raises:
         CheckpointError: they are of a kind that cannot be read, or of several checkpoints.
     """
-    found = Files()
-    names = _names(path)
-    parts: set[int] = set()
-    for name in names:
-        for pattern, kind in _REFUSED.items():
-            if pattern.fullmatch(name):
-                raise CheckpointError(
-                    f"{path}: {name}: a DeepSpeed checkpoint of {kind}, which divides the model in ways of its own, "
-                    "and cannot be imported. Convert it to plain weights with its own tools and load those"
-                )
+    parts: dict[int, Files] = {}
+    for name in _names(path):
+        if _PIPELINE.fullmatch(name):
+            raise CheckpointError(
+                f"{path}: {name}: a DeepSpeed checkpoint of pipeline-parallel models, which divides the model in ways "
+                "of its own, and cannot be imported. Convert it to plain weights with its own tools and load those"
+            )
         if (match := _MODEL.fullmatch(name)) is not None:
-            parts.add(int(match.group(2)))
+            found = parts.setdefault(int(match.group(2)), Files())
             if match.group(1) is None:
                 found.shared = name
             else:
                 found.model[int(match.group(1))] = name
         elif (match := _OPTIMIZER.fullmatch(name)) is not None:
-            parts.add(int(match.group(3)))
+            found = parts.setdefault(int(match.group(3)), Files())
             rank = int(match.group(2))
             if rank in found.optimizer:
                 raise CheckpointError(
@@ -72,23 +80,52 @@ def find_files(path: str) -> Files:
                     "bf16. Move those that do not belong to it away"
                 )
             found.optimizer[rank] = name
-    if parts - {0}:
-        raise CheckpointError(
-            f"{path}: a DeepSpeed checkpoint of {len(parts)} model-parallel parts (mp_rank_{max(parts):02d}). How they "
-            "are to be joined is known only to the model, so it cannot be imported; merge them with the tools of the "
-            "library that divided the model"
-        )
-    if found.shared is not None and found.model:
-        raise CheckpointError(
-            f"{path}: holds both {found.shared} (stages 0 to 2) and {found.model[min(found.model)]} (stage 3): files "
-            "of two checkpoints. Move those that do not belong to it away"
-        )
+        elif (match := _EXPERT.fullmatch(name)) is not None:
+            found = parts.setdefault(int(match.group(3)), Files())
+            found.experts[int(match.group(1)), int(match.group(2))] = name
+        elif (match := _EXPERT_OPTIMIZER.fullmatch(name)) is not None:
+            found = parts.setdefault(int(match.group(2)), Files())
+            found.expert_optimizer[int(match.group(1))] = name
+    for found in parts.values():
+        if found.shared is not None and found.model:
+            raise CheckpointError(
+                f"{path}: holds both {found.shared} (stages 0 to 2) and {found.model[min(found.model)]} (stage 3): "
+                "files of two checkpoints. Move those that do not belong to it away"
+            )
+        if found.experts and len(parts) > 1:
+            raise CheckpointError(
+                f"{path}: holds {found.experts[min(found.experts)]} and files of {len(parts)} model-parallel ranks "
+                f"(mp_rank_{max(parts):02d}): experts of models that are divided so are not read. Save it with one "
+                "model-parallel rank and import that"
+            )
     if os.path.isdir(os.path.join(path, "offloaded_tensors")):
         raise CheckpointError(
             f"{path}: optimizer states are in offloaded_tensors/, copies of what was kept on NVMe, whose layout is not "
             "known here. Load it with DeepSpeed without NVMe offload, save it again, and import that"
         )
-    return found
+    return parts
+
+
+def check_parts(path: str, parts: Mapping[int, Files], world: Any) -> None:
+    """Check that there are files for each of `world` model-parallel ranks and for no other.
+
+    Raises:
+        CheckpointError: some are missing or too many; the message names one.
+    """
+    if not isinstance(world, int) or world < 1:
+        raise CheckpointError(f"{path}: mp_world_size: expected a number of model-parallel ranks, found {world!r}")
+    missing = sorted(set(range(world)) - set(parts))
+    if missing:
+        raise CheckpointError(
+            f"{path}: the files of model-parallel rank {missing[0]} (*mp_rank_{missing[0]:02d}_*) are missing; it was "
+            f"saved by {world} of them. It is incomplete: saving it was interrupted, or files were not copied"
+        )
+    beyond = sorted(set(parts) - set(range(world)))
+    if beyond:
+        raise CheckpointError(
+            f"{path}: holds files of model-parallel rank {beyond[0]} (*mp_rank_{beyond[0]:02d}_*), but was saved by "
+            f"{world} of them: files of another checkpoint. Move files that do not belong to it away"
+        )
 
 
 def check_ranks(path: str, files: dict[int, str], world: int, kind: str) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.deepspeed.experts import Holders
 from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, outline
 from shardwise.errors import CheckpointError
 
@@ -79,7 +80,7 @@ class DeepSpeedLayout:
         """Set an entry that is one value; ranks must agree on it."""
         held = self.values.setdefault(name, {})
         value = as_scalar(value)
-        if entry in held and not _same(held[entry], value):
+        if entry in held and not same(held[entry], value):
             raise CheckpointError(
                 f"{file}: optimizer state {entry!r} of {name!r} is {value!r}, in another rank's file {held[entry]!r}: "
                 "files of several checkpoints"
@@ -126,7 +127,8 @@ def as_scalar(value: Any) -> Any:
     return torch.tensor(float(value), dtype=torch.float32, device="cpu")
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of optimizer state are the same."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return bool(one == other)
@@ -167,13 +169,18 @@ class Opened:
 
 
 def flat_partitions(
-    shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened], *, reordered: bool
+    shapes: Sequence[Mapping[str, Any]],
+    ranks: Sequence[Opened],
+    holders: Sequence[Sequence[Holders]],
+    *,
+    reordered: bool,
 ) -> DeepSpeedLayout:
     """Find everything in files of stages 1 and 2.
 
     Args:
         shapes: `param_shapes`: for each group, shapes by name in the order of its flat buffer.
         ranks: files of optimizer states, in rank order.
+        holders: for each group the ranks of each of its copies, which are other parameters.
         reordered: with `round_robin_gradients` buffers are in the order of `param_shapes`, and `param_slice_mappings`
             names what would be there without.
 
@@ -192,28 +199,32 @@ def flat_partitions(
             )
     for number, group in enumerate(shapes):
         layout.settings.append(_settings(settings[number]))
-        for name, shape in group.items():
-            layout.shapes[name] = tuple(shape)
-            layout.group[name] = number
         places = _places(group, ranks[0], number)
-        size = _partition_size([own[number].numel() for own in masters], ranks, number)
-        for index, (rank, own, (states, _)) in enumerate(zip(ranks, masters, bases, strict=True)):
-            master, begin = own[number], index * size
-            found: dict[str, tuple[int, int]] = {}
-            for name, (place, numel) in places.items():
-                first, last = max(place, begin), min(place + numel, begin + size)
-                if first >= last:
-                    continue
-                cut, elements = slice(first - begin, last - begin), (first - place, last - place)
-                found[name] = (cut.start, last - first)
-                if cut.stop > master.numel():
-                    raise CheckpointError(
-                        f"{rank.file}: {name!r} ends at element {cut.stop} of a partition of {master.numel()} elements"
-                    )
-                layout.add(name, PARAMETER, DeepSpeedPiece(*elements, master[cut], rank.file))
-                _add_state(layout, rank.file, name, states.get(number, {}), master.numel(), cut, elements)
-            if not reordered:
-                _compare_mapping(rank, number, found)
+        for copy in holders[number]:
+            names = {name: copy.names.get(name, name) for name in group}
+            for name, shape in group.items():
+                layout.shapes[names[name]] = tuple(shape)
+                layout.group[names[name]] = number
+            held = [(ranks[index], masters[index][number], bases[index][0].get(number, {})) for index in copy.ranks]
+            size = _partition_size([(rank, master.numel()) for rank, master, _ in held], number)
+            for index, (rank, master, state) in enumerate(held):
+                begin = index * size
+                found: dict[str, tuple[int, int]] = {}
+                for name, (place, numel) in places.items():
+                    first, last = max(place, begin), min(place + numel, begin + size)
+                    if first >= last:
+                        continue
+                    cut, elements = slice(first - begin, last - begin), (first - place, last - place)
+                    found[name] = (cut.start, last - first)
+                    if cut.stop > master.numel():
+                        raise CheckpointError(
+                            f"{rank.file}: {name!r} ends at element {cut.stop} of a partition of {master.numel()} "
+                            "elements"
+                        )
+                    layout.add(names[name], PARAMETER, DeepSpeedPiece(*elements, master[cut], rank.file))
+                    _add_state(layout, rank.file, names[name], state, master.numel(), cut, elements)
+                if not reordered:
+                    _compare_mapping(rank, number, found)
     return layout
 
 
@@ -244,13 +255,13 @@ def _places(group: Mapping[str, Any], rank: Opened, number: int) -> dict[str, tu
     return places
 
 
-def _partition_size(held: Sequence[int], ranks: Sequence[Opened], number: int) -> int:
+def _partition_size(held: Sequence[tuple[Opened, int]], number: int) -> int:
     """Return the elements of a rank's range of a flat buffer, of which masters may come without the padding."""
-    whole = {count + rank.get("group_paddings")[number] for count, rank in zip(held, ranks, strict=True)}
-    sizes = whole if len(whole) == 1 else set(held)
+    whole = {count + rank.get("group_paddings")[number] for rank, count in held}
+    sizes = whole if len(whole) == 1 else {count for _, count in held}
     if len(sizes) != 1:
         raise CheckpointError(
-            f"{ranks[0].file}: partitions of group {number} have {outline([str(count) for count in held])} elements "
+            f"{held[0][0].file}: partitions of group {number} have {outline([str(c) for _, c in held])} elements "
             "and paddings that do not make them equal: files of several checkpoints"
         )
     return sizes.pop()
@@ -364,27 +375,31 @@ def divided_parameters(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Open
 
 
 def numbered_states(
+    layout: DeepSpeedLayout,
     file: str,
     shapes: Mapping[str, tuple[int, ...]],
-    names: Sequence[Sequence[str]],
+    names: Sequence[Sequence[str | None]],
     state: Mapping[str, Any],
     masters: Sequence[Sequence[torch.Tensor]] | None,
-) -> DeepSpeedLayout:
+) -> None:
     """Find everything in the optimizer's state dict of stage 0.
 
     Args:
+        layout: what is added to.
         file: where it is, for messages.
         shapes: of all parameters.
-        names: of the parameters of each group, in the order in which they are numbered.
+        names: of the parameters of each group, in the order in which they are numbered; None: not taken from here.
         state: the state dict, in torch's form.
         masters: fp32 values of the parameters of each group, where the module has 16-bit ones.
 
     Raises:
         CheckpointError: an entry does not fit its parameter.
     """
-    layout = DeepSpeedLayout(settings=[_settings(group) for group in state["param_groups"]])
+    layout.settings = [_settings(group) for group in state["param_groups"]]
     for number, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
         for position, (key, name) in enumerate(zip(group["params"], members, strict=True)):
+            if name is None:
+                continue
             layout.shapes[name], layout.group[name] = shapes[name], number
             numel = math.prod(shapes[name])
             if masters is not None:
@@ -396,43 +411,3 @@ def numbered_states(
                 for entry, value in state["state"].get(key, {}).items()
             }
             _add_state(layout, file, name, found, numel, slice(0, numel), (0, numel))
-    return layout
-
-
-def names_of_numbers(
-    shapes: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[tuple[int, ...]]]
-) -> list[list[str]]:
-    """Give names to the parameters of an optimizer by their shapes and order alone.
-
-    It is taken for granted that each group has its parameters in the module's order, as `model.parameters()` and
-    comprehensions over it give them. A name is given only where no other one would do.
-
-    Args:
-        shapes: of all parameters of the module, in its order.
-        groups: for each parameter group the shapes of its parameters.
-
-    Raises:
-        CheckpointError: several ways are possible, or none.
-
-    >>> names_of_numbers({"w": (2, 3), "b": (2,), "v": (3, 3)}, [[(2, 3), (3, 3)], [(2,)]])
-    [['w', 'v'], ['b']]
-    """
-    if sum(len(group) for group in groups) != len(shapes):
-        raise CheckpointError(
-            f"the optimizer has {sum(len(group) for group in groups)} parameters and the model {len(shapes)}, so which "
-            "of them it had cannot be told from the file"
-        )
-    names: list[list[str]] = [[] for _ in groups]
-    for name, shape in shapes.items():
-        fitting = [
-            number
-            for number, group in enumerate(groups)
-            if len(names[number]) < len(group) and group[len(names[number])] == shape
-        ]
-        if len(fitting) != 1:
-            raise CheckpointError(
-                f"parameter {name!r} of shape {list(shape)} may belong to {len(fitting)} of the {len(groups)} "
-                "parameter groups, and the file does not tell"
-            )
-        names[fitting[0]].append(name)
-    return names

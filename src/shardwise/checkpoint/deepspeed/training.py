@@ -30,6 +30,8 @@ OWN_KEYS = frozenset(
         "mp_world_size",
         "checkpoint_parallel_dimensions",
         "num_experts",
+        "ds_autoep_layers",
+        "universal_checkpoint_info",
         "ds_config",
         "ds_version",
     }
@@ -58,7 +60,7 @@ _SETTINGS = frozenset(
 """Settings of parameter groups that mean the same for every optimizer that has them."""
 
 _FORM = frozenset(
-    {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "step", "name", "param_names"}
+    {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "step", "name", "param_names", "moe"}
 )
 """Entries of parameter groups that say how a step is computed, or what is known otherwise."""
 
@@ -144,6 +146,11 @@ def configured_optimizer(config: Any) -> str | None:
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     name = section.get("type") if isinstance(section, Mapping) else None
     return name if isinstance(name, str) else None
+
+
+def data_before_experts(config: Any) -> bool:
+    """Whether ranks with the same experts were neighbours."""
+    return isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
 
 
 def reordered(config: Any) -> bool:

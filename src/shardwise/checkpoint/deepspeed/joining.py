@@ -1,0 +1,281 @@
+"""Model-parallel parts: which region of a parameter each file of `mp_rank_XX` has, and all of them as one checkpoint.
+
+The files of one `mp_rank_XX` are a checkpoint of a smaller model. How a parameter was divided is taken from
+
+    affine_map   in `universal_checkpoint_info`, which DeepSpeed writes for models that it has divided itself: where
+                 each run of a part lies in the whole, fused parameters too
+    patterns     of the same, which libraries that divide models themselves write: what is divided by input features,
+                 what is whole on all ranks, and else by the first dimension
+    the engine   that the checkpoint is loaded into, where it divides the model over as many ranks; and shapes, where
+                 every part has that of the whole
+
+and where none of these tells, that is an error: of parts that lie side by side sizes tell the dimension, but not
+whether the parameter is several in one (query, key and value), each of which was divided by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise import boxes
+from shardwise.boxes import Region
+from shardwise.checkpoint.manifest import StoredTensor, combine, outline
+from shardwise.errors import CheckpointError
+
+_ROW, _WHOLE, _WORDS = (
+    "parameter_with_row_parallelism_patterns",
+    "tp_replicated_parameter_patterns",
+    "vocabulary_parameter_patterns",
+)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A parameter of the engine that a checkpoint is loaded into.
+
+    Attributes:
+        shape: of the whole.
+        parts: (region, ranks that hold it) of each part, where ranks have parts of it.
+    """
+
+    shape: tuple[int, ...]
+    parts: Sequence[tuple[Region, Sequence[int]]] = ()
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a parameter was divided.
+
+    Attributes:
+        shape: of the whole.
+        regions: what each part has.
+    """
+
+    shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+
+
+class Divisions:
+    """How the parameters of a checkpoint were divided.
+
+    Args:
+        info: `universal_checkpoint_info`, or None.
+        wholes: parameters of the engine, by all their names.
+    """
+
+    def __init__(self, info: Any, wholes: Mapping[str, Whole]) -> None:
+        found = info if isinstance(info, Mapping) else {}
+        affine = found.get("affine_map")
+        self._affine = _Patterns(affine.get("params") or {} if isinstance(affine, Mapping) else {})
+        told = {key: _strings(value) for key, value in found.items() if key != "affine_map"}
+        self._rows, self._same, self._words = (_Patterns(told.pop(key, ())) for key in (_ROW, _WHOLE, _WORDS))
+        self._others = _Patterns(name for names in told.values() for name in names)
+        self._speaks = _ROW in found
+        self._wholes = wholes
+
+    def of(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], equal: Callable[[], bool]) -> Division:
+        """Return how a parameter was divided.
+
+        Args:
+            names: all of it.
+            shapes: of its parts.
+            equal: says whether the parts have the same values.
+
+        Raises:
+            CheckpointError: it cannot be told, or what is told does not fit the parts.
+        """
+        described = next((found for name in names if (found := self._affine.find(name)) is not None), None)
+        if described is not None:
+            return _mapped(names[0], shapes, described)
+        return self._named(names, shapes) or self._known(names, shapes, equal)
+
+    def _named(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Division | None:
+        """Return what patterns say; None: nothing."""
+        rows, same, words, others = (
+            any(patterns.find(name) is not None for name in names)
+            for patterns in (self._rows, self._same, self._words, self._others)
+        )
+        if not self._speaks or (others and not rows and not same and not words) or rows + same + words > 1:
+            return None
+        if same or not shapes[0]:
+            return _replicated(names[0], shapes)
+        return _side_by_side(names[0], shapes, 1 if rows and len(shapes[0]) > 1 else 0)
+
+    def _known(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], equal: Callable[[], bool]) -> Division:
+        """Return what the engine and shapes say."""
+        whole = next((self._wholes[name] for name in names if name in self._wholes), None)
+        count = len(shapes)
+        listed = outline([str(list(shape)) for shape in shapes])
+        told = f"parameter {names[0]!r}: {count} model-parallel parts of shapes {listed}"
+        if whole is None:
+            raise CheckpointError(
+                f"{told}, and the files do not tell how it was divided. Load the checkpoint into an engine of a model "
+                f"that has it, with tensor_parallel.autotp_size={count}, which knows; what that saves fits any layout"
+            )
+        if all(shape == whole.shape for shape in shapes):
+            if not equal():
+                raise CheckpointError(
+                    f"{told}, each of them that of the whole, and the values are not the same: files of several "
+                    "checkpoints, or ranks that have drifted apart. Nothing tells which of them is right"
+                )
+            return _replicated(names[0], shapes)
+        regions = [box for n in range(count) for box, ranks in whole.parts if any(rank % count == n for rank in ranks)]
+        if [boxes.sizes(region) for region in regions] == list(shapes):
+            return Division(whole.shape, tuple(regions))
+        raise CheckpointError(
+            f"{told} of a whole of {list(whole.shape)}, and the files do not tell whether it lies in them in one run "
+            "or is several parameters in one, each divided by itself. Load the checkpoint with "
+            f"tensor_parallel.autotp_size={count} (rules of tensor_parallel.partition_config.layer_specs say how your "
+            "own layers are divided); what that saves fits any layout"
+        )
+
+
+class _Patterns:
+    """Regular expressions that names match, and what they stand for."""
+
+    def __init__(self, patterns: Mapping[str, Any] | Iterable[str]) -> None:
+        given = patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns, True)
+        self._exact: dict[str, Any] = {}
+        self._others: list[tuple[re.Pattern[str], Any]] = []
+        for pattern, value in given.items():
+            plain = re.sub(r"\\(.)", r"\1", pattern.removeprefix("^").removesuffix("$"))
+            if pattern == f"^{re.escape(plain)}$":
+                self._exact[plain] = value
+                continue
+            try:
+                self._others.append((re.compile(pattern), value))
+            except re.error as error:
+                raise CheckpointError(
+                    f"universal_checkpoint_info: {pattern!r} is no regular expression: {error}"
+                ) from error
+
+    def find(self, name: str) -> Any:
+        """Return what stands for a name; None: nothing."""
+        if name in self._exact:
+            return self._exact[name]
+        return next((value for pattern, value in self._others if pattern.match(name)), None)
+
+
+def _strings(value: Any) -> list[str]:
+    """Return all patterns in a value: texts in lists, under `patterns`, or keys."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Mapping):
+        return _strings(value["patterns"]) if "patterns" in value else [str(key) for key in value]
+    return [text for item in value for text in _strings(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _replicated(name: str, shapes: Sequence[tuple[int, ...]]) -> Division:
+    if len(set(shapes)) > 1:
+        raise CheckpointError(
+            f"parameter {name!r}: should be whole in every model-parallel part, found the shapes "
+            f"{outline([str(list(shape)) for shape in shapes])}"
+        )
+    return Division(shapes[0], (boxes.whole(shapes[0]),) * len(shapes))
+
+
+def _side_by_side(name: str, shapes: Sequence[tuple[int, ...]], dimension: int) -> Division:
+    rest = {shape[:dimension] + shape[dimension + 1 :] for shape in shapes}
+    if len(rest) > 1:
+        raise CheckpointError(
+            f"parameter {name!r}: should be divided in dimension {dimension}, found the shapes "
+            f"{outline([str(list(shape)) for shape in shapes])}"
+        )
+    ends = [0, *itertools.accumulate(shape[dimension] for shape in shapes)]
+    whole = list(shapes[0])
+    whole[dimension] = ends[-1]
+    regions = []
+    for pair in itertools.pairwise(ends):
+        region = list(boxes.whole(whole))
+        region[dimension] = pair
+        regions.append(tuple(region))
+    return Division(tuple(whole), tuple(regions))
+
+
+def _mapped(name: str, shapes: Sequence[tuple[int, ...]], described: Any) -> Division:
+    """Return what an entry of `affine_map` says.
+
+    Raises:
+        CheckpointError: it does not fit the parts, or is of a form that is not known.
+    """
+    try:
+        whole = tuple(int(size) for size in described["logical_shape"])
+        regions = [_region(whole, shape, described["ranks"][rank]) for rank, shape in enumerate(shapes)]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"parameter {name!r}: its entry in universal_checkpoint_info (affine_map) does not fit parts of shapes "
+            f"{outline([str(list(shape)) for shape in shapes])}, or is of a form that is not known "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return Division(whole, tuple(regions))
+
+
+def _region(whole: tuple[int, ...], shape: tuple[int, ...], described: Mapping[str, Any]) -> Region:
+    """Return the region that a part is; its pieces lie in it one after the other, along one dimension."""
+    if tuple(described["shard_shape"]) != shape:
+        raise ValueError(f"a part is said to be of shape {list(described['shard_shape'])}")
+    pieces = [piece for piece in described["pieces"] if math.prod(piece["shape"])]
+    if not pieces:
+        if math.prod(shape):
+            raise ValueError("a part has elements of which nothing is said")
+        return ((0, 0),) * len(whole)
+    found = sorted((_box(shape, p["dest"], p["shape"]), _box(whole, p["source"], p["shape"])) for p in pieces)
+    region = boxes.region(
+        tuple(dict.fromkeys(source[dimension] for _, source in found)) for dimension in range(len(whole))
+    )
+    for dest, source in found:
+        for runs, one, other in zip(boxes.ranges(region), dest, source, strict=True):
+            if one[0] != sum(min(end, other[0]) - first for first, end in runs if first < other[0]):
+                raise ValueError("pieces of a part do not follow one another as in the whole")
+    if boxes.sizes(region) != shape or sum(math.prod(piece["shape"]) for piece in pieces) != math.prod(shape):
+        raise ValueError("the pieces of a part are not all of it")
+    return region
+
+
+def _box(shape: tuple[int, ...], place: Sequence[Any], sizes: Sequence[int]) -> boxes.Box:
+    """Return the box of some sizes that begins at (offset, strides) of a tensor."""
+    offset, given = int(place[0]), tuple(place[1])
+    strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+    if any(own != told and size > 1 for own, told, size in zip(strides, given, sizes, strict=True)):
+        raise ValueError(f"strides {list(given)} in a tensor of shape {list(shape)}")
+    found = []
+    for stride, size in zip(strides, sizes, strict=True):
+        first, offset = divmod(offset, stride)
+        found.append((first, first + int(size)))
+    if offset or not boxes.is_within(tuple(found), shape):
+        raise ValueError(f"a piece outside of a tensor of shape {list(shape)}")
+    return tuple(found)
+
+
+def join(
+    tensors: Sequence[Mapping[tuple[str, str], StoredTensor]], divisions: Mapping[str, Division]
+) -> list[StoredTensor]:
+    """Return the tensors of all parts, each as a whole.
+
+    Args:
+        tensors: of each part, by name and kind.
+        divisions: of each parameter, by name.
+
+    Raises:
+        CheckpointError: parts differ in what they have, or leave something of a tensor out.
+    """
+    placed: list[StoredTensor] = []
+    taken: set[tuple[str, str, Region]] = set()
+    for part, held in enumerate(tensors):
+        for (name, kind), tensor in held.items():
+            division = divisions[name]
+            region = division.regions[part]
+            if not tensor.numel and 0 not in division.shape:
+                continue  # its optimizer does not even know of an empty part
+            key = (name, kind, region)
+            repeated = key in taken
+            taken.add(key)
+            box = None if region == boxes.whole(division.shape) else region
+            slices = () if repeated else tuple(replace(piece, box=box) for piece in tensor.slices)
+            placed.append(replace(tensor, shape=division.shape, slices=slices))
+    return combine(placed)

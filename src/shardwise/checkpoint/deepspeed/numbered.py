@@ -1,0 +1,174 @@
+"""Stage 0: which parameters an optimizer holds state of. Its file only numbers them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.deepspeed.experts import ExpertLayer, Experts, is_of_experts
+from shardwise.checkpoint.manifest import outline
+from shardwise.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Target:
+    """The optimizer that a checkpoint will be loaded into. What the files leave open is decided by it.
+
+    Attributes:
+        optimizer: name of its class.
+        groups: for each parameter group the names of its parameters, all names of each, in its order.
+        settings: for each parameter group the names of its settings.
+    """
+
+    optimizer: str
+    groups: Sequence[Sequence[Sequence[str]]]
+    settings: Sequence[frozenset[str]]
+
+    def members(self, shapes: Mapping[str, Any]) -> list[list[str]]:
+        """Return one name of each parameter of each group: that of a checkpoint, if it has one."""
+        return [[next((n for n in known if n in shapes), known[0]) for known in group] for group in self.groups]
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """The optimizer of one file of stage 0.
+
+    Attributes:
+        file: its path.
+        state: the state dict, in torch's form.
+        masters: fp32 values of the parameters of each group, where the module has 16-bit ones.
+    """
+
+    file: str
+    state: Mapping[str, Any]
+    masters: Sequence[Sequence[torch.Tensor]] | None
+
+    @classmethod
+    def of(cls, file: str, wrapped: Any) -> Numbered:
+        """Return what lies under `optimizer` in a file.
+
+        Raises:
+            CheckpointError: it is no optimizer's.
+        """
+        state = wrapped.get("optimizer_state_dict", wrapped) if isinstance(wrapped, Mapping) else None
+        if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
+            raise CheckpointError(f"{file}: optimizer: a layout that is not known")
+        masters = wrapped.get("fp32_groups")
+        if state is not wrapped and masters is None:
+            raise CheckpointError(
+                f"{file}: optimizer: expected fp32 values under 'fp32_groups', found "
+                f"{outline(sorted(map(str, wrapped)))}: a layout that is not known"
+            )
+        return cls(file, state, masters)
+
+    @property
+    def groups(self) -> Sequence[Mapping[str, Any]]:
+        """Settings and numbers of each parameter group."""
+        found: Sequence[Mapping[str, Any]] = self.state["param_groups"]
+        return found
+
+    def names(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        members: Sequence[Sequence[str]] | None,
+        experts: Experts,
+        own: Mapping[ExpertLayer, range],
+    ) -> list[list[str]]:
+        """Return the names of the parameters of each group.
+
+        Args:
+            shapes: of all parameters.
+            members: of the engine's groups; None: not known.
+            experts: of the model.
+            own: those that the rank of this file had, of each layer.
+
+        Raises:
+            CheckpointError: they cannot be told, or the engine's are others.
+        """
+        if members is None:
+            found = self._by_shapes(shapes, experts, own)
+        else:
+            found = experts.of_rank(members, own)
+            if [len(group) for group in found] != [len(group["params"]) for group in self.groups]:
+                raise CheckpointError(
+                    f"the optimizer's state is of groups of {[len(group['params']) for group in self.groups]} "
+                    f"parameters, this engine's has {[len(group) for group in found]}"
+                )
+        for g, (group, names) in enumerate(zip(self.groups, found, strict=True)):
+            for i, (key, name) in enumerate(zip(group["params"], names, strict=True)):
+                shape = self._shape(g, i, key, shapes.get(name))
+                if name not in shapes or shape != shapes[name]:
+                    raise CheckpointError(
+                        f"the optimizer's state number {key} is of shape {list(shape)}, and the parameter in its "
+                        f"place, {name!r}, of {list(shapes.get(name, ()))}"
+                    )
+        return found
+
+    def _by_shapes(
+        self, shapes: Mapping[str, tuple[int, ...]], experts: Experts, own: Mapping[ExpertLayer, range]
+    ) -> list[list[str]]:
+        """Return names by shapes and order alone; experts are in groups of their own."""
+        found: list[list[str]] = [[] for _ in self.groups]
+        others = [name for name in shapes if experts.layer_of(name) is None]
+        apart = [name for layer, numbers in own.items() for name in layer.names(numbers)]
+        for names, marked in ((others, False), (apart, True)):
+            chosen = [n for n, group in enumerate(self.groups) if is_of_experts(group) == marked]
+            sizes = [[self._shape(n, i, key) for i, key in enumerate(self.groups[n]["params"])] for n in chosen]
+            given = names_of_numbers({name: shapes[name] for name in names}, sizes)
+            for n, some in zip(chosen, given, strict=True):
+                found[n] = some
+        return found
+
+    def _shape(self, group: int, position: int, key: Any, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Return the shape of one of the optimizer's parameters, by what it holds for it."""
+        if self.masters is not None:
+            return tuple(self.masters[group][position].shape)
+        entries = self.state["state"].get(key, {})
+        found = [value for name, value in entries.items() if isinstance(value, torch.Tensor) and name != "step"]
+        if found:
+            return tuple(found[0].shape)
+        if default is None:
+            raise CheckpointError(f"the optimizer holds nothing for its parameter {key}, so its name cannot be told")
+        return default
+
+
+def names_of_numbers(
+    shapes: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[tuple[int, ...]]]
+) -> list[list[str]]:
+    """Give names to the parameters of an optimizer by their shapes and order alone.
+
+    It is taken for granted that each group has its parameters in the module's order, as `model.parameters()` and
+    comprehensions over it give them. A name is given only where no other one would do.
+
+    Args:
+        shapes: of all parameters of the module, in its order.
+        groups: for each parameter group the shapes of its parameters.
+
+    Raises:
+        CheckpointError: several ways are possible, or none.
+
+    >>> names_of_numbers({"w": (2, 3), "b": (2,), "v": (3, 3)}, [[(2, 3), (3, 3)], [(2,)]])
+    [['w', 'v'], ['b']]
+    """
+    if sum(len(group) for group in groups) != len(shapes):
+        raise CheckpointError(
+            f"the optimizer has {sum(len(group) for group in groups)} parameters and the model {len(shapes)}, so which "
+            "of them it had cannot be told from the file"
+        )
+    names: list[list[str]] = [[] for _ in groups]
+    for name, shape in shapes.items():
+        fitting = [
+            number
+            for number, group in enumerate(groups)
+            if len(names[number]) < len(group) and group[len(names[number])] == shape
+        ]
+        if len(fitting) != 1:
+            raise CheckpointError(
+                f"parameter {name!r} of shape {list(shape)} may belong to {len(fitting)} of the {len(groups)} "
+                "parameter groups, and the file does not tell"
+            )
+        names[fitting[0]].append(name)
+    return names

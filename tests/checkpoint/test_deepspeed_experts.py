@@ -1,0 +1,257 @@
+"""Experts as DeepSpeed lays them out are loaded into any number of ranks and division, and what is missing is named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.checkpoint.convert import convert
+from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint
+from shardwise.checkpoint.deepspeed.directory import expert_file
+from shardwise.errors import CheckpointError
+from shardwise.moe import MoE
+from shardwise.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from tests.checkpoint import deepspeed_files as files
+from tests.checkpoint.test_deepspeed import change, one
+from tests.checkpoint.test_layouts import content, same
+from tests.harness import run_ranks
+
+WIDTH, EXPERTS = 7, 4
+
+SOURCES: list[tuple[int, int, dict[str, Any]]] = [
+    (0, 2, {"ep": 1}),
+    (0, 4, {"ep": 2}),
+    (0, 4, {"ep": 4, "data_first": True}),
+    (1, 2, {"ep": 2}),
+    (2, 4, {"ep": 1, "align": 8}),
+    (2, 4, {"ep": 2}),
+    (1, 4, {"ep": 2, "data_first": True, "lean": False}),
+    (2, 6, {"ep": 2, "mappings": False}),
+    (2, 4, {"ep": 4, "round_robin": True}),
+]
+
+
+class Net(nn.Module):
+    """Two layers of experts of different sizes, one with an expert that all tokens use, and layers between them."""
+
+    def __init__(self, seed: int, ep_size: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(self._layer(inner, ep_size) for inner in (5, 3))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def _layer(self, inner: int, ep_size: int) -> MoE:
+        experts = [nn.Sequential(nn.Linear(WIDTH, inner), nn.GELU(), nn.Linear(inner, WIDTH)) for _ in range(EXPERTS)]
+        return MoE(WIDTH, nn.ModuleList(experts), EXPERTS, ep_size, k=2, use_residual=inner == 3, drop_tokens=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = self.first(values)
+        total = values.new_zeros(())
+        for block in self.blocks:
+            made, l_aux, _ = block(values)
+            values, total = values + made, total + 0.01 * l_aux
+        return self.last(values).square().mean() + total
+
+
+def started(seed: int, ep_size: int, stage: int, dtype: str, limit: int | None = None) -> Any:
+    shardwise.init_distributed(verbose=False)
+    model = Net(seed, ep_size)
+    groups = split_params_into_different_moe_groups_for_optimizer(
+        {"params": list(model.parameters()), "name": "all", "weight_decay": 0.1}, limit
+    )
+    engine, *_ = shardwise.initialize(
+        model=model,
+        model_parameters=groups,
+        config={
+            "train_micro_batch_size_per_gpu": 6,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+            "bf16": {"enabled": dtype == "bf16"},
+            "zero_optimization": {"stage": stage},
+        },
+    )
+    return engine
+
+
+def train(engine: Any, steps: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        values = torch.randn(6, 3, generator=generator).to(next(engine.module.parameters()).dtype)
+        engine.backward(engine(values))
+        engine.step()
+
+
+def save(path: str, dtype: str, limit: int | None = None) -> None:
+    engine = started(1, 1, 1, dtype, limit)
+    train(engine, 3)
+    engine.save_checkpoint(path, tag="a")
+    engine.destroy()
+
+
+def load(sources: list[str], ep_size: int, stage: int, dtype: str, limit: int | None = None) -> None:
+    """Load each and save it again as it is, in our format."""
+    engine = started(2, ep_size, stage, dtype, limit)
+    for source in sources:
+        train(engine, 1)  # so that nothing is left of what was loaded before
+        assert engine.load_checkpoint(source)[0] is not None
+        engine.save_checkpoint(source + "-again", tag="a")
+    engine.destroy()
+
+
+def ours(path: Path, dtype: str, limit: int | None = None) -> tuple[files.Content, dict[str, Any]]:
+    run_ranks(save, 1, str(path), dtype, limit)
+    return files.content_of(str(path / "a")), without_names(content(str(path)))
+
+
+def without_names(found: dict[str, Any]) -> dict[str, Any]:
+    """Return what is compared: groups of experts are called by the ranks over which they are divided."""
+    groups = [{key: value for key, value in group.items() if key != "name"} for group in found["groups"]]
+    return {**found, "groups": groups}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "targets"), [("fp32", [(1, 1, 0), (2, 2, 2), (2, 1, 3)]), ("bf16", [(1, 1, 2), (2, 2, 1)])]
+)
+def test_experts_are_loaded_into_every_layout(dtype: str, targets: list[tuple[int, int, int]], tmp_path: Path) -> None:
+    held, expected = ours(tmp_path / "ours", dtype)
+    assert len(held.experts) == 2 * 4 * EXPERTS
+    sources = [str(tmp_path / f"source{number}") for number in range(len(SOURCES))]
+    for path, (stage, world, options) in zip(sources, SOURCES, strict=True):
+        files.write(path, "global_step3", held, stage, world, **options)
+    for world, ep_size, stage in targets:
+        run_ranks(load, world, sources, ep_size, stage, dtype)
+        for source, described in zip(sources, SOURCES, strict=True):
+            assert same(without_names(content(source + "-again")), expected), (described, (world, ep_size, stage))
+
+
+def test_experts_in_several_groups(tmp_path: Path) -> None:
+    """As `max_group_size` makes them: each expert of a rank in a group of its own."""
+    held, expected = ours(tmp_path / "ours", "fp32", 100)
+    assert len(held.groups) > EXPERTS
+    sources = [str(tmp_path / f"source{stage}") for stage in range(3)]
+    for stage, path in enumerate(sources):
+        files.write(path, "x", held, stage, 2, ep=1)
+    run_ranks(load, 2, sources, 1, 2, "fp32", 100)
+    for source in sources:
+        assert same(without_names(content(source + "-again")), expected)
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> files.Content:
+    return ours(tmp_path_factory.mktemp("ours"), "fp32")[0]
+
+
+@pytest.mark.parametrize(("stage", "ep"), [(0, 2), (1, 2), (2, 1)])
+def test_experts_are_converted_without_a_model(stage: int, ep: int, held: files.Content, tmp_path: Path) -> None:
+    path = files.write(str(tmp_path / "theirs"), "x", held, stage, 4, ep=ep)
+    with DeepSpeedCheckpoint(path) as saved:
+        convert(saved, str(tmp_path / "plain"), "a", optimizer="AdamW")
+    found = content(str(tmp_path / "plain"))
+    for name, master in held.masters.items():
+        assert torch.equal(found[f"parameter {name}"], master)
+        for key, value in held.states[name].items():
+            kept = found[f"values {name}"][key] if key == "step" else found[f"optimizer/{key} {name}"]
+            assert key == "step" or torch.equal(kept, value), (name, key)
+
+
+def model(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
+    return lambda path: change(path, "mp_*", edit)
+
+
+def rename_first(value: dict[str, Any]) -> None:
+    name = next(iter(value))
+    value[name.replace("experts.2.", "experts.3.")] = value.pop(name)
+
+
+def other_experts(path: str) -> None:
+    """Give rank 1 the experts of another checkpoint."""
+
+    def edit(value: dict[str, Any]) -> None:
+        value["optimizer_state_dict"]["single_partition_of_fp32_groups"][1] += 1
+
+    change(path, "zero_pp_rank_1_*", edit)
+
+
+def remove(pattern: str) -> Callable[[str], Any]:
+    return lambda path: one(path, pattern).unlink()
+
+
+def first_rank(edit: Callable[[Any], Any]) -> Callable[[str], Any]:
+    return lambda path: [
+        change(path, f"zero_pp_rank_{rank}_*", lambda value: edit(value["optimizer_state_dict"])) for rank in range(4)
+    ]
+
+
+DAMAGE: dict[str, tuple[int, Callable[[str], Any], str]] = {
+    "an expert is missing": (1, remove("layer_1_expert_2_*"), "missing: layer_1_expert_2_mp_rank_00_model_states.pt"),
+    "all are missing": (2, lambda path: [f.unlink() for f in Path(path).glob("layer_*")], r"expert_0.*\(8 in all"),
+    "an expert too many": (
+        1,
+        lambda path: shutil.copy(one(path, "layer_1_expert_3_*"), Path(path) / expert_file(1, 4)),
+        "holds layer_1_expert_4",
+    ),
+    "a truncated expert": (
+        2,
+        lambda path: os.truncate(one(path, "layer_0_expert_1_*"), 500),
+        "layer_0_expert_1.*truncated or damaged",
+    ),
+    "an optimizer of experts is missing": (
+        0,
+        remove("expp_rank_1_*"),
+        "experts' optimizer states of rank 1 are missing",
+    ),
+    "all optimizers of experts are missing": (
+        0,
+        lambda path: [f.unlink() for f in Path(path).glob("expp*")],
+        "experts' optimizer states of ranks 0, 1 are missing",
+    ),
+    "another expert's names": (
+        1,
+        lambda path: change(path, "layer_0_expert_2_*", rename_first),
+        "layer_0_expert_2.*3.0",
+    ),
+    "experts of another checkpoint": (2, other_experts, "has other values than in .*layer_0_expert_2"),
+    "a buffer": (
+        1,
+        model(lambda v: v["buffer_names"].append("blocks.0.deepspeed_moe.experts.deepspeed_experts.0.mean")),
+        "a buffer inside of experts",
+    ),
+    "numbers of experts": (1, model(lambda v: v.update(num_experts=[4])), "holds layer_1_expert_0"),
+    "no numbers": (1, model(lambda v: v.update(num_experts="4")), "num_experts: expected the numbers"),
+    "another division": (2, first_rank(lambda v: v.update(partition_count=[4, 4])), "does not fit 2 of 4 experts"),
+    "layers divided by DeepSpeed": (1, model(lambda v: v.update(ds_autoep_layers={"a": 1})), "expert_parallel"),
+}
+
+
+@pytest.mark.parametrize("kind", list(DAMAGE))
+def test_damage_is_named(kind: str, held: files.Content, tmp_path: Path) -> None:
+    stage, damage, message = DAMAGE[kind]
+    path = files.write(str(tmp_path), "x", held, stage, 4, ep=2)
+    damage(path)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        DeepSpeedCheckpoint(path)
+    assert path in str(caught.value)
+
+
+def refused(path: str) -> str:
+    engine = started(2, 1, 1, "fp32", 100)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(path)
+    engine.load_checkpoint(path, load_optimizer_states=False)
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_other_groups_are_refused(stage: int, held: files.Content, tmp_path: Path) -> None:
+    files.write(str(tmp_path), "x", held, stage, 2, ep=2)
+    for told in run_ranks(refused, 2, str(tmp_path)):
+        assert "group" in told and "load_optimizer_states=False" in told
