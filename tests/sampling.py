@@ -58,6 +58,7 @@ SLOW = (
     "memory/test_budget.py",
     "memory/test_exhausted.py",
     "memory/test_monotone.py",
+    "memory/test_plans.py",
     "memory/test_report.py",
     "memory/test_watchdog.py",
     "offload/test_activations.py",

@@ -92,6 +92,7 @@ def problems(case: Case, setting: Setting, world: int = WORLD, **how: Any) -> li
     return [str(problem) for problem in checking.check(record_all(case, setting, world=world, **how))]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["gpt", "recomputed", "t5", "mixture", "odd_mlp", "two_towers"])
 def test_models_at_every_stage(name: str, stage: int) -> None:

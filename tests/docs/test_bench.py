@@ -107,6 +107,7 @@ def test_checkpoints_are_measured(tmp_path: Path) -> None:
     assert row["highest"] >= row["held"]
 
 
+@pytest.mark.thorough
 def test_pictures_of_schedules_are_drawn(tmp_path: Path) -> None:
     written = (ROOT / "docs" / "schedules.md").read_text()
     bench("schedules.py", "--images", str(tmp_path))

@@ -127,6 +127,7 @@ def test_smaller_micro_batches_and_more_ranks() -> None:
         engine.memory_plans(x)
 
 
+@pytest.mark.thorough
 def test_seventy_billion_parameters_on_a_thousand_ranks() -> None:
     with torch.device("meta"):
         model = Decoder(SHAPES["llama-70b"])

@@ -133,18 +133,21 @@ def test_accumulation(stage: int) -> None:
         assert 0.999 * after.total.floor <= after.total.measured <= 1.1 * after.total.floor
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_accumulation_that_the_script_counts(stage: int) -> None:
     for before, after in run_ranks(report, 2, stage, "bf16", accumulation=2, managed=False):
         check(before, after, f"stage {stage}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_half_precision_on_four_ranks(stage: int) -> None:
     for rank, (before, after) in enumerate(run_ranks(report, 4, stage, "fp16", keep=0, accumulation=2)):
         check(before, after, f"stage {stage}, rank {rank}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("stage", "accumulation"), [(0, 1), (2, 2), (3, 1)])
 def test_messages_instead_of_memory(stage: int, accumulation: int) -> None:
     for before, after in run_ranks(by_messages, 2, stage, accumulation):
@@ -192,6 +195,7 @@ def test_optimizers_of_whole_tensors(stage: int) -> None:
         check(before, after, f"stage {stage}")
 
 
+@pytest.mark.thorough
 def test_other_numbers_of_ranks() -> None:
     for world in (1, 3):
         for before, after in run_ranks(report, world, 3, "bf16"):

@@ -372,6 +372,7 @@ def planned_and_measured(stage: int, recompute: bool, moves: bool) -> Any:
     return before, after
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_plans_are_the_measurements_in_each_tier(stage: int, recompute: bool) -> None:

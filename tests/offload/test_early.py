@@ -495,6 +495,7 @@ def reported(zero: dict[str, Any], stage: int, far: bool) -> Any:
     return before.elsewhere, after.elsewhere
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", HOST_AND_DISK)
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("far", [False, True], ids=["cpu", "device"])

@@ -67,6 +67,7 @@ def test_where_gradients_are_divided_does_not_matter() -> None:
             assert outcomes[first].parameters == outcomes[other].parameters, (settings + summed)[other]
 
 
+@pytest.mark.thorough
 def test_before_the_first_compressed_step_nothing_is_different() -> None:
     wire = (("communication_data_type", "bf16"),)
     settings = []

@@ -116,6 +116,7 @@ def lengths(stage: int, steps: int) -> dict[str, Any]:
     return {"live": live, "peaks": peaks, "resident": resident}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", range(4))
 def test_sequences_of_random_length_leave_nothing_behind(stage: int) -> None:
     for found in run_ranks(lengths, 2, stage, 100):

@@ -69,6 +69,7 @@ def layouts(stages: list[int]) -> dict[str, list[tuple[str, dict[str, Any]]]]:
     return found
 
 
+@pytest.mark.thorough
 def test_the_same_bits_at_every_stage_and_on_any_number_of_ranks() -> None:
     outcomes = [run_ranks(layouts, world, [0] if world == 1 else [0, 1, 2, 3])[0] for world in (1, 2, 3)]
     for kind in KINDS:

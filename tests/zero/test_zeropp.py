@@ -369,6 +369,7 @@ def reported_all(precision: str, accumulation: int, settings: Sequence[Zero]) ->
     return [reports.report(3, precision, keep=0, accumulation=accumulation, zero=zero) for zero in settings]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("precision", "accumulation", "settings"),
     [
