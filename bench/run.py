@@ -29,7 +29,7 @@ PARTS: dict[str, list[str]] = {
     "tensor": [f"tensor.py --size {size}" for size in ("27M", "53M")],
     "memory": ["memory.py"],
     "largest_batch": ["largest_batch.py"],
-    "longest_sequence": [f"longest_sequence.py --nproc {nproc}" for nproc in (2, 4)],
+    "longest_sequence": [f"longest_sequence.py --limit 320 --nproc {nproc}" for nproc in (2, 4)],
     "startup": ["startup.py"],
     "growth": ["growth.py"],
     "monitoring": [f"monitoring.py --nproc {nproc}" for nproc in (1, 2)],
