@@ -497,8 +497,8 @@ SECTIONS = [
         "*recomputed*: layers are; *tiled*: loss and MLP are, too; *shared*: all ranks have parts of one sequence "
         "(Ulysses); *tensor*: all ranks have a copy of the model among them, its loss divided by words, and with "
         "*tokens* share the tokens outside of its layers. *DeepSpeed*: its `DistributedAttention`, stage 3, and for "
-        "the tiles the `sequence_tiled_compute` of its ALST. Steps are single ones of that length "
-        "([Long sequences](sequence.md)).",
+        "the tiles the `sequence_tiled_compute` of its ALST. Steps are single ones of that length, of one run, and say "
+        "little about speed ([Long sequences](sequence.md)).",
         list(LONGEST.values()),
         longest,
     ),
