@@ -309,6 +309,25 @@ def layouts(results: Results) -> list[str]:
     return grid(["optimizers", "pairs, each", "wrong"], rows)
 
 
+def imports(results: Results) -> list[str]:
+    """Return the table of DeepSpeed's checkpoints: stages that were compared with the same share a row."""
+    record = results.find("deepspeed_import")
+    found: dict[tuple[str, str], list[Record]] = {}
+    for row in record["rows"] if record else []:
+        against = "module" if row["parameters_of"] == "module" else "debugging functions"
+        if row["state_of"] in ("optimizer", "flat"):
+            against += ", optimizer"
+        elif row["state_of"] is None:
+            against += " alone"
+        found.setdefault((row["saved"].split(" ", 2)[2], against), []).append(row)
+    lines = []
+    for (kind, against), rows in found.items():
+        stages = ", ".join(sorted({row["saved"].split()[1] for row in rows}))
+        sums = (str(len(rows)), str(sum(row["compared"] for row in rows)), str(sum(row["differing"] for row in rows)))
+        lines.append([f"{kind}, stage {stages}", against, *sums, f"{max(row['loss_gap'] for row in rows):.0e}"])
+    return grid(["saved by DeepSpeed", "compared with", "loads", "elements", "differ", "losses"], lines)
+
+
 def convergence(group: str) -> Table:
     """Return a function that makes the table of a group of `convergence.py`."""
 
@@ -627,6 +646,18 @@ SECTIONS = [
         "ranks; bit by bit after loading, and to rounding after more training where sums have other parts.",
         ["checkpoint_matrix"],
         layouts,
+    ),
+    Section(
+        "Checkpoints of DeepSpeed",
+        "Two ranks train a small GPT with DeepSpeed 0.19.8 and save; shardwise loads that at stages 0 to 3 on 1, 2 and "
+        "3 ranks (on 2 with `ep_size` and `autotp_size` 1 and 2) and trains on. Every element is compared "
+        "with what DeepSpeed had in memory. *debugging functions*: `safe_get_full_fp32_param` and "
+        "`safe_get_full_optimizer_state`. *module*: its own parameters. *optimizer*: state in the script's own "
+        "optimizer object; where that steps flat tensors, the place of a parameter is where they have its values. "
+        "*alone*: no optimizer state was compared. Values of parts and experts were put together in the job that saved "
+        "them. *losses*: largest relative difference in the next 4 steps.",
+        ["deepspeed_import"],
+        imports,
     ),
     Section(
         "Optimizer step on a CPU",
