@@ -32,14 +32,7 @@ from shardwise.engine.stepping import stepping_of
 from shardwise.engine.tensors import SharedTensors
 from shardwise.engine.zeropp import reduction
 from shardwise.memory import Accountant, Category, Moved, Tier, fake_copy, track_activations, twin_of
-from shardwise.memory.dryrun import (
-    Answers,
-    arguments_of,
-    fake_values,
-    loss_of,
-    undisturbed,
-    without_masks,
-)
+from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed, without_masks
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
 from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes

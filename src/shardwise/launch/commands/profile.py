@@ -69,14 +69,7 @@ def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool
     from shardwise.errors import CommandLineError
     from shardwise.launch.models import tokens
     from shardwise.memory import fake_copy
-    from shardwise.memory.dryrun import (
-        Answers,
-        arguments_of,
-        fake_values,
-        loss_of,
-        undisturbed,
-        without_masks,
-    )
+    from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed, without_masks
     from shardwise.profile.counting import FlopCount
     from shardwise.profile.tree import profile_of
 
