@@ -8,9 +8,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from shardwise.device import checking
+from shardwise.device.recording import COMPUTE, recording
 from shardwise.device.staging import Copied, CopyStream
+from shardwise.offload.host import HostPlace
 from shardwise.optim import AdamW
 from shardwise.zero.updates.segments import SegmentUpdate
 from tests.device.recorded import record_all
@@ -49,6 +52,19 @@ def test_early_steps_are_in_order(tmp_path: Path, stage: int, place: str) -> Non
     with mock.patch.object(SegmentUpdate, "_write_out", autospec=True, side_effect=SegmentUpdate._write_out) as written:
         assert problems(tmp_path, stage, place, early=True) == []
     assert written.call_count
+
+
+def test_the_host_waits_for_who_reads_what_it_works_on() -> None:
+    """A copy that a pass has launched on its own stream may still be under way when the host steps."""
+    with recording() as recorder:
+        stored = HostPlace(torch.device("cpu")).keep(torch.ones(64))
+        stored.give_back(written=True)
+        stored.copy_to(torch.empty(64))
+        stored.in_place()
+    kinds = [(event.kind, event.stream, event.number) for event in recorder.trace.events]
+    (*_, copied) = (place for place, event in enumerate(recorder.trace.events) if event.name == "copy_")
+    marks = [number for kind, stream, number in kinds[copied:] if kind == "mark" and stream == COMPUTE]
+    assert any(kind == "block" and number in marks for kind, _, number in kinds[copied:])
 
 
 def nothing(*_: object) -> None:

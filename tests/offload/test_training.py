@@ -139,6 +139,59 @@ def test_the_same_bits_without_masters(tmp_path: Path, rounding: str, far: bool)
     run_ranks(rounded, 2, rounding, places, far)
 
 
+def shared(
+    zero: dict[str, Any], path: str, writes: bool, far: bool
+) -> tuple[Outcome, dict[Category, int], dict[Category, int]]:
+    """Train without masters: values are written by the script and loaded from a checkpoint on the way."""
+    case, extra = CASES["gpt"], (("bf16", {"enabled": True, "master_weights": "none", "rounding": "stochastic"}),)
+    setting = Setting(3, precision="bf16", zero=tuple(zero.items()), extra=extra, clip=0.5)
+    with played_device() if far else contextlib.nullcontext():
+        model = case.make()
+        engine = start(case, setting, model, AdamW(case.groups(model), lr=1e-2))
+        losses: list[float] = []
+
+        def train(steps: range) -> None:
+            for step in steps:
+                loss = case.loss(engine, case.data(step, 0, engine.sharded.comm.rank, torch.bfloat16))
+                engine.backward(loss)
+                losses.append(float(loss.detach()))
+                engine.step()
+
+        train(range(2))
+        if writes:
+            engine.save_checkpoint(path)
+            train(range(2, 4))
+            engine.load_checkpoint(path)
+            first = next(iter(model.parameters()))
+            with shardwise.zero.GatheredParameters([first], modifier_rank=0):
+                first.data.mul_(0.5)
+        train(range(4, 6))
+        found = Outcome(masters(model), losses=losses)
+        held = {tier: engine.accountant.live_in(tier) for tier in Tier}
+        report = engine.memory_report()
+        for row in report.elsewhere:
+            assert writes or reports.close(row.planned, row.measured), row.name
+        engine.destroy()
+    return found, held[Tier.DEVICE], held[Tier.HOST]
+
+
+@pytest.mark.parametrize("writes", [False, True], ids=["", "values written"])
+@pytest.mark.parametrize("far", [False, True], ids=["cpu", "device"])
+@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+def test_without_masters_the_host_steps_what_it_lends(tmp_path: Path, optimizer: str, writes: bool, far: bool) -> None:
+    zero = {
+        "offload_optimizer": {"device": optimizer, "nvme_path": str(tmp_path / "swap")},
+        "offload_param": {"device": "cpu"},
+    }
+    resident = run_ranks(shared, 2, {}, str(tmp_path / "a"), writes, far)
+    away = run_ranks(shared, 2, zero, str(tmp_path / "b"), writes, far)
+    for (expected, on_device, _), (found, _, on_host) in zip(resident, away, strict=True):
+        assert_identical(found, expected, optimizer)
+        # One copy of the parameters, and none on the device between uses.
+        assert on_host[Category.PARAMETERS] <= on_device[Category.PARAMETERS] + 200
+        assert on_host[Category.MASTER] == 0
+
+
 class Spoilt(nn.Module):
     """A layer whose weight's gradient is infinite."""
 

@@ -65,6 +65,13 @@ class Stored(Protocol):
     def in_place(self) -> torch.Tensor:
         """Return the stored bytes for the host to read and write, when all copies are made (where `at_hand`)."""
 
+    def shared(self) -> torch.Tensor:
+        """Return the stored bytes for the host to keep (where `at_hand`).
+
+        From now on whoever stores values has the host wait until they are there. It waits itself, with `in_place`, for
+        copies that read what it is going to write.
+        """
+
     def exchange(self, other: Any) -> None:
         """Let each have what the other one has stored, which is in the same place and as large; neither is lent."""
 
@@ -474,6 +481,11 @@ class Loans:
         if loan.view is None:
             loan.view = values.view(tensor.dtype).view(tensor.shape)
         return loan.view
+
+    def shared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the values of a tensor where they are stored, for the host to keep; see `Stored.shared`."""
+        stored = self.stored(tensor)
+        return tensor if stored is None else stored.shared().view(tensor.dtype).view(tensor.shape)
 
     @contextlib.contextmanager
     def lent_out(self, *, read: bool = True, written: bool) -> Iterator[None]:

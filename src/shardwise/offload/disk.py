@@ -284,6 +284,10 @@ class _Kept:
         """Nothing can be worked on there."""
         raise NotImplementedError("what lives on a disk has to be lent")
 
+    def shared(self) -> torch.Tensor:
+        """Nor shared."""
+        return self.in_place()
+
     def exchange(self, other: _Kept) -> None:
         """See `Stored.exchange`."""
         for kept in (self, other):

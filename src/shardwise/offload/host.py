@@ -52,6 +52,8 @@ class _Kept:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
         self._values = copies.host_bytes(self._size) if pinned else torch.empty(self._size, dtype=torch.uint8)
         self._moved: Copied | None = None
+        self._read: Copied | None = None
+        self._is_shared = False
 
     def start(self, *, read: bool) -> None:
         """See `Stored.start`."""
@@ -82,12 +84,21 @@ class _Kept:
 
     def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
         """See `Stored.settle`: what comes behind it on the device has the memory."""
+        if self._is_shared:
+            self.in_place()
 
     def in_place(self) -> torch.Tensor:
         """See `Stored.in_place`."""
-        if self._moved is not None:
-            self._moved.synchronize()
+        for copied in (self._moved, self._read):
+            if copied is not None:
+                copied.synchronize()
+        self._read = None
         return self._values
+
+    def shared(self) -> torch.Tensor:
+        """See `Stored.shared`."""
+        self._is_shared = True
+        return self.in_place()
 
     def exchange(self, other: _Kept) -> None:
         """See `Stored.exchange`."""
@@ -98,3 +109,4 @@ class _Kept:
         """See `Stored.copy_to`."""
         self.finish()
         target.view(-1).view(torch.uint8).copy_(self._values, non_blocking=True)
+        self._read = self._copies.here()

@@ -102,6 +102,7 @@ class SectionMemory:
         accumulate_dtype: of the gradient.
         accountant: is told about the buffers.
         homes: where its state lives.
+        shares: masters may be the parameters' own memory where both live on the host.
         label: the unit's name.
 
     Attributes:
@@ -126,6 +127,7 @@ class SectionMemory:
         accumulate_dtype: torch.dtype,
         accountant: Accountant,
         homes: Homes = ALL_AT_HAND,
+        shares: bool = True,
         label: str = "",
     ) -> None:
         self.layout = layout
@@ -140,6 +142,8 @@ class SectionMemory:
         self.optimizer_loans = Loans(home, accountant, label)
         self.gradient_loans = Loans(homes.gradients, accountant, label)
         self.shard_loans, self.second_loans = (Loans(homes.parameters, accountant, label) for _ in range(2))
+        alike = not layout.whole and levels.optimizer == levels.parameters
+        self._shares = shares and alike and self._in_place(self.shard_loans)
         self.full = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         self.sharded = levels.parameters > 0 or self.shard_loans.away
         self.master_start, self.master_stop = layout.range_of(domain.place, levels.optimizer)
@@ -288,7 +292,12 @@ class SectionMemory:
     @property
     def master_is_parameter(self) -> bool:
         """Whether the optimizer updates the parameters' own memory."""
-        return self.master_dtype == self.layout.dtype and not self.steps_apart
+        return self.master_dtype == self.layout.dtype and (not self.steps_apart or self._shares)
+
+    @property
+    def master_is_stored(self) -> bool:
+        """Whether the optimizer updates the parameters where they live, and are lent from to the device."""
+        return self.master_is_parameter and self.steps_apart
 
     @property
     def steps_apart(self) -> bool:
@@ -322,7 +331,7 @@ class SectionMemory:
                 self.master = initial.to(self.steps_on, self.master_dtype, copy=True)
                 self.optimizer_loans.keep(Category.MASTER, self.master)
             else:
-                self.master = self.published
+                self.master = self.shard_loans.shared(self.shard) if self.steps_apart else self.published
 
     def forget_source(self) -> None:
         """Drop the wide initial values."""
@@ -410,6 +419,11 @@ class SectionMemory:
         """Write the updated master weights into the low-precision parameters' memory."""
         if self.master is not None and not self.master_is_parameter:
             self.published.copy_(self.master)
+
+    def await_copies(self) -> None:
+        """Let the host wait until nobody reads what it is going to update."""
+        if self.master_is_stored:
+            self.shard_loans.in_place(self.shard)
 
 
 class _Coming:
@@ -847,8 +861,12 @@ class Unit:
             self.take_over(self)
 
     def borrowing(self) -> list[Borrowed]:
-        """Return what has to be borrowed to write any of the unit's state."""
-        return [(loans, True) for section in self.sections for loans in section.away]
+        """Return what has to be borrowed to write any of the unit's state.
+
+        What is stepped where it is lent from is written there.
+        """
+        wanted = [(section, loans) for section in self.sections for loans in section.away]
+        return [(x, True) for section, x in wanted if x is not section.shard_loans or not section.master_is_stored]
 
     def keep_second(self, group: Communicator) -> None:
         """Keep a second shard, sharded over `group`, for backward passes."""

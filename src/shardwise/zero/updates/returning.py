@@ -53,6 +53,7 @@ class Outputs:
         taken = 0
         for section in sections:
             if section.master_is_parameter:
+                section.await_copies()
                 continue
             if section.written_in_place:
                 found[id(section)] = section.published_in_place
