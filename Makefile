@@ -97,9 +97,9 @@ BENCH_PYTHON ?= $(BIN)/python
 bench: $(STAMP)
 	$(BIN)/python bench/run.py --python $(BENCH_PYTHON) $(BENCH_FLAGS)
 
+# One CUDA device; --only, --minutes and --missing choose parts (bench/gpu.py). A machine's own interpreter: STAMP= BIN=DIR.
 bench-gpu: $(STAMP)
-	$(BIN)/python bench/one_gpu.py $(BENCH_FLAGS)
-	$(BIN)/python bench/table.py README.md docs/numbers.md docs/convergence.md
+	PYTHONPATH=src $(BIN)/python bench/gpu.py $(BENCH_FLAGS)
 
 # 100 ranks killed while saving and 100 while training; `make test` has two of each. About a quarter of an hour.
 SOAK_FLAGS ?= --kills 100

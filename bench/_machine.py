@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from shardwise._version import __version__
+
 _LOAD = [round(value, 2) for value in os.getloadavg()]
 """What others keep the machine busy with: read before the benchmark begins."""
 
@@ -41,7 +43,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "deepspeed": importlib.metadata.version("deepspeed") if peer else None,
-        "shardwise": importlib.metadata.version("shardwise"),
+        "shardwise": __version__,
         "system": f"{platform.system()} {platform.release()}",
     }
 

@@ -1,21 +1,24 @@
 """The systems that are compared: each gives a function that makes a training step, of the same GPT on the same data.
 
-All use fused AdamW. In bf16, DDP and the run without communication compute under autocast on fp32 weights, FSDP2 and
-DeepSpeed and shardwise compute on bf16 copies of fp32 weights.
+All use fused AdamW. In 16 bits, DDP and the run without communication compute under autocast on fp32 weights, FSDP2 and
+DeepSpeed and shardwise compute on 16-bit copies of fp32 weights. In fp16 all scale the loss dynamically.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ SIZES = {
     "53M": Size(1024, 4, 16, 1024, 4, 128),
     "98M": Size(768, 12, 12, 8192, 1, 64),
     "163M": Size(768, 12, 12, 50304, 8, 1024),
+    "400M": Size(1024, 24, 16, 50304, 8, 1024),
+    "1.4B": Size(2048, 24, 16, 50304, 8, 1024),
+    "13B": Size(5120, 40, 40, 50304, 24, 1024),
 }
 
 
@@ -70,10 +76,16 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT that returns its own loss."""
+    """A GPT that returns its own loss.
 
-    def __init__(self, size: Size) -> None:
+    Args:
+        size: its shape.
+        recompute: blocks, and the loss row by row, are computed again in the backward pass.
+    """
+
+    def __init__(self, size: Size, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.tokens, self.places = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.length, size.width)
         self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
         self.norm, self.head = nn.LayerNorm(size.width), nn.Linear(size.width, size.vocabulary, bias=False)
@@ -81,8 +93,17 @@ class GPT(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the cross-entropy of the ids themselves."""
         x = self.tokens(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        if not self.recompute:
+            for block in self.blocks:
+                x = block(x)
+            return self.loss(x, ids)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False)
+        rows = [checkpoint(self.loss, x[i : i + 1], ids[i : i + 1], use_reentrant=False) for i in range(len(ids))]
+        return torch.stack(rows).mean()
+
+    def loss(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the mean cross-entropy of what the blocks have made of some rows."""
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), ids.flatten())
 
 
@@ -96,6 +117,8 @@ class Case:
         accumulation: micro-batches a step.
         device: where.
         tensor: ranks that have one copy of the model among them, and the same samples.
+        fp16: whether the precision is fp16.
+        recompute: activations are recomputed.
     """
 
     size: Size
@@ -103,6 +126,13 @@ class Case:
     accumulation: int = 1
     device: str = "cpu"
     tensor: int = 1
+    fp16: bool = False
+    recompute: bool = False
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """In which 16-bit dtype is computed, if in one."""
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else None
 
     def batch(self) -> torch.Tensor:
         """Return the rank's micro-batch, the same in every step."""
@@ -114,7 +144,10 @@ class Case:
     def model(self) -> GPT:
         """Return the model, the same on every rank."""
         torch.manual_seed(0)
-        return GPT(self.size).to(self.device)
+        if self.device == "cpu":
+            return GPT(self.size, self.recompute)
+        with torch.device(self.device):
+            return GPT(self.size, self.recompute)
 
 
 class Run:
@@ -169,12 +202,13 @@ class PlainRun(Run):
     ) -> None:
         super().__init__(case)
         self.model, self.first_micro_batches = model, first_micro_batches
-        self.autocast = case.bf16 and autocast
+        self.autocast = case.half if autocast else None
         self.optimizer = _adamw(model.parameters())
+        self.scaler = torch.amp.GradScaler(case.device, enabled=case.fp16)
 
     def loss(self) -> torch.Tensor:
         """Run the model forward."""
-        with torch.autocast(self.case.device, dtype=torch.bfloat16, enabled=self.autocast):
+        with torch.autocast(self.case.device, dtype=self.autocast, enabled=self.autocast is not None):
             return self.model(self.ids)
 
     def passes(self) -> None:
@@ -182,12 +216,13 @@ class PlainRun(Run):
         parts = self.case.accumulation
         with self.first_micro_batches() if parts > 1 else nullcontext():
             for _ in range(parts - 1):
-                (self.loss() / parts).backward()
-        (self.loss() / parts).backward()
+                self.scaler.scale(self.loss() / parts).backward()
+        self.scaler.scale(self.loss() / parts).backward()
 
     def update(self) -> None:
         """Apply the gradients."""
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
 
@@ -248,11 +283,11 @@ def fsdp2(case: Case, reshard: bool, group: int = 0) -> Run:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model, world = case.model(), dist.get_world_size()
-    kind = torch.bfloat16 if case.bf16 else None
+    kind = case.half
     grid, names = ((world // group, group), ("replicate", "shard")) if group else ((world,), ("shard",))
     options = {
         "mesh": init_device_mesh(case.device, grid, mesh_dim_names=names),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32 if case.bf16 else None),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=kind, reduce_dtype=torch.float32 if kind else None),
         "reshard_after_forward": reshard,
     }
     for block in model.blocks:
@@ -275,6 +310,7 @@ def _config(case: Case, stage: int) -> dict[str, Any]:
         "gradient_accumulation_steps": case.accumulation,
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": case.bf16},
+        "fp16": {"enabled": case.fp16},
     }
 
 
@@ -314,13 +350,23 @@ def torch_tensor(case: Case) -> Run:
     return PlainRun(case, model, autocast=copies == 1)
 
 
-def shardwise(case: Case, stage: int, init: bool = False, **zero: Any) -> Run:
-    """shardwise with its default settings but those given; `init`: the model is built under zero.Init."""
+def shardwise(case: Case, stage: int, init: bool = False, keys: dict[str, Any] | None = None, **zero: Any) -> Run:
+    """shardwise with its default settings but those given.
+
+    Args:
+        case: what is trained.
+        stage: of ZeRO.
+        init: the model is built under zero.Init.
+        keys: of the configuration.
+        zero: keys of its section `zero_optimization`.
+    """
     import shardwise as ours
 
     adamw = {"type": "AdamW", "params": {"lr": 1e-4}}
     config = _config(case, stage) | {"optimizer": adamw, "steps_per_print": 0}
     config["zero_optimization"] |= zero
+    if keys is not None:
+        config |= keys
     if case.tensor > 1:
         specs = [
             {"patterns": [rf"\.({'|'.join(COLUMNS)})\.weight$"], "partition_type": "column"},
@@ -344,6 +390,26 @@ SYSTEMS: dict[str, Callable[[Case], Run]] = {
     **{f"shardwise {stage}": lambda case, stage=stage: shardwise(case, stage) for stage in range(4)},
     "shardwise 3 Init": lambda case: shardwise(case, 3, init=True),
 }
+
+
+def forced(case: Case, stage: int) -> Run:
+    """shardwise on one rank that divides state, gathers, releases and reduces as several do, over itself."""
+    from shardwise.zero.units.plan import Plan
+
+    with mock.patch.object(Plan, "of", functools.partial(Plan.of, forced=True)):
+        return shardwise(case, stage)
+
+
+ONE: dict[str, Callable[[Case], Run]] = {
+    "alone": SYSTEMS["alone"],
+    "shardwise": SYSTEMS["shardwise 0"],
+    "DDP": SYSTEMS["DDP"],
+    "FSDP2": SYSTEMS["FSDP2"],
+    "FSDP2 no reshard": SYSTEMS["FSDP2 no reshard"],
+    **{f"shardwise {stage} forced": lambda case, stage=stage: forced(case, stage) for stage in range(4)},
+    **{f"DeepSpeed {stage}": SYSTEMS[f"DeepSpeed {stage}"] for stage in range(4)},
+}
+"""Systems on one rank. Without being forced, shardwise divides nothing there, whatever the stage."""
 
 
 TENSOR: dict[str, tuple[int, Callable[[Case], Run]]] = {

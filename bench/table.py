@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from _gpu import FILE as GPU
 from _jobs import parser, read
+from gpu_page import page_lines
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 NAMES = {"alone": "no communication"}
@@ -131,7 +133,7 @@ def short(results: Results) -> str:
         "parameters, AdamW in bf16, 4 ranks, batch 1 x 64)."
     )
     place = f"Measured on CPU ranks over Gloo: {'; '.join([where(record), *spread])}." if record else ""
-    no_gpu = "" if results.find("one_gpu") else " Nothing has been measured on GPUs."
+    no_gpu = "" if results.find(GPU) else " Nothing has been measured on GPUs."
     plot = (results.folder / f"{README_PLOT}.png").exists()
     picture = ["", f"![{PLOTS[README_PLOT]}](docs/images/{README_PLOT}.png)"] if plot else []
     return "\n".join(table + paragraphs(about, place + no_gpu) + picture)
@@ -342,25 +344,6 @@ def convergence(group: str) -> Table:
         return grid(["", "training loss", "held-out loss", "bytes sent, all steps", "bytes sent, last steps"], lines)
 
     return table
-
-
-def gpu(results: Results) -> list[str]:
-    """Return the tables of one GPU."""
-    cells = [
-        (title, "one_gpu", field)
-        for title, field in (
-            ("step, ms", "median_ms"),
-            ("over plain", "ratio"),
-            ("tokens/s", "tokens_per_s"),
-            ("MFU", "mfu"),
-            ("allocated, GiB", "allocated_gib"),
-            ("reserved, GiB", "reserved_gib"),
-            ("optimizer step, GB/s", "step_gb_per_s"),
-            ("of a copy's", "step_over_copy"),
-            ("slack grown, MiB", "slack_grown_mib"),
-        )
-    ]
-    return compare(*cells)(results)
 
 
 @dataclass(frozen=True)
@@ -732,12 +715,6 @@ SECTIONS = [
         offload_memory,
         "offload_step",
     ),
-    Section(
-        "One GPU",
-        "Plain PyTorch, FSDP2 on one rank and shardwise, taking turns; memory is from a process for each system.",
-        ["one_gpu"],
-        gpu,
-    ),
 ]
 
 
@@ -784,6 +761,11 @@ def fill(text: str, tables: str) -> str:
 
 def page(path: Path, results: Results) -> str:
     """Return what a page should be."""
+    if path.name == "gpu.md":
+        lines = page_lines(
+            results.find(GPU), shown, grid, paragraphs, lambda name: (results.folder / f"{name}.png").exists()
+        )
+        return fill(path.read_text(), "\n".join(lines))
     sections = CONVERGENCE if path.name == "convergence.md" else SECTIONS
     usual = common(results, [name for section in sections for name in section.files])
     place = paragraphs(f"Unless a section says otherwise, measured on {usual}.")

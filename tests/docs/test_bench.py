@@ -52,7 +52,6 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
     scripts = {
         "growth.py": ["--nproc", "1"],
         "largest_batch.py": ["--nproc", "1"],
-        "one_gpu.py": ["--device", "cpu"],
     }
     with ThreadPoolExecutor() as pool:  # most of their time goes into starting processes
         found = [
@@ -69,8 +68,23 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
     assert row["late_mib"] > 0
     (row,) = rows(tmp_path / "largest_batch_27M_fp32_1.json")
     assert row["batch_per_rank"] > 1 and row["train_samples_per_s"] > 0
-    (row,) = rows(tmp_path / "one_gpu.json")
-    assert row["ratio"] == 1 and row["tokens_per_s"] > 0 and row["step_gb_per_s"] > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "parts", ["device,step,fp16", "trace,checkpoint,large", "limited,cost,largest", "host,optimizer"]
+)
+def test_one_gpu_is_measured(parts: str, tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--quick", "--results", str(tmp_path), "--only", parts]
+    printed = bench("gpu.py", *options)
+    assert "step of 163M, over plain PyTorch's" in printed
+    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert len(found) >= len(parts.split(","))
+    failed = [row for part in found.values() for row in part["rows"] if "failed" in row]
+    assert not failed
+    assert "took" not in bench("gpu.py", *options, "--missing")  # nothing is measured twice
+    if "trace" in parts:
+        assert (tmp_path / "gpu_trace_offload.png").stat().st_size > 5000
 
 
 @pytest.mark.thorough

@@ -19,7 +19,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "bench" / "table.py"))
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/numbers.md", "docs/convergence.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/numbers.md", "docs/convergence.md", "docs/gpu.md"])
 def test_a_page_shows_what_was_measured(table: dict[str, Any], page: str) -> None:
     written = (ROOT / page).read_text()
     assert table["page"](ROOT / page, table["Results"](RESULTS)) == written, (

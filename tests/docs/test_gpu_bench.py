@@ -1,0 +1,105 @@
+"""What the benchmarks of one GPU make of figures and traces that only a GPU gives."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+
+    def module(name: str) -> dict[str, Any]:
+        return runpy.run_path(str(ROOT / "bench" / f"{name}.py"))
+
+    return module
+
+
+def event(cat: str, name: str, start: float, length: float, stream: int = 7) -> dict[str, Any]:
+    """An event as torch's profiler writes those of a CUDA device."""
+    args = {"stream": stream} if cat in ("kernel", "gpu_memcpy", "gpu_memset") else {}
+    return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length, "tid": 1, "pid": 0, "args": args}
+
+
+TRACE = [
+    {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+    event("kernel", "warm up", 0, 50),
+    event("user_annotation", "bench::step", 100, 100),
+    event("gpu_user_annotation", "bench::step", 110, 200),
+    event("user_annotation", "bench::step", 200, 100),
+    event("user_annotation", "shardwise::wait for gather blocks.0", 150, 60),
+    event("kernel", "sm90_xmma_gemm_bf16", 110, 50),
+    event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 120, 100, stream=20),
+    event("kernel", "flash_fwd_kernel", 220, 60),
+    event("kernel", "multi_tensor_apply_kernel", 280, 20),
+]
+
+
+def test_a_trace_tells_gaps_and_kinds(bench: Any, tmp_path: Path) -> None:
+    trace = bench("gpu_trace")["Trace"](TRACE)
+    assert trace.computing == "stream 7" and set(trace.lanes) == {"stream 7", "stream 20"}
+    found = trace.summary()
+    assert found["step_ms"] == pytest.approx(0.1)  # from the first step to the last kernel: two steps in 200 us
+    assert found["computing"] == pytest.approx(130 / 200)
+    assert found["anything"] == pytest.approx(190 / 200)
+    assert found["by_kind_ms"] == pytest.approx(
+        {"to device": 0.05, "attention": 0.03, "gemm": 0.025, "optimizer": 0.01}
+    )
+    (gap,) = found["gaps"]
+    assert gap["us"] == 60 and gap["host_in"] == "wait for gather blocks.0"
+    assert gap["others_run"] == ["to device"] and gap["next"] == "flash_fwd_kernel"
+    trace.draw("a trace", tmp_path / "trace.png")
+    assert (tmp_path / "trace.png").stat().st_size > 5000
+
+
+def test_targets_say_what_was_met(bench: Any) -> None:
+    page = bench("gpu_page")
+    parts = {
+        "train 163M bf16": {
+            "rows": [
+                {"system": "alone", "ratio": 1.0},
+                {"system": "shardwise", "ratio": 1.01, "slack": 0.02},
+                {"system": "FSDP2", "ratio": 1.2, "slack": 0.4},
+                {"system": "shardwise 3 forced", "ratio": 1.32, "slack": 0.01},
+            ]
+        },
+        "offload limited": {"rows": [{"setting": "s", "model": "13B", "limit_gib": 32.0, "as_v100": 34.5}]},
+    }
+    met = {target.what: target.met for target in page["targets"](parts)}
+    assert met["step of 163M, over plain PyTorch's"] is True
+    assert met["step of 163M, stage 3 forced, over FSDP2's"] is False  # 1.1
+    assert met["step of 1.4B, over plain PyTorch's"] is None
+    assert met["reserved and never allocated, over reserved, random lengths"] is True
+    assert met["13 B under 32 GiB, TFLOP/s on a card as fast as a V100"] is True
+
+
+def test_systems_take_turns_where_they_fit(bench: Any) -> None:
+    groups = bench("gpu_train")["groups"]
+    memory = {"alone": {"held": 20, "allocated": 30}, "a": {"held": 26, "allocated": 40}, "b": {"failed": "no"}}
+    memory["c"] = {"held": 10, "allocated": 12}
+    assert groups(list(memory), memory, 80) == [["alone", "a"], ["alone", "c"]]  # 20 + 26 + 10 + 14 > 68
+    assert groups(list(memory), memory, 90) == [["alone", "a", "c"]]
+    assert groups(["alone", "b"], memory, 90) == [["alone"]]
+
+
+def test_a_child_that_dies_takes_only_itself_along(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = bench("gpu_train")
+    calls = []
+
+    def child(*arguments: str, limit: float) -> dict[str, Any]:
+        names = arguments[3].split(",")
+        calls.append(names)
+        done = names[: names.index("bad")] if "bad" in names else names
+        return {"rows": {name: {"held": 1} for name in done}, "failed": "CUDA error"}
+
+    through = module["through"]
+    monkeypatch.setitem(through.__globals__, "child", child)
+    found = through("memory", ["a", "bad", "c"], 10.0)
+    assert found["bad"] == {"system": "bad", "failed": "CUDA error"} and set(found) == {"a", "bad", "c"}
+    assert calls == [["a", "bad", "c"], ["c"]]
