@@ -23,9 +23,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from _gpu import Device, child, keep, one_rank, options_of, reason, tell
 from _jobs import ROOT
 
+KEEPS_STAGED = hasattr(torch.distributed, "all_gather_single")
+"""Whether torch's stager may be used again: that of 2.11 raises in its second save."""
 STEPS = 3
 """Steps between saves that steps during saves are compared with."""
 
@@ -44,15 +47,19 @@ class Training:
     """An engine, its steps, and what is saved of it."""
 
     def __init__(self, size: Any, device: Device, directory: Path) -> None:
-        import torch
         from _systems import Case, shardwise
 
         self.device, self.directory = device, directory
         self.run = shardwise(Case(size, bf16=True, device=device.kind), 3)
         self.run.step()
-        self.held = list(tensors(self.run.engine))
         self.bytes = sum(values.nbytes for values in self.held)
+        self.stager: Any = None
         self.host = [torch.empty_like(values, device="cpu", pin_memory=device.is_cuda) for values in self.held]
+
+    @property
+    def held(self) -> list[Any]:
+        """What is saved; a load may have made other tensors of it."""
+        return list(tensors(self.run.engine))
 
     def steps(self, count: int = STEPS) -> float:
         """Return the seconds of a step while nothing is written."""
@@ -72,8 +79,10 @@ class Training:
     def down(self) -> dict[str, float]:
         """Copy everything to the host."""
 
+        held = self.held
+
         def copy() -> None:
-            for target, values in zip(self.host, self.held, strict=True):
+            for target, values in zip(self.host, held, strict=True):
                 target.copy_(values, non_blocking=True)
 
         return {"blocked": self.device.seconds(copy)}
@@ -104,10 +113,8 @@ class Training:
 
     def torch_save(self) -> dict[str, float]:
         """Save the same tensors with torch.save."""
-        import torch
-
-        file = self.directory / "tensors.pt"
-        return {"blocked": self.device.seconds(lambda: torch.save(self.held, file))}
+        held, file = self.held, self.directory / "tensors.pt"
+        return {"blocked": self.device.seconds(lambda: torch.save(held, file))}
 
     def torch_background(self) -> dict[str, float]:
         """Save the same tensors with async_save, while training goes on."""
@@ -115,7 +122,7 @@ class Training:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-        if not hasattr(self, "stager"):
+        if self.stager is None or not KEEPS_STAGED:
             pinned = self.device.is_cuda
             self.stager = DefaultStager(StagingOptions(pinned, False, pinned, pinned))
         calm = self.steps()
