@@ -198,8 +198,7 @@ def fused_step(algorithm: str, device: torch.device, dtype: torch.dtype) -> Call
 
     Args:
         algorithm: "adam" or "adamw": the kernel takes (parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs,
-            steps) and the options by keyword; or "adagrad": (parameters, gradients, sums, steps). By `grad_scale`, a
-            0-D fp32 tensor on the device, it divides the gradients, and writes them.
+            steps) and the options by keyword.
         device: of the tensors.
         dtype: of the tensors.
     """
@@ -212,15 +211,9 @@ def _runs_fused(algorithm: str, device_type: str, dtype: torch.dtype) -> bool:
     """Try a kernel on nothing: which devices it serves is not public, and changes between versions."""
     one = torch.ones((), dtype=torch.float32, device=device_type)
     tensors = [[torch.zeros(1, dtype=dtype, device=device_type)] for _ in range(4)]
-    options: dict[str, Any] = {"lr": 0.0, "weight_decay": 0.0, "eps": 1.0, "maximize": False, "grad_scale": one}
-    if algorithm == "adagrad":
-        tensors[3:] = [[one]]
-        options["lr_decay"] = 0.0
-    else:
-        tensors += [[], [one]]
-        options |= {"beta1": 0.0, "beta2": 0.0, "amsgrad": False}
+    options: dict[str, Any] = {"lr": 0.0, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0, "eps": 1.0}
     try:
-        getattr(torch, f"_fused_{algorithm}_")(*tensors, **options)
+        getattr(torch, f"_fused_{algorithm}_")(*tensors, [], [one], **options, amsgrad=False, maximize=False)
     except (NotImplementedError, RuntimeError, TypeError):
         return False
     return True

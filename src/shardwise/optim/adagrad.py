@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardwise.compat import fused_step
 from shardwise.config.options import called
 from shardwise.config.schema import optimizers as schema
-from shardwise.optim import elementwise
+from shardwise.device.steps import Formula
 from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 
 
@@ -71,21 +70,6 @@ class Adagrad(ElementwiseOptimizer):
 
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """See `ElementwiseOptimizer.update`."""
-        kernel = _kernel(batch.device, batch.values[0].dtype)
-        if kernel is not None:
-            kernel(
-                batch.values,
-                batch.gradients,
-                batch.states["sum"],
-                [torch.full((), batch.step, dtype=torch.float32, device=batch.device)] * len(batch.values),
-                lr=float(group["lr"]),
-                lr_decay=group["lr_decay"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-                grad_scale=batch.divisor,
-            )
-            return
         gradients, scratch = batch.gradients, batch.temporary(0)
         if group["weight_decay"]:
             gradients = batch.temporary(1)
@@ -100,20 +84,23 @@ class Adagrad(ElementwiseOptimizer):
         torch._foreach_add_(scratch, group["eps"])
         torch._foreach_reciprocal_(scratch)
         torch._foreach_mul_(scratch, gradients)
-        torch._foreach_mul_(scratch, float(group["lr"]) / (1 + (batch.step - 1) * group["lr_decay"]))
+        torch._foreach_mul_(scratch, _rate(group, batch.step))
         torch._foreach_sub_(batch.values, scratch)
 
     def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
         """See `ElementwiseOptimizer.temporaries_of`."""
-        if _kernel(device, dtype) is not None:
-            return 0
         return 2 if group["weight_decay"] else 1
 
-    def divides(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> bool:
-        """See `ElementwiseOptimizer.divides`."""
-        return _kernel(device, dtype) is not None
+    def formula(self, group: Mapping[str, Any], step: float) -> Formula:
+        """See `ElementwiseOptimizer.formula`."""
+        return Formula(
+            "adagrad",
+            "gradient" if group["weight_decay"] else "",
+            group["weight_decay"],
+            _rate(group, step),
+            eps=group["eps"],
+        )
 
 
-def _kernel(device: torch.device, dtype: torch.dtype) -> Any:
-    """Return torch's kernel where there is no cache for the operations of `update` to go through."""
-    return None if elementwise.in_chunks(device) else fused_step("adagrad", device, dtype)
+def _rate(group: Mapping[str, Any], step: float) -> float:
+    return float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])

@@ -10,6 +10,7 @@ import torch
 from shardwise.compat import fused_step
 from shardwise.config.options import called
 from shardwise.config.schema import optimizers as schema
+from shardwise.device.steps import Formula
 from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 
 
@@ -92,7 +93,6 @@ class Adam(ElementwiseOptimizer):
                 eps=eps,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=batch.divisor,
             )
             return
         gradients, scratch = batch.gradients, batch.temporary(0)
@@ -127,9 +127,23 @@ class Adam(ElementwiseOptimizer):
             return 0
         return 2 if group["weight_decay"] and not group["decoupled_weight_decay"] else 1
 
-    def divides(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> bool:
-        """See `ElementwiseOptimizer.divides`."""
-        return _kernel(group, device, dtype) is not None
+    def formula(self, group: Mapping[str, Any], step: float) -> Formula:
+        """See `ElementwiseOptimizer.formula`."""
+        beta1, beta2 = group["betas"]
+        lr, decay, decoupled = float(group["lr"]), group["weight_decay"], group["decoupled_weight_decay"]
+        step = step if group["bias_correction"] else float("inf")
+        return Formula(
+            "adam",
+            "" if not decay else "value" if decoupled else "gradient",
+            1 - lr * decay if decoupled else decay,
+            lr / (1 - beta1**step),
+            eps=group["eps"],
+            keep1=beta1,
+            add1=1 - beta1,
+            keep2=beta2,
+            add2=1 - beta2,
+            root=(1 - beta2**step) ** 0.5,
+        )
 
 
 class AdamW(Adam):

@@ -8,18 +8,15 @@ on its own the class is an ordinary optimizer of PyTorch.
 
 Parameters in 16 bits need no wider copy: they are widened, updated and rounded chunk by chunk.
 
-A device has no cache that a chunk would stay in. There a step is not cut where it takes no scratch, kernels that can
-divide gradients by a number do so in place of a pass of its own, and all copies are one launch. A gradient g with the
-factor f is then g / (1 / f), with 1 / f rounded to fp32, instead of g * f: the same on all ranks and at all stages, and
-the same number where f is a power of two. (So it is meant to be on CUDA, on which it has not been run; tests have a CPU
-do as a device does.)
+A device has no cache that a chunk would stay in. There a kernel does all of it for every run at once, where it can be
+had (`shardwise.device.steps`); otherwise the operations go over the device's memory one after the other, and a step is
+not cut where it takes no scratch.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,8 +25,10 @@ import torch
 from torch import nn
 
 from shardwise.compat import global_step_hooks, has_values, only_counts_steps
+from shardwise.device import steps
+from shardwise.device.steps import COMPENSATION, Formula
 from shardwise.errors import ConfigError, UsageError
-from shardwise.optim.rounding import Origin, compensated, random_bits, round_compensated, round_stochastically
+from shardwise.optim.rounding import Origin, compensated, key_of, random_bits, round_compensated, round_stochastically
 
 ALIGNMENT = 64
 """Elements at whose multiples chunks begin: vectorised kernels then treat an element the same wherever cuts fall."""
@@ -47,9 +46,6 @@ LEAST_CHUNK = 1 << 8
 """Fewer elements at a time would cost more time than they save memory."""
 
 ROUNDINGS = ("nearest", "stochastic", "kahan")
-COMPENSATION = "compensation"
-"""Name of the state that holds what Kahan summation has left over."""
-
 _STATES_STREAM = 1
 """Stream of random numbers of the first state; 0 is the parameter's."""
 
@@ -60,11 +56,10 @@ class Batch:
 
     Attributes:
         values: what is updated in place, in fp32 (fp64 for fp64 parameters).
-        gradients: in the same dtype; not to be written, unless there is a divisor.
+        gradients: in the same dtype; not to be written.
         states: lists by name of the state, in the same dtype; updated in place.
         step: number of this step, from 1.
         temporary: gives a list of tensors like `values`, of undefined content, by number.
-        divisor: what the kernel is to divide gradients by, 0-D in fp32, for classes that can (`divides`); or None.
     """
 
     values: list[torch.Tensor]
@@ -72,7 +67,6 @@ class Batch:
     states: dict[str, list[torch.Tensor]]
     step: float
     temporary: Callable[[int], list[torch.Tensor]]
-    divisor: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -114,12 +108,11 @@ class _Handed:
         """Whether gradients are to be multiplied by something."""
         return isinstance(self.factor, torch.Tensor) or self.factor != 1.0
 
-    @functools.cached_property
-    def divisor(self) -> torch.Tensor | float:
-        """What gradients may be divided by instead, rounded to fp32 where it is used."""
-        if isinstance(self.factor, torch.Tensor):
-            return self.factor.reciprocal().to(torch.float32)
-        return 1.0 / self.factor if self.factor else math.inf
+    def factor_on(self, device: torch.device) -> torch.Tensor | None:
+        """Return what gradients are to be multiplied by on a device, or None."""
+        if isinstance(self.factor, torch.Tensor) and self.factor.device == device:
+            return self.factor
+        return torch.full((), float(self.factor), dtype=torch.float32, device=device) if self.scales else None
 
 
 _NOTHING_HANDED = _Handed(1.0, None, {}, {})
@@ -218,9 +211,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def divides(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether `update` has a kernel that divides gradients by a number, and needs no temporaries."""
-        return False
+    def formula(self, group: Mapping[str, Any], step: float) -> Formula | None:
+        """Return what `update` computes in a step, operation by operation, or None if no kernel has it."""
+        return None
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -301,8 +294,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
         Args:
             factor: what gradients are to be multiplied by (number, or 0-D tensor on their device).
-            gradients: of each parameter; None: they are in `.grad`. On other devices than the CPU they may be written:
-                with a factor their content is undefined afterwards.
+            gradients: of each parameter; None: they are in `.grad`.
             outputs: flat tensors, in any dtype, that get a copy of the updated parameter.
             origins: where each parameter's elements come from, for random numbers that do not depend on the cut.
         """
@@ -372,49 +364,47 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         dtype: torch.dtype,
         step: float,
     ) -> None:
+        runs = self._step_in_kernel(runs, group, device, dtype, step)
         numels = [run.numel for run in runs]
-        divisor = self._divisor(runs, group, device, dtype)
         # Without scratch and further copies there is nothing that had better stay in the cache.
-        limit = sum(map(_room, numels))
-        if not self._is_plain(runs, group, device, dtype, scaled=self._handed.scales and divisor is None):
-            limit = _limit(numels, device)
+        plain = self._is_plain(runs, group, device, dtype)
+        limit = sum(map(_room, numels)) if plain else _limit(numels, device)
         memory = _Memory(limit, device)
         for parts in _batches(runs, limit):
-            self._step_batch(parts, memory, group, dtype, step, divisor)
+            self._step_batch(parts, memory, group, dtype, step)
             if not has_values(parts[0].tensors["parameter"]):
                 return  # a dry run has seen what all batches take
 
-    def _is_plain(
-        self,
-        runs: Sequence[_Run],
-        group: Mapping[str, Any],
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        scaled: bool,
-    ) -> bool:
-        """Whether the update works on what is there and takes no scratch, nor further passes over what is in a cache.
+    def _step_in_kernel(
+        self, runs: Sequence[_Run], group: Mapping[str, Any], device: torch.device, dtype: torch.dtype, step: float
+    ) -> Sequence[_Run]:
+        """Step what a kernel serves, and return the others."""
+        if dtype is not torch.float32 or not steps.compiles_for(device):
+            return runs
+        # A subclass may have another update than the class whose formula it inherits.
+        newest = next(cls for cls in type(self).__mro__ if vars(cls).keys() & {"update", "formula"})
+        formula = self.formula(group, step) if "formula" in vars(newest) else None
+        if formula is None:
+            return runs
+        return steps.step(
+            runs,
+            formula,
+            self.state_names,
+            rounding=self.rounding,
+            factor=self._handed.factor_on(device),
+            key=functools.partial(key_of, self.seed, int(step)),
+        )
 
-        Args:
-            runs, group, device, dtype: what is updated.
-            scaled: gradients are multiplied beforehand.
-        """
+    def _is_plain(
+        self, runs: Sequence[_Run], group: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+    ) -> bool:
+        """Whether the update works on what is there and takes no scratch, nor further passes over what is in a cache."""
         return (
-            not scaled
+            not self._handed.scales
             and not self.temporaries_of(group, device, dtype)
             and _all_in(runs, dtype)
             and not (in_chunks(device) and any("output" in run.tensors for run in runs))
         )
-
-    def _divisor(
-        self, runs: Sequence[_Run], group: Mapping[str, Any], device: torch.device, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """Return what a kernel divides gradients by in its own pass; None: they are multiplied beforehand, or not."""
-        kernel = dtype is torch.float32 and not in_chunks(device) and self.divides(group, device, dtype)
-        if not (kernel and self._handed.scales and _all_in(runs, dtype)):
-            return None
-        divisor = self._handed.divisor
-        return divisor if isinstance(divisor, torch.Tensor) else torch.full((), divisor, device=device)
 
     def _step_batch(
         self,
@@ -423,7 +413,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         group: Mapping[str, Any],
         dtype: torch.dtype,
         step: float,
-        divisor: torch.Tensor | None,
     ) -> None:
         starts = _starts(parts)
 
@@ -444,11 +433,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             if COMPENSATION in part.tensors:
                 compensated(value, part.tensors[COMPENSATION], scratch)
         states = {name: widened(name) for name in self.state_names}
-        if divisor is None:
-            gradients = self._gradients(parts, like, dtype)
-        else:
-            gradients = [part.tensors["gradient"] for part in parts]
-        self.update(Batch(values, gradients, states, step, lambda i: like(f"temporary {i}"), divisor), group)
+        gradients = self._gradients(parts, like, dtype)
+        self.update(Batch(values, gradients, states, step, lambda i: like(f"temporary {i}")), group)
         for position, part in enumerate(parts):
 
             def noise(stream: int, part: _Run = part) -> torch.Tensor:

@@ -12,6 +12,7 @@ sharding nor the number of ranks changes them, and there is no state to be saved
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,7 +30,8 @@ def _signed(value: int) -> int:
     return value - (1 << 32) if value >> 31 else value
 
 
-def _key(*parts: int) -> int:
+def key_of(*parts: int) -> int:
+    """Return 32 random bits for numbers: seed, step, stream, and perhaps a tensor."""
     packed = b"".join(part.to_bytes(16, "little", signed=True) for part in parts)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=4).digest(), "little")
 
@@ -58,13 +60,13 @@ def random_bits(
         x.zero_()
     for tensor, start, offset, count in origins:
         first, last = offset // 2, -(-(offset + count) // 2)
-        base = _key(seed, step, stream, tensor) + start // 2 - first
+        base = key_of(seed, step, stream, tensor) + start // 2 - first
         torch.add(shifted[first:last], _signed(base), out=x[first:last])
     # Shifts of signed integers repeat the sign; the masks take that away.
     x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(0xFFFF))
     x.mul_(_signed(0x7FEB352D))
     x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=shifted).bitwise_and_(0x1FFFF))
-    x.add_(_signed(_key(seed, step, stream)))
+    x.add_(_signed(key_of(seed, step, stream)))
     x.mul_(_signed(0x846CA68B))
     x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(0xFFFF))
     return x.view(torch.int16)[:numel]
@@ -77,13 +79,15 @@ def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Ten
         values: 1-D fp32 tensor; afterwards each value is one that bf16 has.
         noise: what `random_bits` gives for them.
 
+    What is not a number stays so; the carry would make 0 of a device's, whose bits are all ones.
+
     >>> values = torch.full((1000,), 1 + 1 / 512)  # a quarter of the way from 1 to the next bf16 number
     >>> ask = lambda what, numel, dtype: torch.empty(numel, dtype=dtype)
     >>> noise = random_bits(1000, [(0, 0, 0, 1000)], seed=0, step=1, stream=0, device=values.device, scratch=ask)
     >>> sorted(set(round_stochastically(values, noise).tolist())), 200 < int((values > 1).sum()) < 300
     ([1.0, 1.0078125], True)
     """
-    bits = values.view(torch.int32)
+    bits = values.nan_to_num_(math.nan, math.inf, -math.inf).view(torch.int32)
     bits.add_(noise).add_(0x8000).bitwise_and_(_signed(0xFFFF0000))
     return values
 
