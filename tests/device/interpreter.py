@@ -13,8 +13,8 @@ import torch
 def interpret(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """Have a module of kernels loaded anew and interpreted, until the test ends; skip the test where Triton is missing.
 
-    Two faults of the interpreter are mended: it cuts bf16 off where devices round to nearest, and takes arrays of one
-    element for numbers, which NumPy has given up.
+    Two faults of the interpreter are mended: it cuts bf16 off where devices round to nearest, and does not know its
+    smallest numbers; and it takes arrays of one element for numbers, which NumPy has given up.
     """
     pytest.importorskip("triton")
     from triton.runtime import interpreter
@@ -27,6 +27,8 @@ def interpret(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
         if source.dtype.scalar.is_fp32() and wanted.scalar.is_bf16():
             rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16).view(torch.int16)
             found.data = rounded.numpy().view(np.uint16)
+        elif source.dtype.scalar.is_bf16() and wanted.scalar.is_fp32():
+            found.data = (source.data.astype(np.uint32) << 16).view(np.float32)
         return found
 
     def patch_lang_tensor(tensor: Any, scope: Any) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from shardwise.device import summing
+from tests.device.interpreter import interpret
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 WIDE = [(BF16, FP32), (FP16, FP32), (FP32, FP32), (FP64, FP64), (FP32, FP64)]
@@ -43,15 +43,12 @@ def test_rows_are_added_in_order_in_the_dtype_of_the_sum(
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Have the kernel interpreted for the CPU; the list gets a word whenever the loop is used instead."""
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, "shardwise.device.tritonkernels", raising=False)
+    interpret(monkeypatch, "shardwise.device.tritonkernels")
     monkeypatch.setattr(summing, "_compiles_for", lambda device: True)
     monkeypatch.setattr(summing, "_kernel", summing._Kernel())
-    yield watched(monkeypatch)
-    sys.modules.pop("shardwise.device.tritonkernels", None)
+    return watched(monkeypatch)
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:

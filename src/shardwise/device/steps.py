@@ -51,7 +51,7 @@ class Formula:
         rate: by which the direction is multiplied.
         keep1, add1: by which the first state and the gradient are multiplied for their sum.
         keep2, add2: the same for the second state and the gradient's square; for Lion the first state's next value.
-        root: by which the root of the second state is divided.
+        unbias: by which the root of the second state is multiplied.
     """
 
     algorithm: str
@@ -63,7 +63,11 @@ class Formula:
     add1: float = 0.0
     keep2: float = 0.0
     add2: float = 0.0
-    root: float = 1.0
+    unbias: float = 1.0
+
+
+Origin = tuple[int, int, int, int]
+"""(number of a tensor, first element in the flattened tensor, first element in the run, count); both even."""
 
 
 class Run(Protocol):
@@ -71,18 +75,21 @@ class Run(Protocol):
 
     Attributes:
         tensors: "parameter", "gradient", states by name, perhaps "compensation" and "output"; 1-D.
-        origins: (number of a tensor, first element in it, first element of the run, count), for random numbers.
+        origins: where its elements come from, for random numbers; what no origin names is padding.
         numel: of each tensor.
     """
 
     @property
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """See the class."""
 
     @property
-    def origins(self) -> Sequence[tuple[int, int, int, int]]: ...
+    def origins(self) -> Sequence[Origin]:
+        """See the class."""
 
     @property
-    def numel(self) -> int: ...
+    def numel(self) -> int:
+        """See the class."""
 
 
 Kind = tuple[torch.dtype | None, ...]
@@ -122,6 +129,17 @@ def step(
     return others
 
 
+def _imagine(runs: Sequence[Run], states: Sequence[str]) -> None:
+    """Read and write what the kernel would, without scratch: plans are made on fake tensors, which have no values."""
+    for run in runs:
+        gradient = run.tensors["gradient"]
+        for name in ("parameter", *states, COMPENSATION):
+            if name in run.tensors:
+                run.tensors[name].add_(gradient)
+        if "output" in run.tensors:
+            run.tensors["output"].copy_(run.tensors["parameter"])
+
+
 def compiles_for(device: torch.device) -> bool:
     """Whether there are kernels for a device; tests have them interpreted for the CPU."""
     return device.type == "cuda" and _kernel.wanted
@@ -143,8 +161,7 @@ def _kind(run: Run, states: Sequence[str]) -> Kind | None:
     used = [tensors[name] for name in ("parameter", "gradient", *states)]
     used += [tensors[name] for name in ("output", COMPENSATION) if name in tensors]
     device = used[0].device
-    # Plans are made on fake tensors, which have no memory.
-    if not all(tensor.device == device and tensor.is_contiguous() and has_values(tensor) for tensor in used):
+    if not all(tensor.device == device and tensor.is_contiguous() for tensor in used):
         return None
     kept = {tensors[name].dtype for name in states}
     output = tensors["output"].dtype if "output" in tensors else None
@@ -158,6 +175,7 @@ class _Kernel:
 
     def __init__(self) -> None:
         self.wanted = True
+        self._loading = threading.Lock()
         self._tried = False
         self._module: ModuleType | None = None
         self._tables = _Tables()
@@ -173,12 +191,16 @@ class _Kernel:
         key: Callable[..., int],
     ) -> bool:
         """Launch it; return False where it cannot be had, and nothing has been written."""
-        if not self._tried:
-            self._tried = True
-            with self._falling_back():
-                self._module = importlib.import_module("shardwise.device.tritonsteps")
+        with self._loading:
+            if not self._tried:
+                self._tried = True
+                with self._falling_back():
+                    self._module = importlib.import_module("shardwise.device.tritonsteps")
         if self._module is None:
             return False
+        if not has_values(runs[0].tensors["parameter"]):
+            _imagine(runs, states)
+            return True
         rounding = rounding if kind[1] is torch.bfloat16 else "nearest"
         streams = [0] if rounding == "stochastic" else []
         streams += range(1, 1 + len(states)) if kind[2] is torch.bfloat16 else []
@@ -233,7 +255,7 @@ class _Tables:
         device = runs[0].tensors["parameter"].device
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         sizes = tuple(run.numel for run in runs)
-        origins = tuple(tuple(run.origins) if random else () for run in runs)
+        origins = tuple(tuple(run.origins) for run in runs) if random else None
         found = [run.tensors.get(name) for run in runs for name in names]
         addresses = tuple(0 if tensor is None else tensor.data_ptr() for tensor in found)
         place = (device, stream, sizes)
@@ -253,23 +275,27 @@ class _Tables:
 
 
 def _chunks(
-    sizes: Sequence[int], origins: Sequence[Sequence[tuple[int, int, int, int]]], chunk: int
+    sizes: Sequence[int], origins: Sequence[Sequence[Origin]] | None, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, for each chunk, its run and the range of origins in it; and the span of each origin, in pairs."""
+    """Return, for each chunk, run, range of origins in it, and whether it is one of them; and each origin's pairs."""
     runs = torch.arange(len(sizes)).repeat_interleave(-(-torch.tensor(sizes) // chunk))
     firsts = torch.tensor(_firsts(sizes, chunk))
     # Pairs of all runs on one line: each run has a piece of its own that is long enough.
     piece = 1 << 32
     spans = [
         (number * piece + offset // 2, number * piece + -(-(offset + count) // 2))
-        for number, of_run in enumerate(origins)
+        for number, of_run in enumerate(origins or ())
         for _, _, offset, count in of_run
     ]
     line = torch.tensor(spans, dtype=torch.int64).view(-1, 2)
     begins = runs * piece + (torch.arange(len(runs)) - firsts[runs]) * (chunk // 2)
     first = torch.searchsorted(line[:, 1].contiguous(), begins, right=True)
     last = torch.searchsorted(line[:, 0].contiguous(), begins + chunk // 2)
-    return torch.stack([runs, first, last], 1).to(torch.int32), (line % piece).to(torch.int32)
+    whole = begins % piece + chunk // 2 <= torch.tensor(sizes)[runs] // 2
+    if origins is not None:
+        low, high = torch.cat([line, line.new_zeros(1, 2)])[first].unbind(1)
+        whole &= (last - first == 1) & (low <= begins) & (high >= begins + chunk // 2)
+    return torch.stack([runs, first, last, whole], 1).to(torch.int32), (line % piece).to(torch.int32)
 
 
 def _rows(sizes: Sequence[int], addresses: Sequence[int], chunk: int) -> torch.Tensor:

@@ -58,20 +58,23 @@ def _write(pointer, place, there, values, FULL: tl.constexpr):
 
 
 @triton.jit
-def _noise(place, first, last, spans, keys):
+def _noise(place, first, last, spans, keys, FULL: tl.constexpr):
     """Return the 16 random bits of elements (of a run) in the lower half of 32.
 
     Args:
         place: of the elements.
-        first, last: range of the origins that there are among them.
+        first, last: range of the origins that there are among them; FULL: all are of the first.
         spans: first pair of elements of each origin, and that behind its last.
         keys: that of the stream, then what each origin adds to the number of a pair.
     """
     pair = place >> 1
-    x = tl.full(pair.shape, 0, tl.int32)
-    for origin in range(first, last):
-        inside = (pair >= tl.load(spans + 2 * origin)) & (pair < tl.load(spans + 2 * origin + 1))
-        x = tl.where(inside, pair + tl.load(keys + 1 + origin), x)
+    if FULL:
+        x = pair + tl.load(keys + 1 + first)
+    else:
+        x = tl.full(pair.shape, 0, tl.int32)
+        for origin in range(first, last):
+            inside = (pair >= tl.load(spans + 2 * origin)) & (pair < tl.load(spans + 2 * origin + 1))
+            x = tl.where(inside, pair + tl.load(keys + 1 + origin), x)
     x = x.to(tl.uint32, bitcast=True)
     x ^= x >> 16
     x *= 0x7FEB352D
@@ -101,14 +104,14 @@ def _compensated(values, rest):
 
 
 @triton.jit
-def _adam(value, gradient, average, square, DECAY: tl.constexpr, decay, rate, eps, keep1, add1, keep2, add2, root):
+def _adam(value, gradient, average, square, DECAY: tl.constexpr, decay, rate, eps, keep1, add1, keep2, add2, unbias):
     if DECAY == "value":
         value = value * decay
     elif DECAY == "gradient":
         gradient = value * decay + gradient
     average = average * keep1 + gradient * add1
     square = square * keep2 + gradient * gradient * add2
-    scale = tl.div_rn(1.0, tl.div_rn(tl.sqrt_rn(square), root) + eps)
+    scale = tl.div_rn(1.0, tl.sqrt_rn(square) * unbias + eps)
     return value - scale * average * rate, average, square
 
 
@@ -151,7 +154,7 @@ def _update(
     add1,
     keep2,
     add2,
-    root,
+    unbias,
     ALGORITHM: tl.constexpr,
     DECAY: tl.constexpr,
     ROUNDING: tl.constexpr,
@@ -163,7 +166,10 @@ def _update(
     CHUNK: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Update `size` elements of a run from `start` on; FULL: as many as a chunk has, at aligned addresses."""
+    """Update `size` elements of a run from `start` on.
+
+    FULL: they are as many as a chunk has, at aligned addresses, and of one origin.
+    """
     gradients = _at(tl.load(row + 3), start, GRADIENT, FULL)
     parameters = _at(tl.load(row + 4), start, PARAMETER, FULL)
     firsts = _at(tl.load(row + 5), start, STATE, FULL)
@@ -184,20 +190,20 @@ def _update(
         if ALGORITHM == "adam":
             second_state = _read(seconds, place, there, FULL)
             value, first_state, second_state = _adam(
-                value, gradient, first_state, second_state, DECAY, decay, rate, eps, keep1, add1, keep2, add2, root
+                value, gradient, first_state, second_state, DECAY, decay, rate, eps, keep1, add1, keep2, add2, unbias
             )
             if STATE.is_bf16():
-                second_state = _stochastic(second_state, _noise(in_run, first, last, spans, keys + 2 * stride))
+                second_state = _stochastic(second_state, _noise(in_run, first, last, spans, keys + 2 * stride, FULL))
             _write(seconds, place, there, second_state, FULL)
         elif ALGORITHM == "lion":
             value, first_state = _lion(value, gradient, first_state, DECAY, decay, rate, keep1, add1, keep2, add2)
         else:
             value, first_state = _adagrad(value, gradient, first_state, DECAY, decay, rate, eps)
         if STATE.is_bf16():
-            first_state = _stochastic(first_state, _noise(in_run, first, last, spans, keys + stride))
+            first_state = _stochastic(first_state, _noise(in_run, first, last, spans, keys + stride, FULL))
         _write(firsts, place, there, first_state, FULL)
         if ROUNDING == "stochastic":
-            value = _stochastic(value, _noise(in_run, first, last, spans, keys))
+            value = _stochastic(value, _noise(in_run, first, last, spans, keys, FULL))
         rounded = value.to(PARAMETER)
         _write(parameters, place, there, rounded, FULL)
         if ROUNDING == "kahan":
@@ -221,7 +227,7 @@ def _step(
     add1,
     keep2,
     add2,
-    root,
+    unbias,
     ALGORITHM: tl.constexpr,
     DECAY: tl.constexpr,
     ROUNDING: tl.constexpr,
@@ -234,15 +240,16 @@ def _step(
     """Update one chunk.
 
     Args:
-        chunks: int32, three for each chunk: its run, and the range of origins that there are in it.
+        chunks: int32, four for each chunk: its run, the range of origins that there are in it, and whether it is whole
+            and of one origin (of any, where there are no random numbers).
         rows: int64, `_COLUMNS` for each run.
         spans, keys: int32, see `_noise`; a row of `keys` for the parameter and each state, or None.
         stride: of the rows of `keys`.
         factor: gradients are multiplied by, on the device; or None.
-        decay, rate, eps, keep1, add1, keep2, add2, root: see `shardwise.device.steps.Formula`.
+        decay, rate, eps, keep1, add1, keep2, add2, unbias: see `shardwise.device.steps.Formula`.
     """
     number = tl.program_id(0)
-    chunk = chunks + number.to(tl.int64) * 3
+    chunk = chunks + number.to(tl.int64) * 4
     row = rows + tl.load(chunk).to(tl.int64) * _COLUMNS
     first, last = tl.load(chunk + 1), tl.load(chunk + 2)
     start = (number - tl.load(row + 1)) * CHUNK
@@ -250,7 +257,7 @@ def _step(
     scale = 1.0
     if factor is not None:
         scale = tl.load(factor).to(tl.float32)
-    if (size >= CHUNK) & (tl.load(row + 2) != 0):
+    if (tl.load(chunk + 3) != 0) & (tl.load(row + 2) != 0):
         _update(
             row,
             start,
@@ -268,7 +275,7 @@ def _step(
             add1,
             keep2,
             add2,
-            root,
+            unbias,
             ALGORITHM,
             DECAY,
             ROUNDING,
@@ -298,7 +305,7 @@ def _step(
             add1,
             keep2,
             add2,
-            root,
+            unbias,
             ALGORITHM,
             DECAY,
             ROUNDING,

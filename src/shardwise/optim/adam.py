@@ -114,7 +114,7 @@ class Adam(ElementwiseOptimizer):
         torch._foreach_add_(squares, scratch)
         torch._foreach_copy_(scratch, squares)
         torch._foreach_sqrt_(scratch)
-        torch._foreach_div_(scratch, (1 - beta2**step) ** 0.5)
+        torch._foreach_mul_(scratch, (1 - beta2**step) ** -0.5)
         torch._foreach_add_(scratch, eps)
         torch._foreach_reciprocal_(scratch)
         torch._foreach_mul_(scratch, averages)
@@ -142,7 +142,7 @@ class Adam(ElementwiseOptimizer):
             add1=1 - beta1,
             keep2=beta2,
             add2=1 - beta2,
-            root=(1 - beta2**step) ** 0.5,
+            unbias=(1 - beta2**step) ** -0.5,
         )
 
 

@@ -26,9 +26,9 @@ from torch import nn
 
 from shardwise.compat import global_step_hooks, has_values, only_counts_steps
 from shardwise.device import steps
-from shardwise.device.steps import COMPENSATION, Formula
+from shardwise.device.steps import COMPENSATION, Formula, Origin
 from shardwise.errors import ConfigError, UsageError
-from shardwise.optim.rounding import Origin, compensated, key_of, random_bits, round_compensated, round_stochastically
+from shardwise.optim.rounding import compensated, key_of, random_bits, round_compensated, round_stochastically
 
 ALIGNMENT = 64
 """Elements at whose multiples chunks begin: vectorised kernels then treat an element the same wherever cuts fall."""
@@ -398,7 +398,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     def _is_plain(
         self, runs: Sequence[_Run], group: Mapping[str, Any], device: torch.device, dtype: torch.dtype
     ) -> bool:
-        """Whether the update works on what is there and takes no scratch, nor further passes over what is in a cache."""
+        """Whether the update works on what is there: no scratch, and no further passes over what is in a cache."""
         return (
             not self._handed.scales
             and not self.temporaries_of(group, device, dtype)

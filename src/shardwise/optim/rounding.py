@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-Origin = tuple[int, int, int, int]
-"""(number of a tensor, first element in the flattened tensor, first element in the run, count); both even."""
+from shardwise.device.steps import Origin
 
 Scratch = Callable[[str, int, torch.dtype], torch.Tensor]
 """Gives memory: (what for, elements, dtype) -> 1-D tensor of undefined content."""
