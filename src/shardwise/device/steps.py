@@ -141,7 +141,7 @@ def _imagine(runs: Sequence[Run], states: Sequence[str]) -> None:
 
 
 def compiles_for(device: torch.device) -> bool:
-    """Whether there are kernels for a device; tests have them interpreted for the CPU."""
+    """Whether there are kernels for a device, as far as is known; tests have them interpreted for the CPU."""
     return device.type == "cuda" and _kernel.wanted
 
 
@@ -174,9 +174,8 @@ class _Kernel:
     """The kernel, which is loaded when it is first needed, if it can be."""
 
     def __init__(self) -> None:
-        self.wanted = True
+        self.wanted = True  # until it turns out that it cannot be had
         self._loading = threading.Lock()
-        self._tried = False
         self._module: ModuleType | None = None
         self._tables = _Tables()
 
@@ -192,11 +191,10 @@ class _Kernel:
     ) -> bool:
         """Launch it; return False where it cannot be had, and nothing has been written."""
         with self._loading:
-            if not self._tried:
-                self._tried = True
+            if self.wanted and self._module is None:
                 with self._falling_back():
                     self._module = importlib.import_module("shardwise.device.tritonsteps")
-        if self._module is None:
+        if not self.wanted or self._module is None:
             return False
         if not has_values(runs[0].tensors["parameter"]):
             _imagine(runs, states)
@@ -213,14 +211,14 @@ class _Kernel:
             keys = _sent(_keys(runs, streams, key), device) if streams else None
             with self._falling_back():
                 self._module.launch(*tables, keys, factor, formula, kind, rounding)
-        return self._module is not None
+        return self.wanted
 
     @contextlib.contextmanager
     def _falling_back(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # Triton is missing or too old, or finds no C compiler at the first launch
-            self._module = None
+            self.wanted = False
             _log.warning(
                 "optimizers step by kernels of torch, which takes longer than one pass over memory would: %s: %s "
                 "(all ranks should do alike)",

@@ -1,0 +1,172 @@
+"""What a step of each of our elementwise optimizers moves in a second, as a share of what a copy does.
+
+    python bench/optimizer_kernels.py [--device cuda] [--elements 200000000] [--segments 150] [--rounds 10]
+
+Counted are the fewest bytes that a step must move: it reads gradient, parameter and states once, writes parameter and
+states once, and the copy in bf16 where there is one. Gradients are in fp32 and are multiplied by a factor that lies on
+the device (loss scale and clipping), as in an engine. "kernel" is one kernel for all segments
+(`shardwise.device.steps`), "torch" the operations of torch that take its place where it cannot be had; beside them
+stand torch's own fused AdamW, which neither scales nor copies, and the copy of a large tensor that moves as much as
+AdamW with a copy in bf16 must. Host: the time until a step has been launched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from _jobs import parser, read
+from _machine import save
+
+from shardwise.device import steps
+from shardwise.optim import Adagrad, AdamW, ElementwiseOptimizer, Lion
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CLASSES: tuple[type[ElementwiseOptimizer], ...] = (AdamW, Lion, Adagrad)
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32 masters, bf16 copy": {},
+    "fp32 masters, bf16 copy, bf16 states": {"state_dtype": BF16},
+    "bf16, nearest": {"rounding": "nearest"},
+    "bf16, stochastic": {"rounding": "stochastic"},
+    "bf16, kahan": {"rounding": "kahan"},
+    "bf16, stochastic, bf16 states": {"rounding": "stochastic", "state_dtype": BF16},
+    "bf16, kahan, bf16 states": {"rounding": "kahan", "state_dtype": BF16},
+}
+TOGETHER = 5
+"""Steps that are timed together, so that the host is ahead of the device."""
+
+Step = Callable[[], object]
+
+
+def cut(tensor: torch.Tensor, segments: int) -> list[torch.Tensor]:
+    """Cut a flat tensor as an engine does, in segments of various lengths at multiples of 64 elements."""
+    weights = [1 + number % 7 for number in range(segments)]
+    ends = [sum(weights[: number + 1]) * tensor.numel() // sum(weights) // 64 * 64 for number in range(segments)]
+    ends[-1] = tensor.numel()
+    return [tensor[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def ours(
+    cls: type[ElementwiseOptimizer], precision: str, elements: int, segments: int, device: str
+) -> tuple[int, Step]:
+    """Return the fewest bytes an element, and a step of one of our optimizers."""
+    options = PRECISIONS[precision]
+    masters = "rounding" not in options
+    values = torch.randn(elements, device=device).to(FP32 if masters else BF16)
+    gradient = torch.randn(elements, device=device)
+    parts = [torch.nn.Parameter(part) for part in cut(values, segments)]
+    optimizer = cls(parts, lr=1e-4, weight_decay=0.01, **options)
+    given: dict[str, Any] = {
+        "factor": torch.tensor(0.37, device=device),
+        "gradients": list(zip(parts, cut(gradient, segments), strict=True)),
+        "origins": [(part, [(number, 0, 0, part.numel())]) for number, part in enumerate(parts)],
+    }
+    if masters:
+        given["outputs"] = list(zip(parts, cut(torch.empty_like(values, dtype=BF16), segments), strict=True))
+    optimizer.step_flat(**given)  # makes the states
+    kept = sum(tensor.itemsize for name, tensor in optimizer.state[parts[0]].items() if name != "step")
+    moved = gradient.itemsize + 2 * values.itemsize + 2 * kept + (2 if masters else 0)
+    return moved, lambda: optimizer.step_flat(**given)
+
+
+def fused(elements: int, segments: int, device: str) -> tuple[int, Step]:
+    """Return the same of torch's fused AdamW in fp32."""
+    parts = [torch.nn.Parameter(part) for part in cut(torch.randn(elements, device=device), segments)]
+    for part in parts:
+        part.grad = torch.randn_like(part)
+    optimizer = torch.optim.AdamW(parts, lr=1e-4, weight_decay=0.01, fused=True)
+    return 28, optimizer.step
+
+
+def copy(elements: int, segments: int, device: str) -> tuple[int, Step]:
+    """Return the same of a copy that moves 30 bytes an element, read and written ones together."""
+    source = torch.ones(15 * elements, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 30, lambda: target.copy_(source)
+
+
+def timed(step: Step, device: str, rounds: int) -> tuple[float, float]:
+    """Return seconds of a step, and those of the host until it has been launched; medians."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(3):
+        step()
+    spent, launched = [], []
+    for _ in range(rounds):
+        wait()
+        start = time.perf_counter()
+        for _ in range(TOGETHER):
+            step()
+        launched.append((time.perf_counter() - start) / TOGETHER)
+        wait()
+        spent.append((time.perf_counter() - start) / TOGETHER)
+    return statistics.median(spent), statistics.median(launched)
+
+
+def contestants(elements: int, segments: int, device: str) -> Iterator[tuple[str, str, Callable[[], tuple[int, Step]]]]:
+    """Yield optimizer and precision, way, and what makes the step."""
+    yield "copy", "torch", lambda: copy(elements, segments, device)
+    yield "AdamW of torch, fused, fp32", "torch", lambda: fused(elements, segments, device)
+    for cls in CLASSES:
+        for precision in PRECISIONS:
+            for way in ("kernel", "torch") if steps.compiles_for(torch.device(device)) else ("torch",):
+                made = (cls, precision, elements, segments, device)
+                yield f"{cls.__name__}, {precision}", way, lambda made=made: ours(*made)
+
+
+def measure(elements: int, segments: int, device: str, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each optimizer, precision and way: GB/s, share of the copy's, milliseconds of device and host.
+
+    Args:
+        elements: that are stepped.
+        segments: in which they lie.
+        device: "cuda" or "cpu".
+        rounds: of which medians are taken.
+    """
+    reached = 0.0
+    for system, way, make in contestants(elements, segments, device):
+        with steps.without_kernels() if way == "torch" else contextlib.nullcontext():
+            moved, step = make()
+            seconds, launched = timed(step, device, rounds)
+        del step
+        if way == "kernel" and not steps.compiles_for(torch.device(device)):
+            way = "torch"  # as the log says
+        rate = moved * elements / seconds / 1e9
+        reached = reached or rate
+        yield {
+            "system": system,
+            "way": way,
+            "bytes": moved,
+            "gb_s": rate,
+            "of_copy": rate / reached,
+            "ms": seconds * 1e3,
+            "host_ms": launched * 1e3,
+        }
+
+
+def main() -> None:
+    """Measure, print the table and keep it."""
+    options = parser(__doc__)
+    options.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    options.add_argument("--elements", type=int, default=200_000_000)
+    options.add_argument("--segments", type=int, default=150)
+    options.add_argument("--rounds", type=int, default=10)
+    chosen = read(options)
+    elements, rounds = (100_000, 2) if chosen.quick else (chosen.elements, chosen.rounds)
+    rows = []
+    for row in measure(elements, chosen.segments, chosen.device, rounds):
+        rows.append(row)
+        print(
+            "{system:48s} {way:7s}{bytes:3d} B {gb_s:8.1f} GB/s {of_copy:6.1%} of the copy {ms:8.3f} ms, host "
+            "{host_ms:7.3f} ms".format(**row),
+            flush=True,
+        )
+    settings = {"device": chosen.device, "elements": elements, "segments": chosen.segments, "rounds": rounds}
+    save(chosen.results, "optimizer_kernels", rows, **settings)
+
+
+if __name__ == "__main__":
+    main()
