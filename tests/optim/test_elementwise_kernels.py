@@ -70,7 +70,6 @@ def stepped(
     factor: float | torch.Tensor = 1.0,
     offset: int = 0,
     seed: int = 0,
-    served: bool = True,
     **how: Any,
 ) -> dict[str, torch.Tensor]:
     """Step a tensor of two origins in segments, `offset` elements into memory; return all that has been written."""
@@ -94,7 +93,6 @@ def stepped(
         kept = [g.clone() for _, g in given]
         optimizer.step_flat(factor=factor, gradients=given, outputs=outputs, origins=origins)
         assert all(torch.equal(g, before) for (_, g), before in zip(given, kept, strict=True))
-    assert not served or steps._kernel.wanted
     found = {"values": parts, "outputs": [o for _, o in outputs] or [torch.empty(0)]}
     for name in optimizer.state[parts[0]].keys() - {"step"}:
         found[name] = [optimizer.state[p][name] for p in parts]
@@ -137,6 +135,7 @@ def test_the_kernel_has_the_bits_of_single_operations(
     cls: Any, options: dict[str, Any], how: dict[str, Any], bounds: list[int], seed: int, factor: Any, offset: int
 ) -> None:
     found = stepped(cls, options, bounds, factor=factor, seed=seed, offset=offset, **how)
+    assert steps._kernel.wanted and steps._kernel._tables._kept
     with steps.without_kernels():
         expected = stepped(cls, options, bounds, factor=factor, seed=seed, **how)
     assert_same(found, expected)
