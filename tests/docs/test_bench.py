@@ -157,6 +157,15 @@ def test_the_adam_benchmark_runs(tmp_path: Path) -> None:
     assert "| shardwise AdamW | 28 |" in bench("table.py", "--results", str(tmp_path))
 
 
+def test_the_benchmark_of_optimizers_on_devices_runs(tmp_path: Path) -> None:
+    bench("optimizer_kernels.py", "--quick", "--segments", "3", "--results", str(tmp_path))
+    found = {row["system"]: row for row in rows(tmp_path / "optimizer_kernels.json")}
+    assert found["copy"]["of_copy"] == 1 and found["AdamW of torch, fused, fp32"]["bytes"] == 28
+    assert found["AdamW, fp32 masters, bf16 copy"]["bytes"] == 30
+    assert found["AdamW, bf16, kahan, bf16 states"]["bytes"] == 20
+    assert all(row["gb_s"] > 0 for row in found.values())
+
+
 @pytest.mark.thorough
 def test_offloading_is_measured(tmp_path: Path) -> None:
     options = ["--quick", "--results", str(tmp_path), "--directory", str(tmp_path)]

@@ -1,11 +1,16 @@
 """Steps of elementwise optimizers: one pass over memory in one launch, on a CUDA device where Triton is there.
 
 A kernel reads gradients, parameters and states of all runs once, in their own dtypes; computes in fp32; and writes what
-has changed, and the output, once. Each operation is that of the optimizer's `update`, in its order, and rounds once:
-products and sums are not fused, quotients and roots are those of IEEE 754. So an element gets the same bits however the
-runs are cut, and on any such device, and those of `update` on a CPU where that does not use a kernel of torch's.
+has changed, and the output, once.
 
-All this has been compared with `update` in Triton's interpreter and compiled, and has not been run on a device.
+Guaranteed: each operation is that of the optimizer's `update`, in its order, and rounds once (products and sums are
+not fused, quotients and roots are those of IEEE 754, small numbers are not taken for zero). So an element gets the same
+bits however runs are cut and wherever they lie, and on all such devices. They are those of the formulas of `update` on
+a CPU too, but for the last bit of a root, which torch's library for CPUs does not always round to nearest; Adam takes a
+kernel of torch's there, which differs by roundings. Random numbers are those of `shardwise.optim.rounding`.
+
+The kernel has been compared with `update` in Triton's interpreter, and compiled (`bench/kernel_report.py`); it has not
+been run on a device.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -92,19 +97,21 @@ class Run(Protocol):
         """See the class."""
 
 
+AnyRun = TypeVar("AnyRun", bound=Run)
+
 Kind = tuple[torch.dtype | None, ...]
 """Dtypes of gradient, parameter, states and output (None: there is none)."""
 
 
 def step(
-    runs: Sequence[Run],
+    runs: Sequence[AnyRun],
     formula: Formula,
     states: Sequence[str],
     *,
     rounding: str,
     factor: torch.Tensor | None,
     key: Callable[..., int],
-) -> list[Run]:
+) -> list[AnyRun]:
     """Step runs that lie on one device.
 
     Args:
@@ -118,8 +125,8 @@ def step(
     Returns:
         Runs that no kernel serves; nothing of them has been written.
     """
-    others: list[Run] = []
-    alike: dict[Kind, list[Run]] = {}
+    others: list[AnyRun] = []
+    alike: dict[Kind, list[AnyRun]] = {}
     for run in runs:
         kind = _kind(run, states)
         (others if kind is None else alike.setdefault(kind, [])).append(run)
@@ -220,8 +227,8 @@ class _Kernel:
         except Exception as error:  # Triton is missing or too old, or finds no C compiler at the first launch
             self.wanted = False
             _log.warning(
-                "optimizers step by kernels of torch, which takes longer than one pass over memory would: %s: %s "
-                "(all ranks should do alike)",
+                "optimizers step by several kernels of torch, which takes longer than one pass over memory by one of "
+                "Triton would, and rounds differently (all ranks should do alike): %s: %s",
                 type(error).__name__,
                 error,
             )

@@ -33,7 +33,7 @@ class FlatOptimizer(Protocol):
 
         Args:
             factor: what gradients are to be multiplied by.
-            gradients: of each parameter; they may be written. None: they are in `.grad`.
+            gradients: of each parameter. None: they are in `.grad`.
             outputs: flat tensors in the parameters' memory that get a copy of what has been updated.
             origins: (logical tensor, first element of it, first element of the segment, count), for all pieces of each.
         """
