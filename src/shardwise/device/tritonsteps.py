@@ -212,7 +212,7 @@ def _update(
             _write(outputs, place, there, rounded.to(tl.float32), FULL)
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["factor"])
 def _step(
     chunks,
     spans,
