@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 import shardwise
 from shardwise.config import resolve
 from shardwise.engine.facts import facts_of
-from shardwise.errors import ConfigError, NotBuiltError, UsageError
+from shardwise.errors import ConfigError, DesyncError, NotBuiltError, UsageError
 from tests.harness import run_ranks
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
@@ -127,6 +128,18 @@ def test_an_initialised_process_group_is_adopted_and_left_alone() -> None:
     assert a == b
     assert ranks == 2
     assert same
+
+
+def with_other_kernels() -> str:
+    found = f"Triton 3.{dist.get_rank()}"
+    with mock.patch("shardwise.engine.build.kernels_of", lambda device: found), pytest.raises(DesyncError) as caught:
+        shardwise.initialize(model=net(), config=CONFIG)
+    return str(caught.value)
+
+
+def test_ranks_with_other_kernels_are_refused() -> None:
+    for text in run_ranks(with_other_kernels, 2):
+        assert "kernels: Triton 3.0 on rank 0, Triton 3.1 on rank 1" in text
 
 
 def on_half_of_the_ranks() -> tuple[int, float]:

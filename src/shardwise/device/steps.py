@@ -16,7 +16,8 @@ been run on a device.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.metadata
+import importlib.util
 import itertools
 import logging
 import threading
@@ -150,6 +151,17 @@ def _imagine(runs: Sequence[Run], states: Sequence[str]) -> None:
 def compiles_for(device: torch.device) -> bool:
     """Whether there are kernels for a device, as far as is known; tests have them interpreted for the CPU."""
     return device.type == "cuda" and _kernel.wanted
+
+
+def kernels_of(device: torch.device) -> str:
+    """Return which kernels a process has for a device: ranks that have others would round differently.
+
+    >>> kernels_of(torch.device("cpu"))
+    'those of torch'
+    """
+    if not compiles_for(device) or importlib.util.find_spec("triton") is None:
+        return "those of torch"
+    return f"Triton {importlib.metadata.version('triton')}"
 
 
 @contextlib.contextmanager

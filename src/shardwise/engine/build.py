@@ -28,6 +28,7 @@ from shardwise.config import Facts, Resolution, config_arguments, config_path, r
 from shardwise.config.export import effective
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
+from shardwise.device.steps import kernels_of
 from shardwise.engine.activations import Activations
 from shardwise.engine.asked import Asked, asked_by, group_of, model_parallel_size, tensor_lines
 from shardwise.engine.batch import Batches
@@ -219,7 +220,7 @@ def initialize(
     place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
     # From here on ranks exchange what has the sizes of their own model.
-    check_agreement(job, facts_of(model, stepped, resolution))
+    check_agreement(job, {**facts_of(model, stepped, resolution), "kernels": kernels_of(device)})
 
     # What all this takes is compared with what there is while nothing has been spread yet, and is watched from then on.
     subject = Subject.of(model, stepped, resolution, domain)
