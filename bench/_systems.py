@@ -169,6 +169,10 @@ class Run:
         """Run the model forward."""
         raise NotImplementedError
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the model backward."""
+        raise NotImplementedError
+
     def passes(self) -> None:
         """Make the forward and backward passes of a step."""
         raise NotImplementedError
@@ -211,6 +215,10 @@ class PlainRun(Run):
         with torch.autocast(self.case.device, dtype=self.autocast, enabled=self.autocast is not None):
             return self.model(self.ids)
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the model backward."""
+        loss.backward()
+
     def passes(self) -> None:
         """Make the forward and backward passes of a step."""
         parts = self.case.accumulation
@@ -237,6 +245,10 @@ class EngineRun(Run):
     def loss(self) -> torch.Tensor:
         """Run the model forward."""
         return self.engine(self.ids)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the model backward."""
+        self.engine.backward(loss)
 
     def passes(self) -> None:
         """Make the forward and backward passes of a step, with the calls of `step` that belong to them."""
@@ -350,6 +362,18 @@ def torch_tensor(case: Case) -> Run:
     return PlainRun(case, model, autocast=copies == 1)
 
 
+@contextmanager
+def imagined(world: int) -> Iterator[None]:
+    """Be rank 0 of ranks that do not exist: their collectives end at once, and change nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def shardwise(case: Case, stage: int, init: bool = False, keys: dict[str, Any] | None = None, **zero: Any) -> Run:
     """shardwise with its default settings but those given.
 
@@ -379,6 +403,14 @@ def shardwise(case: Case, stage: int, init: bool = False, keys: dict[str, Any] |
     engine, *_ = ours.initialize(model=model, config=config)
     del model
     return EngineRun(case, engine)
+
+
+def shardwise_forced(case: Case, stage: int) -> Run:
+    """shardwise with its state divided also where there is one rank: it does all that ranks do, with itself."""
+    from shardwise.zero.units.plan import Plan
+
+    with mock.patch.object(Plan, "of", functools.partial(Plan.of, forced=True)):
+        return shardwise(case, stage)
 
 
 SYSTEMS: dict[str, Callable[[Case], Run]] = {
