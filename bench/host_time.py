@@ -200,7 +200,7 @@ def cases(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from shardwise.device import streams
 
-    size = Size(width=64, layers=FEW, heads=4, vocabulary=64, rows=1, length=8)
+    size = Size(width=options.width, layers=FEW, heads=4, vocabulary=64, rows=1, length=8)
     rows = []
     for dtype in options.dtypes.split(","):
         for world in (options.world, 1):
@@ -236,6 +236,7 @@ def main() -> None:
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     found.add_argument("--dtypes", default="bf16,fp32", help="precisions, separated by commas")
     found.add_argument("--world", type=int, default=8, help="imagined ranks")
+    found.add_argument("--width", type=int, default=64, help="of the model")
     found.add_argument("--rounds", type=int, default=20)
     found.add_argument("--steps", type=int, default=3, help="optimizer steps in a turn")
     found.add_argument("--only", help="names, separated by commas; default: all")

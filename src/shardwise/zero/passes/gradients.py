@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from shardwise.comm.pieces import Pieces
-from shardwise.compat import backward_pass, will_run, without_overrides
+from shardwise.compat import number_of_pass, will_run, without_overrides
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Loans
 from shardwise.zero.passes.gather import Gatherer
@@ -33,6 +33,7 @@ class UnitGradients:
         level: see above.
         loans: lend what has been added up here over micro-batches.
         resting: whether what has been added up here is where gradients live, and not on the device.
+        task: number of the backward pass of which gradients need nothing to be looked at any more; -1: there is none.
     """
 
     def __init__(self, unit: Unit, level: int, gatherer: Gatherer, accountant: Accountant) -> None:
@@ -59,10 +60,12 @@ class UnitGradients:
         self.sums: dict[int, torch.Tensor] = {}  # over some of the ranks, by place of the section
         self.rows: dict[int, Rows] = {}  # of tables whose gradient is no buffer yet, by place of the section
         self.beside: list[torch.Tensor] = []  # in a dry run: what rows may take, where there is a dense gradient
+        self.joined: set[int] = set()  # places of the sections whose gradients lay in pieces
         self.written: set[int] = set()
         self.seen: set[int] = set()
         self.expected: set[int] = set()
-        self._tasks: set[int | None] = set()
+        self._tasks: set[int] = set()
+        self.task = -1
         self.nested = False
         self.reduced = False
         self.accumulated = False
@@ -75,6 +78,7 @@ class UnitGradients:
             outside: the loss does not depend on the model.
         """
         self.reduced = False
+        self.task = -1
         self.expected = set()
         self._tasks = set()
         if not outside:
@@ -84,7 +88,7 @@ class UnitGradients:
 
     def look_ahead(self) -> None:
         """Expect what the backward pass that autograd is in will produce, be it the outer or a nested one."""
-        task = backward_pass()
+        task = number_of_pass()
         if task not in self._tasks:
             self._tasks.add(task)
             self.expected |= {index for index, node in self._nodes if will_run(node)}
@@ -104,7 +108,7 @@ class UnitGradients:
         """Nothing is added to what has been added up here for now."""
         if self.loans.away and not self.resting:
             self.loans.give_back(written=True)
-            self.resting = True
+            self.resting, self.task = True, -1
 
     def settle(self) -> None:
         """Have the memory of what was given back by `rest` and `return_sums`."""
@@ -121,6 +125,7 @@ class UnitGradients:
         self.buffers = {}
         self.rows = {}
         self.beside = []
+        self.joined = set()
         self.written = set()
 
     def borrow_sums(self) -> None:

@@ -35,7 +35,7 @@ from shardwise.comm.chain import Chain, Launch, Link
 from shardwise.comm.compression import Compressor, Flat, Reduction, is_active
 from shardwise.comm.domain import Domain
 from shardwise.comm.pieces import Pieces
-from shardwise.compat import never_compiled
+from shardwise.compat import never_compiled, number_of_pass
 from shardwise.device.ranges import Stretches, named, watched
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
@@ -245,25 +245,32 @@ class Reducer:
             parameter.grad = None
             if grad is None:
                 return
-            self.begin()
-            self.brought = True
-            if gradients.resting:
-                gradients.bring()
-            if gradients.reduced:
-                raise UsageError(
-                    f"parameter {gradients.unit.registry[index].name!r} received another gradient after its unit "
-                    f"{gradients.unit.name!r} had been reduced. It is shared between several re-entrant checkpoints in "
-                    "a way that cannot be seen beforehand: use "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-                )
+            if gradients.task != number_of_pass():
+                self._first_of_pass(gradients, index)
             self._collect(gradients, place, section, number, grad)
             gradients.seen.add(index)
             del grad
-            gradients.look_ahead()
             gradients.expected.discard(index)
-            self.advance(gradients.unit)
+            if not gradients.expected:
+                self.advance(gradients.unit)
 
         return arrived
+
+    def _first_of_pass(self, gradients: UnitGradients, index: int) -> None:
+        """A backward pass is about to bring the first gradient of a unit: that of parameter `index`."""
+        self.begin()
+        self.brought = True
+        if gradients.resting:
+            gradients.bring()
+        if gradients.reduced:
+            raise UsageError(
+                f"parameter {gradients.unit.registry[index].name!r} received another gradient after its unit "
+                f"{gradients.unit.name!r} had been reduced. It is shared between several re-entrant checkpoints in "
+                "a way that cannot be seen beforehand: use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+        gradients.look_ahead()
+        gradients.task = number_of_pass()
 
     def _collect(
         self, gradients: UnitGradients, place: int, section: SectionMemory, number: int, grad: torch.Tensor
@@ -349,7 +356,7 @@ class Reducer:
                 self.gatherer.launch_through(gradients.unit)
                 self._land(0)
             if alone and (self.domain.beside or self.in_pieces(gradients.unit)):
-                buffer = Pieces(section.places, dtype)
+                buffer = Pieces(section.places, dtype, joined=not self.in_pieces(gradients.unit))
             else:
                 buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
                 if alone:
@@ -400,8 +407,7 @@ class Reducer:
         return any(flight.gradients.unit.index in self.alone for flight in self._in_flight)
 
     def _prepare(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a flat buffer as it is to be sent."""
-        self._fill_gaps(gradients, section, buffer)
+        """Return a flat buffer, which is complete, as it is to be sent."""
         if self._prescale(section.domain) != 1.0:
             buffer.mul_(self._prescale(section.domain))
         wire = self._cast_to(section)
@@ -426,20 +432,14 @@ class Reducer:
         """Copy gradients that lie in pieces together, in one call, if they cannot be sent from there."""
         if self.in_pieces(gradients.unit):
             return
-        targets: list[torch.Tensor] = []
-        found: list[torch.Tensor] = []
         for place, pieces in gradients.buffers.items():
             if isinstance(pieces, Pieces):
                 section = gradients.unit.sections[place]
                 flat = torch.empty(pieces.numel(), dtype=pieces.dtype, device=section.device)
                 self.accountant.hold(Category.BUFFERS, flat)
-                for (first, numel), piece in zip(pieces.places.slots, pieces.tensors, strict=True):
-                    if piece is not None:
-                        targets.append(flat[first : first + numel])
-                        found.append(piece)
+                pieces.places.join(pieces.tensors, flat)
                 gradients.buffers[place] = flat
-        if targets:
-            torch._foreach_copy_(targets, found)
+                gradients.joined.add(place)
 
     def _stretch(self) -> None:
         """Tell whoever looks which unit is differentiated now: the next one whose gradients are not complete."""
@@ -477,7 +477,7 @@ class Reducer:
 
     def _start_reduction(self, gradients: UnitGradients) -> None:
         self._next += 1
-        gradients.reduced = True
+        gradients.reduced, gradients.task = True, -1
         gradients.bring()
         unit = gradients.unit
         counts = self._agree_on_rows(gradients)
@@ -492,6 +492,8 @@ class Reducer:
             if section.layout.trainable and place not in counts:
                 buffer = gradients.buffers[place]
                 if isinstance(buffer, torch.Tensor):
+                    if place not in gradients.joined:
+                        self._fill_gaps(gradients, section, buffer)
                     buffer = self._prepare(gradients, section, buffer)
                 elif self._watches:
                     for piece in buffer.tensors:
