@@ -406,11 +406,11 @@ def shardwise(case: Case, stage: int, init: bool = False, keys: dict[str, Any] |
 
 
 def shardwise_forced(case: Case, stage: int) -> Run:
-    """shardwise with its state divided also where there is one rank: it does all that ranks do, with itself."""
+    """shardwise with its state divided, and all of it released, where there is one rank: it does what ranks do."""
     from shardwise.zero.units.plan import Plan
 
     with mock.patch.object(Plan, "of", functools.partial(Plan.of, forced=True)):
-        return shardwise(case, stage)
+        return shardwise(case, stage, stage3_param_persistence_threshold=0)
 
 
 SYSTEMS: dict[str, Callable[[Case], Run]] = {

@@ -23,10 +23,11 @@ import gc
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from _jobs import parser, read
 
@@ -111,6 +112,16 @@ class Streams:
     def on_host(self) -> AbstractContextManager[Any]:
         """Change nothing."""
         return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def as_device() -> Iterator[None]:
+    """Have the CPU take the branches of a device: streams, and an optimizer that does not care for a cache."""
+    from shardwise.device import streams
+    from shardwise.optim import elementwise
+
+    with streams.standing_in("cpu", Streams()), mock.patch.object(elementwise, "in_chunks", lambda device: False):
+        yield
 
 
 def _wait(device: str) -> None:
@@ -198,15 +209,13 @@ def cases(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure all precisions, ranks and, on the CPU, both kinds of branches; return rows that say which they are of."""
     from _systems import Case, Size, imagined
 
-    from shardwise.device import streams
-
     size = Size(width=options.width, layers=FEW, heads=4, vocabulary=64, rows=1, length=8)
     rows = []
     for dtype in options.dtypes.split(","):
         for world in (options.world, 1):
-            for beside in (False, True) if options.device == "cpu" and world > 1 else (options.device == "cuda",):
-                stand_in = beside and options.device == "cpu"
-                with streams.standing_in("cpu", Streams()) if stand_in else contextlib.nullcontext(), imagined(world):
+            for beside in (False, True) if options.device == "cpu" else (True,):
+                as_on_device = as_device() if beside and options.device == "cpu" else contextlib.nullcontext()
+                with as_on_device, imagined(world):
                     makers = systems(world)
                     if options.only:
                         makers = {name: makers[name] for name in options.only.split(",") if name in makers}

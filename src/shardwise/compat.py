@@ -278,7 +278,7 @@ def number_of(node: Node) -> int:
 
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that has the version counter of another one, and no values: it counts changes of that one."""
-    with torch.no_grad(), without_overrides():
+    with without_overrides():
         counter = tensor.detach()
         counter.data = torch.empty(0, device=tensor.device)
     return counter

@@ -80,7 +80,9 @@ Run(piece=1, start=2, stop=4, offset=0)]
                 flat[self._end :].zero_()
             return
         # Gaps and places in turn.
-        sizes = [size for pair in zip(self._gaps, [*(count for _, count in self.slots), 0], strict=True) for size in pair]
+        sizes = [
+            size for pair in zip(self._gaps, [*(count for _, count in self.slots), 0], strict=True) for size in pair
+        ]
         views = flat.split_with_sizes(sizes)
         empty = [gap for gap in views[::2] if gap.numel()]
         empty += [place for place, piece in zip(views[1::2], pieces, strict=False) if piece is None and place.numel()]
@@ -101,12 +103,14 @@ class Pieces:
 
     Attributes:
         tensors: 1-D and contiguous, unless they are joined; or None.
+        told: their bytes, as far as an accountant counts them by their number.
     """
 
     def __init__(self, places: Places, dtype: torch.dtype, *, joined: bool = False) -> None:
         self.places = places
         self.dtype = dtype
         self.joined = joined
+        self.told = 0
         self.tensors: list[torch.Tensor | None] = [None] * len(places.slots)
 
     def numel(self) -> int:

@@ -97,6 +97,8 @@ class Reducer:
         self.domain = domain
         self.accountant = accountant
         self._every_pass = plan.shard_gradients
+        self._launches = domain.ranks.streams.beside
+        self._exchanges = domain.world > 1 or plan.shard_optimizer  # by oneself, if that is asked for
         self.wire_dtype = wire_dtype
         self.prescale = prescale
         self._keeps_gradients = keeps_gradients
@@ -239,19 +241,25 @@ class Reducer:
         place = gradients.unit.sections.index(section)
         index = section.layout.slots[number].index
 
+        # There are many parameters: what is usual comes first, and asks for as little as it can.
         @never_compiled
         def arrived(parameter: nn.Parameter) -> None:
             grad = parameter.grad
-            parameter.grad = None
             if grad is None:
                 return
+            parameter.grad = None
             if gradients.task != number_of_pass():
                 self._first_of_pass(gradients, index)
-            self._collect(gradients, place, section, number, grad)
-            gradients.seen.add(index)
+            pieces = gradients.buffers.get(place)
+            if type(pieces) is Pieces and not grad.is_sparse:
+                gradients.put(pieces, number, grad)
+                gradients.written.add(index)
+            else:
+                self._collect(gradients, place, section, number, grad)
             del grad
-            gradients.expected.discard(index)
-            if not gradients.expected:
+            expected = gradients.expected
+            expected.discard(index)
+            if not expected:
                 self.advance(gradients.unit)
 
         return arrived
@@ -286,7 +294,7 @@ class Reducer:
         slot = section.layout.slots[number]
         buffer = self._buffer(gradients, place, section)
         if isinstance(buffer, Pieces):
-            self.accountant.hold(Category.BUFFERS, buffer.put(number, grad))
+            gradients.put(buffer, number, grad)
         elif slot.index in gradients.written:
             buffer[slot.offset : slot.offset + slot.numel].add_(grad.reshape(-1))
         else:
@@ -309,6 +317,7 @@ class Reducer:
                 return False
             rows = both
         gradients.rows[place] = rows
+        gradients.seen.add(section.layout.slots[0].index)
         category = Category.BUFFERS if alone else Category.GRADIENTS
         self.accountant.hold(category, rows.index)
         self.accountant.hold(category, rows.values)
@@ -323,7 +332,7 @@ class Reducer:
         if isinstance(buffer, Pieces):
             dense = rows.values.new_empty(section.layout.table)
             rows.write(dense)
-            self.accountant.hold(Category.BUFFERS, buffer.put(0, dense))
+            gradients.put(buffer, 0, dense)
         else:
             rows.write(buffer[slot.offset : slot.offset + slot.numel].view(section.layout.table))
         gradients.written.add(slot.index)
@@ -332,10 +341,13 @@ class Reducer:
         """Return whether the gradients of one pass are reduced by themselves, and the dtype in which they are kept."""
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
-        single = self.boundary and not self.partial and self.driver.begins_window()
-        together = self.local or not (self._every_pass or single)
-        alone = section.domain.world > 1 and not together
+        alone = section.domain.world > 1 and not self.local and (self._every_pass or self._single)
         return alone, (self._cast_to(section) or section.layout.dtype) if alone else section.accumulate_dtype
+
+    @property
+    def _single(self) -> bool:
+        """Whether this backward pass is the only one of its window."""
+        return self.boundary and not self.partial and self.driver.begins_window()
 
     def _buffer(self, gradients: UnitGradients, place: int, section: SectionMemory) -> torch.Tensor | Pieces:
         """Return what collects a section's gradients; if it is a flat buffer, it is new with undefined content.
@@ -348,15 +360,18 @@ class Reducer:
         alone, dtype = self._collected_as(section)
         buffer: torch.Tensor | Pieces
         if not (alone or gradients.accumulated or section.gradient_loans.away) and section.keeps_whole_gradient:
-            # The reduced gradient will be as large as the sum, and nothing is in its place yet.
-            buffer = section.whole_gradient
+            # The reduced gradient will be as large as the sum, and nothing is in its place yet. One copy of a unit's
+            # gradients costs less than one of each where the host launches them; elsewhere it only takes memory.
+            joined = self._launches and section.domain.world == 1 and self._single and not self.local
+            buffer = Pieces(section.places, dtype, joined=True) if joined else section.whole_gradient
         else:
             if (not self.boundary or self.local or gradients.accumulated) and self._in_flight_alone():
                 # A lossy reduction may wait for peers that wait for gathers.
                 self.gatherer.launch_through(gradients.unit)
                 self._land(0)
-            if alone and (self.domain.beside or self.in_pieces(gradients.unit)):
-                buffer = Pieces(section.places, dtype, joined=not self.in_pieces(gradients.unit))
+            in_pieces = alone and self.in_pieces(gradients.unit)
+            if in_pieces or (alone and self.domain.beside):
+                buffer = Pieces(section.places, dtype, joined=not in_pieces)
             else:
                 buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
                 if alone:
@@ -430,14 +445,16 @@ class Reducer:
 
     def _flatten(self, gradients: UnitGradients) -> None:
         """Copy gradients that lie in pieces together, in one call, if they cannot be sent from there."""
-        if self.in_pieces(gradients.unit):
-            return
         for place, pieces in gradients.buffers.items():
-            if isinstance(pieces, Pieces):
+            if isinstance(pieces, Pieces) and pieces.joined:
                 section = gradients.unit.sections[place]
-                flat = torch.empty(pieces.numel(), dtype=pieces.dtype, device=section.device)
-                self.accountant.hold(Category.BUFFERS, flat)
+                if section.domain.world == 1:
+                    flat = section.whole_gradient
+                else:
+                    flat = torch.empty(pieces.numel(), dtype=pieces.dtype, device=section.device)
+                    self.accountant.hold(Category.BUFFERS, flat)
                 pieces.places.join(pieces.tensors, flat)
+                gradients.uncount(pieces)
                 gradients.buffers[place] = flat
                 gradients.joined.add(place)
 
@@ -471,9 +488,37 @@ class Reducer:
         self.gatherer.launch_through(gradients.unit)
         self._land(self._ahead)
         self._flatten(gradients)
+        if not self._exchanges and self._in_place(gradients):
+            with named("reduce", gradients.unit.name):
+                self._complete_in_place(gradients)
+            return
         self.domain.reductions.follow()
         with named("reduce", gradients.unit.name), self.domain.reductions.aside():
             self._start_reduction(gradients)
+
+    def _in_place(self, gradients: UnitGradients) -> bool:
+        """Whether a unit's gradients have been collected where they are to be reduced to."""
+        unit = gradients.unit
+        return (
+            not gradients.loans.away
+            and self._prescale(unit.domain) == 1.0
+            and all(
+                section.gradient is not None and gradients.buffers.get(place) is section.gradient
+                for place, section in enumerate(unit.sections)
+                if section.layout.trainable
+            )
+        )
+
+    def _complete_in_place(self, gradients: UnitGradients) -> None:
+        """Do what remains of a reduction where there is nobody to reduce with."""
+        self._next += 1
+        gradients.reduced, gradients.accumulated, gradients.task = True, True, -1
+        for place, buffer in gradients.buffers.items():
+            if place not in gradients.joined:
+                assert isinstance(buffer, torch.Tensor)
+                self._fill_gaps(gradients, gradients.unit.sections[place], buffer)
+        gradients.free()
+        self._offer(gradients)
 
     def _start_reduction(self, gradients: UnitGradients) -> None:
         self._next += 1
@@ -603,10 +648,9 @@ class Reducer:
         """
         unit = gradients.unit
         pairs = [(outputs[place], buffer) for place, buffer in buffers.items()]
-        tables = any(section.layout.table is not None for section in unit.trainable)
         handles: list[Reduction] = []
         if pairs:
-            kind = "rows" if tables else "reduce"
+            kind = "rows" if gradients.tables else "reduce"
             handles.append(gradients.comm.reduce_scatter(pairs, unit.name, accumulate=accumulate, kind=kind))
         if not counts:
             return handles[0]
@@ -636,8 +680,7 @@ class Reducer:
 
     def _agree_on_rows(self, gradients: UnitGradients) -> dict[int, list[list[int]]]:
         """Return how many rows each inner rank has for each, by place of the tables that are reduced as rows."""
-        unit, comm = gradients.unit, gradients.comm
-        places = [place for place, section in enumerate(unit.sections) if section.layout.table is not None]
+        unit, comm, places = gradients.unit, gradients.comm, gradients.tables
         if not places:
             return {}
         if comm.imagined:
@@ -834,7 +877,7 @@ class Reducer:
             for gradients in self.gradients.values()
             for section in gradients.unit.trainable
             for slot in section.layout.slots
-            if slot.index not in gradients.seen
+            if slot.index not in gradients.seen and slot.index not in gradients.written
         ]
 
     def clear(self) -> None:
@@ -847,8 +890,8 @@ class Reducer:
             gradients.accumulated = False
             gradients.sums = {}
             gradients.begin_window()
-            gradients.seen = set()
             gradients.free()
+            gradients.seen = set()
             if not self._keeps_gradients:
                 for section in gradients.unit.trainable:
                     section.free_gradient()
