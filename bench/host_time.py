@@ -245,12 +245,15 @@ def main() -> None:
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     found.add_argument("--dtypes", default="bf16,fp32", help="precisions, separated by commas")
     found.add_argument("--world", type=int, default=8, help="imagined ranks")
-    found.add_argument("--width", type=int, default=64, help="of the model")
+    found.add_argument(
+        "--width", type=int, help="of the model; default 64, and 128 on CUDA, to which memory is aligned"
+    )
     found.add_argument("--rounds", type=int, default=20)
     found.add_argument("--steps", type=int, default=3, help="optimizer steps in a turn")
     found.add_argument("--only", help="names, separated by commas; default: all")
     options = read(found)
     options.rounds = 1 if options.quick else options.rounds
+    options.width = options.width or (128 if options.device == "cuda" else 64)
     logging.getLogger("shardwise").setLevel(logging.WARNING)
     from _machine import save
 
