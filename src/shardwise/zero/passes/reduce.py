@@ -212,6 +212,7 @@ class Reducer:
         else:
             self.partial = True
             for gradients in self.gradients.values():
+                gradients.task = -1
                 gradients.rest()
             for gradients in self.gradients.values():
                 gradients.settle()
