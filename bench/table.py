@@ -191,12 +191,12 @@ def host_time(results: Results) -> list[str]:
             row["system"],
             row["dtype"],
             str(row["world"]),
-            "device" if row["beside"] else "CPU",
             *(shown(row.get(phase)) for phase in phases),
         ]
         for row in (record["rows"] if record else [])
+        if row["beside"]
     ]
-    head = ["", "precision", "ranks", "branches", "forward, ms", "backward, ms", "step, ms", "whole, ms"]
+    head = ["", "precision", "ranks", "forward, ms", "backward, ms", "step, ms", "whole, ms"]
     return grid([*head, "over alone", "over FSDP2"], lines)
 
 
@@ -580,9 +580,9 @@ SECTIONS = [
         "Time of the host",
         "What a layer costs the host in a step: a GPT of width 64, batch 1 x 8, with 24 layers less one with 8, by 16. "
         "Ranks are imagined, so that nothing is sent, but what torch's imagined gathers copy is among the figures. "
-        "*alone* is PyTorch on one rank. Branches: of the CPU, or of a device with streams, which do nothing here. DDP "
-        "joins all layers of so small a model in one reduction; shardwise and FSDP2 have collectives for each layer. "
-        "Measured on a CPU.",
+        "*alone* is PyTorch on one rank; *forced* are stages on one rank that does what several do. Measured on a CPU "
+        "that takes shardwise's branches for a device; its streams do nothing. DDP joins all layers of so small a model "
+        "in one reduction; shardwise and FSDP2 have collectives for each layer.",
         ["host_time"],
         host_time,
     ),
