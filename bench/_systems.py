@@ -362,18 +362,6 @@ def torch_tensor(case: Case) -> Run:
     return PlainRun(case, model, autocast=copies == 1)
 
 
-@contextmanager
-def imagined(world: int) -> Iterator[None]:
-    """Be rank 0 of ranks that do not exist: their collectives end at once, and change nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def shardwise(case: Case, stage: int, init: bool = False, keys: dict[str, Any] | None = None, **zero: Any) -> Run:
     """shardwise with its default settings but those given.
 
@@ -405,14 +393,6 @@ def shardwise(case: Case, stage: int, init: bool = False, keys: dict[str, Any] |
     return EngineRun(case, engine)
 
 
-def shardwise_forced(case: Case, stage: int) -> Run:
-    """shardwise with its state divided, and all of it released, where there is one rank: it does what ranks do."""
-    from shardwise.zero.units.plan import Plan
-
-    with mock.patch.object(Plan, "of", functools.partial(Plan.of, forced=True)):
-        return shardwise(case, stage, stage3_param_persistence_threshold=0)
-
-
 SYSTEMS: dict[str, Callable[[Case], Run]] = {
     "alone": alone,
     "DDP": ddp,
@@ -429,7 +409,8 @@ def forced(case: Case, stage: int) -> Run:
     from shardwise.zero.units.plan import Plan
 
     with mock.patch.object(Plan, "of", functools.partial(Plan.of, forced=True)):
-        return shardwise(case, stage)
+        # By default everything stays gathered at stage 3: on one rank nothing is saved by its release.
+        return shardwise(case, stage, stage3_param_persistence_threshold=0)
 
 
 ONE: dict[str, Callable[[Case], Run]] = {

@@ -18,10 +18,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import gc
 import logging
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -29,6 +29,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from _gpu import imagined_ranks, keep, reason
 from _jobs import parser, read
 
 if TYPE_CHECKING:
@@ -40,11 +41,12 @@ PHASES = ("forward", "backward", "step")
 
 def systems(world: int) -> dict[str, Callable[[Case], Run]]:
     """Return what is compared on so many imagined ranks; on one rank state is divided because it is forced to be."""
-    from _systems import SYSTEMS, shardwise_forced
+    from _systems import ONE, SYSTEMS
 
     if world == 1:
-        forced = {f"shardwise {s} forced": functools.partial(shardwise_forced, stage=s) for s in range(4)}
-        return {name: SYSTEMS[name] for name in ("alone", "FSDP2", "shardwise 0")} | forced
+        return {
+            name: ONE[name] for name in ("alone", "FSDP2", "shardwise", *(f"shardwise {i} forced" for i in range(4)))
+        }
     names = ["alone", "DDP", "FSDP2", "FSDP2 no reshard", *(f"shardwise {stage}" for stage in range(4))]
     return {name: SYSTEMS[name] for name in names} | {"DDP": _ddp}
 
@@ -167,7 +169,12 @@ def measure(makers: Mapping[str, Callable[[Case], Run]], case: Case, rounds: int
     def with_layers(layers: int) -> Case:
         return dataclasses.replace(case, size=dataclasses.replace(case.size, layers=layers))
 
-    runs = {(name, layers): make(with_layers(layers)) for name, make in makers.items() for layers in (FEW, MANY)}
+    runs: dict[tuple[str, int], Run] = {}
+    for name, make in makers.items():
+        try:
+            runs |= {(name, layers): make(with_layers(layers)) for layers in (FEW, MANY)}
+        except Exception as error:
+            print(f"{name}: {reason(error)}", file=sys.stderr, flush=True)
     found: dict[Any, list[list[float]]] = {which: [] for which in runs}
     for turn in range(-2, rounds):
         if turn == 0:
@@ -179,7 +186,7 @@ def measure(makers: Mapping[str, Callable[[Case], Run]], case: Case, rounds: int
                 found[which] += seconds
     gc.unfreeze()
     rows = []
-    for name in makers:
+    for name in dict.fromkeys(name for name, _ in runs):
         few, many = (
             [statistics.median(phases) for phases in zip(*(((*s, sum(s))) for s in found[name, layers]), strict=True)]
             for layers in (FEW, MANY)
@@ -206,8 +213,11 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cases(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all precisions, ranks and, on the CPU, both kinds of branches; return rows that say which they are of."""
-    from _systems import Case, Size, imagined
+    """Measure all precisions, ranks and, on the CPU, both kinds of branches; return rows that say which they are of.
+
+    Systems that cannot be built are left out, and so is what is measured with one that fails later.
+    """
+    from _systems import Case, Size
 
     size = Size(width=options.width, layers=FEW, heads=4, vocabulary=64, rows=1, length=8)
     rows = []
@@ -215,16 +225,19 @@ def cases(options: argparse.Namespace) -> list[dict[str, Any]]:
         for world in (options.world, 1):
             for beside in (False, True) if options.device == "cpu" else (True,):
                 as_on_device = as_device() if beside and options.device == "cpu" else contextlib.nullcontext()
-                with as_on_device, imagined(world):
-                    makers = systems(world)
-                    if options.only:
-                        makers = {name: makers[name] for name in options.only.split(",") if name in makers}
-                    if not makers:
+                makers = systems(world)
+                if options.only:
+                    makers = {name: makers[name] for name in options.only.split(",") if name in makers}
+                case = Case(size, dtype == "bf16", device=options.device)
+                with as_on_device, imagined_ranks(world, options.device):
+                    try:
+                        measured = compared(measure(makers, case, options.rounds, options.steps))
+                    except Exception as error:
+                        print(f"{dtype}, {world} ranks: {reason(error)}", file=sys.stderr, flush=True)
                         continue
-                    case = Case(size, dtype == "bf16", device=options.device)
-                    for row in compared(measure(makers, case, options.rounds, options.steps)):
-                        rows.append({"dtype": dtype, "world": world, "beside": beside, **row})
-                        print(show(rows[-1]), flush=True)
+                for row in measured:
+                    rows.append({"dtype": dtype, "world": world, "beside": beside, **row})
+                    print(show(rows[-1]), flush=True)
     return rows
 
 
@@ -258,7 +271,11 @@ def main() -> None:
     from _machine import save
 
     rows = cases(options)
-    save(options.results, "host_time", rows, device=options.device, rounds=options.rounds, steps=options.steps)
+    notes = {"device": options.device, "width": options.width, "rounds": options.rounds, "steps": options.steps}
+    if options.device == "cpu":
+        save(options.results, "host_time", rows, **notes)
+    if options.device == "cuda" or options.quick:
+        keep(options, "host", rows, **notes)  # among the others of one device
 
 
 if __name__ == "__main__":

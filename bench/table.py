@@ -581,8 +581,8 @@ SECTIONS = [
         "What a layer costs the host in a step: a GPT of width 64, batch 1 x 8, with 24 layers less one with 8, by 16. "
         "Ranks are imagined, so that nothing is sent, but what torch's imagined gathers copy is among the figures. "
         "*alone* is PyTorch on one rank; *forced* are stages on one rank that does what several do. Measured on a CPU "
-        "that takes shardwise's branches for a device; its streams do nothing. DDP joins all layers of so small a model "
-        "in one reduction; shardwise and FSDP2 have collectives for each layer.",
+        "that takes shardwise's branches for a device; its streams do nothing. DDP joins all layers of so small a "
+        "model in one reduction; shardwise and FSDP2 have collectives for each layer.",
         ["host_time"],
         host_time,
     ),
