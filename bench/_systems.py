@@ -169,6 +169,10 @@ class Run:
         """Run the model forward."""
         raise NotImplementedError
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the model backward."""
+        raise NotImplementedError
+
     def passes(self) -> None:
         """Make the forward and backward passes of a step."""
         raise NotImplementedError
@@ -211,6 +215,10 @@ class PlainRun(Run):
         with torch.autocast(self.case.device, dtype=self.autocast, enabled=self.autocast is not None):
             return self.model(self.ids)
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the model backward."""
+        loss.backward()
+
     def passes(self) -> None:
         """Make the forward and backward passes of a step."""
         parts = self.case.accumulation
@@ -237,6 +245,10 @@ class EngineRun(Run):
     def loss(self) -> torch.Tensor:
         """Run the model forward."""
         return self.engine(self.ids)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the model backward."""
+        self.engine.backward(loss)
 
     def passes(self) -> None:
         """Make the forward and backward passes of a step, with the calls of `step` that belong to them."""
@@ -397,7 +409,8 @@ def forced(case: Case, stage: int) -> Run:
     from shardwise.zero.units.plan import Plan
 
     with mock.patch.object(Plan, "of", functools.partial(Plan.of, forced=True)):
-        return shardwise(case, stage)
+        # By default everything stays gathered at stage 3: on one rank nothing is saved by its release.
+        return shardwise(case, stage, stage3_param_persistence_threshold=0)
 
 
 ONE: dict[str, Callable[[Case], Run]] = {

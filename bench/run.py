@@ -32,6 +32,7 @@ PARTS: dict[str, list[str]] = {
     "longest_sequence": [f"longest_sequence.py --limit 320 --nproc {nproc}" for nproc in (2, 4)],
     "startup": ["startup.py"],
     "growth": ["growth.py"],
+    "host_time": ["host_time.py"],
     "monitoring": [f"monitoring.py --nproc {nproc}" for nproc in (1, 2)],
     "comm": ["comm_gloo.py"],
     "optimizer": ["cpu_adam.py"],

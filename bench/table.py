@@ -182,6 +182,24 @@ def layers(results: Results) -> list[str]:
     return grid(["microseconds a layer", *(f"{depth} layers" for depth in depths)], lines)
 
 
+def host_time(results: Results) -> list[str]:
+    """Return the table of what a layer costs the host."""
+    record = results.find("host_time")
+    phases = ("forward_ms", "backward_ms", "step_ms", "whole_ms", "over_alone", "over_fsdp2")
+    lines = [
+        [
+            row["system"],
+            row["dtype"],
+            str(row["world"]),
+            *(shown(row.get(phase)) for phase in phases),
+        ]
+        for row in (record["rows"] if record else [])
+        if row["beside"]
+    ]
+    head = ["", "precision", "ranks", "forward, ms", "backward, ms", "step, ms", "whole, ms"]
+    return grid([*head, "over alone", "over FSDP2"], lines)
+
+
 def watching(results: Results) -> list[str]:
     """Return the table of what watching a run costs, by number of ranks."""
     lines = []
@@ -557,6 +575,16 @@ SECTIONS = [
         ["growth_layers_2"],
         layers,
         "growth",
+    ),
+    Section(
+        "Time of the host",
+        "What a layer costs the host in a step: a GPT of width 64, batch 1 x 8, with 24 layers less one with 8, by 16. "
+        "Ranks are imagined, so that nothing is sent, but what torch's imagined gathers copy is among the figures. "
+        "*alone* is PyTorch on one rank; *forced* are stages on one rank that does what several do. Measured on a CPU "
+        "that takes shardwise's branches for a device; its streams do nothing. DDP joins all layers of so small a "
+        "model in one reduction; shardwise and FSDP2 have collectives for each layer.",
+        ["host_time"],
+        host_time,
     ),
     Section(
         "Growth with steps",

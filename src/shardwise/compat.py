@@ -172,6 +172,17 @@ def hand_memory_on(giver: torch.UntypedStorage, heir: torch.UntypedStorage) -> N
     heir._swap_data_ptr_(giver)  # type: ignore[attr-defined]
 
 
+def copy_together(flat: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+    """Copy tensors of one dtype, none of them empty or 0-D, one behind the other into a 1-D tensor that they fill."""
+    if _copies_together is not None:
+        _copies_together(pieces, dim=0, num_chunks=1, out=flat.view(1, -1))  # without a view of each: 7 us, not 14
+    else:
+        torch.cat([piece.reshape(-1) for piece in pieces], out=flat)
+
+
+_copies_together: Callable[..., Any] | None = getattr(torch, "_chunk_cat", None)
+
+
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors lie in the same memory, of which those of a dry run have none that could be compared."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
@@ -267,7 +278,7 @@ def number_of(node: Node) -> int:
 
 def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that has the version counter of another one, and no values: it counts changes of that one."""
-    with torch.no_grad(), without_overrides():
+    with without_overrides():
         counter = tensor.detach()
         counter.data = torch.empty(0, device=tensor.device)
     return counter
@@ -289,9 +300,13 @@ def check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) -> 
         )
 
 
+number_of_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of the backward pass that autograd is in on this thread, or -1; no pass has that of another."""
+
+
 def backward_pass() -> int | None:
     """Return the number of the backward pass that autograd is in on this thread, or None."""
-    number = torch._C._current_graph_task_id()
+    number = number_of_pass()
     return None if number == -1 else number
 
 

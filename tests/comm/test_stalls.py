@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.positions import Here, Position, follow, follow_devices, process_word, state_of, waiting_for
+from shardwise.comm.positions import Here, Position, Waiting, follow, follow_devices, process_word, state_of
 from shardwise.comm.stalls import EXIT_CODE, StallWatch, judge
 from shardwise.utils.logging import logger
 from tests.engine.test_idle_steps import Lines
@@ -79,7 +79,7 @@ def test_positions_of_this_process() -> None:
     record = Ledger().open("all_gather", "world", 8, 8, "layers.1", 2, (0, 1))
     record.kind, record.turn = "gather", 4
     here = Here(facts=lambda: {"step": 7, "loader": "has given 8 batches of epoch 0"})
-    with waiting_for(record, time.perf_counter() - 2):
+    with Waiting(record, time.perf_counter() - 2):
         found = here()
     assert found.what == "all_gather 'layers.1' #4" and found.kind == "world/gather" and 2 <= found.seconds < 60
     assert found.members == (0, 1) and found.size == 8 and found.step == 7
@@ -109,11 +109,11 @@ def test_collectives_of_a_device_are_followed_until_they_end() -> None:
     ended = {"a": True, "b": False, "c": True}
     for record in records:
         record.kind = "gather"
-        follow(record, lambda: 1 / 0 > 0)  # nobody looks yet
+        follow(record, lambda: 1 / 0)  # type: ignore[arg-type, return-value]  # nobody looks yet
     follow_devices(True)
     try:
         for record in records:
-            follow(record, lambda name=record.label: ended[name])  # type: ignore[misc]
+            follow(record, lambda name=record.label: lambda: ended[name])  # type: ignore[misc]
         here = Here()
         assert here().what == "all_gather 'b' #0"
         time.sleep(0.05)

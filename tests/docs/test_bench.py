@@ -59,11 +59,15 @@ def test_the_other_benchmarks_run(tmp_path: Path) -> None:
             for script, options in scripts.items()
         ]
         watched = pool.submit(bench, "monitoring.py", "--quick", "--nproc", "1", "--parts", "--results", str(tmp_path))
+        of_layers = pool.submit(bench, "host_time.py", "--quick", "--dtypes", "fp32", "--results", str(tmp_path))
     assert all(one.result() for one in found) and watched.result()
     nothing, everything, *parts = rows(tmp_path / "monitoring_7M_fp32_1.json")
     assert nothing["over_percent"] == 0 < everything["processor_ms"] and len(parts) > 3
     (row,) = rows(tmp_path / "growth_layers_1.json")
     assert all(microseconds > 0 for microseconds in row["microseconds_per_layer"].values())
+    assert of_layers.result()
+    by_system = {(row["system"], row["world"], row["beside"]): row for row in rows(tmp_path / "host_time.json")}
+    assert by_system["alone", 8, False]["over_alone"] == 1 and ("shardwise 3 forced", 1, True) in by_system
     (row,) = rows(tmp_path / "growth_lengths_1.json")
     assert row["late_mib"] > 0
     (row,) = rows(tmp_path / "largest_batch_27M_fp32_1.json")

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from shardwise.comm import groups, native
 from shardwise.comm.ledger import Ledger, Record, user_line
-from shardwise.comm.positions import follow, waiting_for
+from shardwise.comm.positions import Waiting, follow
 from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.comm.whereabouts import Whereabouts, describe
@@ -88,6 +88,8 @@ class Handle:
         record: of the ledger.
     """
 
+    __slots__ = ("__weakref__", "_ledger", "_pending", "_record", "_whereabouts", "record")
+
     def __init__(
         self,
         pending: PendingCollective | None,
@@ -117,7 +119,7 @@ class Handle:
             return
         start = time.perf_counter()
         try:
-            with waiting_for(self._record, start):
+            with Waiting(self._record, start):
                 self._pending.wait()
         except PeerLostError as error:
             if self._whereabouts is None or self._record is None:
@@ -272,7 +274,9 @@ class Communicator:
 
         `shard` may be the view of `full` at this rank's place; then nothing is copied locally.
         """
-        size = sum(full.numel() * full.element_size() for full, _ in pairs)
+        size = 0
+        for full, _ in pairs:
+            size += full.nbytes
         record = self._open("all_gather", size, size * (self.world - 1) // self.world, label)
         if self.world == 1:
             for full, shard in pairs:
@@ -552,8 +556,10 @@ class Communicator:
 
     def _next(self, kind: str, record: Record) -> tuple[dist.ProcessGroup, int]:
         record.kind, record.turn = kind, self._count[kind]
-        count = self._count[kind] % (1 << _COUNT_BITS)
         self._count[kind] += 1
+        if not self._gloo:
+            return self._groups[kind], 0
+        count = record.turn % (1 << _COUNT_BITS)
         # Ranks that are in different collectives must not take each other's messages: where the sizes differ Gloo
         # aborts the process, where they do not the wrong values arrive. (The parts of an all-to-all differ by rank.)
         size = 0 if record.op == "all_to_all" else record.size
@@ -588,7 +594,7 @@ class Communicator:
             self.ledger.close(record, 0.0)
             return Handle(None, None, self.ledger)
         if isinstance(pending, native.Works):
-            follow(record, pending.ends())
+            follow(record, pending.ends)
             if self.ledger.timed:
                 record.begun = now(cuda=True)
         return Handle(pending, record, self.ledger, self._whereabouts)

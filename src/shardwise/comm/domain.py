@@ -131,6 +131,9 @@ class Domain:
         names: the mesh dimensions they belong to.
         sizes: ranks in each.
         place: number of this rank's range at the finest level.
+        world: number of ranks.
+        depth: the finest level.
+        beside: whether collectives run on streams of their own, and waiting for one does not block the host.
         gathers: launches gathers of parameters.
         reductions: launches reductions of gradients.
         prescale: see above.
@@ -152,6 +155,8 @@ class Domain:
         self._order = arrangement.order
         self._places = {rank: place for place, rank in enumerate(arrangement.order)}
         self.place = self._places[ranks.rank]
+        self.world, self.depth = ranks.world, len(self.sizes)
+        self.beside = not ranks.waits_on_host
         self.dimensions: tuple[Communicator, ...] = (ranks,)
         if len(self.sizes) > 1 or self._order != tuple(range(ranks.world)):
             counts = dict.fromkeys(self.names, 0)
@@ -176,21 +181,6 @@ class Domain:
             )
             for kind in ("gathers", "reductions")
         )
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.ranks.world
-
-    @property
-    def beside(self) -> bool:
-        """Whether collectives run on streams of their own, and waiting for one does not block the host."""
-        return not self.ranks.waits_on_host
-
-    @property
-    def depth(self) -> int:
-        """The finest level."""
-        return len(self.sizes)
 
     def level(self, over: Sequence[str]) -> int:
         """Return the level at which memory is divided over some mesh dimensions."""

@@ -55,7 +55,10 @@ def line_of(frame: FrameType | None, limit: int = 64) -> str:
         if frame is None:
             return ""
         name = frame.f_code.co_filename
-        if is_of_script(name):
+        ours = _ours.get(name)  # not `is_of_script`: every collective comes here, with some twenty frames
+        if ours is None:
+            ours = _ours[name] = _is_ours(name)
+        if not ours:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -63,17 +66,14 @@ def line_of(frame: FrameType | None, limit: int = 64) -> str:
 
 def is_of_script(file: str) -> bool:
     """Whether a file belongs to the user, not to this package or torch."""
-    ours = _ours.get(file)
-    if ours is None:
-        ours = _ours[file] = _is_ours(file)
-    return not ours
+    return not _is_ours(file)
 
 
 def _is_ours(file: str) -> bool:
     return file.startswith((_PACKAGE, "<")) or f"{os.sep}torch{os.sep}" in file or file.endswith("contextlib.py")
 
 
-@dataclass
+@dataclass(slots=True)
 class Record:
     """One collective.
 

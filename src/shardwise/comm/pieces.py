@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.compat import copy_together
+
 
 class Run(NamedTuple):
     """Elements of a range of a flat tensor that lie in one piece, or in none.
@@ -40,6 +42,11 @@ Run(piece=1, start=2, stop=4, offset=0)]
         self.numel = numel
         self.slots = list(slots)
         self._chunks: dict[tuple[int, int, int], list[list[Run]]] = {}
+        ends = [0, *(first + count for first, count in self.slots)]
+        self._end = ends[-1]
+        # What one call can copy together: each piece has elements, and the next one begins where it ends.
+        self._solid = all(count and end == first for (first, count), end in zip(self.slots, ends, strict=False))
+        self._gaps = [first - end for (first, _), end in zip([*self.slots, (numel, 0)], ends, strict=True)]
 
     def runs(self, start: int, stop: int) -> list[Run]:
         """Return the runs of a range, which cover it without a gap."""
@@ -63,6 +70,28 @@ Run(piece=1, start=2, stop=4, offset=0)]
             self._chunks[key] = [self.runs(first, min(first + size, stop)) for first in range(start, stop, size)]
         return self._chunks[key]
 
+    def join(self, pieces: Sequence[torch.Tensor | None], flat: torch.Tensor) -> None:
+        """Copy pieces into the flat tensor, and put zeros where there are none."""
+        there = [piece for piece in pieces if piece is not None]
+        alike = len(there) == len(pieces) and len({piece.dtype for piece in there}) == 1
+        if self._solid and alike:
+            copy_together(flat if self._end == self.numel else flat[: self._end], there)
+            if self._end < self.numel:
+                flat[self._end :].zero_()
+            return
+        # Gaps and places in turn.
+        sizes = [
+            size for pair in zip(self._gaps, [*(count for _, count in self.slots), 0], strict=True) for size in pair
+        ]
+        views = flat.split_with_sizes(sizes)
+        empty = [gap for gap in views[::2] if gap.numel()]
+        empty += [place for place, piece in zip(views[1::2], pieces, strict=False) if piece is None and place.numel()]
+        if empty:
+            torch._foreach_zero_(empty)
+        if there:
+            places = [place for place, piece in zip(views[1::2], pieces, strict=False) if piece is not None]
+            torch._foreach_copy_(places, [piece.reshape(-1) for piece in there])
+
 
 class Pieces:
     """The pieces of one flat tensor, as far as they are there; the others are zero.
@@ -70,14 +99,18 @@ class Pieces:
     Args:
         places: where they lie.
         dtype: of all of them.
+        joined: they are copied together before anybody reads them, and may lie as they like.
 
     Attributes:
-        tensors: 1-D and contiguous, or None.
+        tensors: 1-D and contiguous, unless they are joined; or None.
+        told: their bytes, as far as an accountant counts them by their number.
     """
 
-    def __init__(self, places: Places, dtype: torch.dtype) -> None:
+    def __init__(self, places: Places, dtype: torch.dtype, *, joined: bool = False) -> None:
         self.places = places
         self.dtype = dtype
+        self.joined = joined
+        self.told = 0
         self.tensors: list[torch.Tensor | None] = [None] * len(places.slots)
 
     def numel(self) -> int:
@@ -93,10 +126,14 @@ class Pieces:
 
         They are kept as they are if they fill their memory in order; otherwise they are copied.
         """
-        flat = values.detach().reshape(-1)
         known = self.tensors[number]
+        if self.joined and known is None and values.dim():
+            self.tensors[number] = kept = values.detach() if values.requires_grad else values
+            return kept
+        flat = values.detach().reshape(-1)
         if known is not None:
-            flat = known.to(self.dtype) + flat  # not in place: autograd may have given the same memory out twice
+            # Not in place: autograd may have given the same memory out twice.
+            flat = known.reshape(-1).to(self.dtype) + flat
         elif flat.untyped_storage().nbytes() != flat.nbytes or not flat.is_contiguous():
             flat = flat.clone(memory_format=torch.contiguous_format)
         self.tensors[number] = flat

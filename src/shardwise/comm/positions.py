@@ -1,6 +1,6 @@
 """Where a rank is: which collective it waits for, and what its script does.
 
-The host waits inside of `waiting_for`. On a device the host goes on while collectives wait: those that it has launched
+The host waits inside of `Waiting`. On a device the host goes on while collectives wait: those that it has launched
 are followed (`follow`) until they have ended. What the script does is read from the stack of its thread: which of the
 engine's methods it is in, a data loader, a collective of torch, or just a line.
 """
@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from types import FrameType
 from typing import Any
@@ -34,29 +34,32 @@ _followed: deque[tuple[Record, Callable[[], bool]]] | None = None
 """Collectives that a device has not been seen to end, in the order of their launch; None: nobody looks."""
 
 
-@contextmanager
-def waiting_for(record: Record | None, since: float) -> Iterator[None]:
-    """Let it be known inside of the block that this thread waits for a collective."""
-    if record is None:
-        yield
-        return
-    thread = threading.get_ident()
-    _waits[thread] = record, since
-    try:
-        yield
-    finally:
-        _waits.pop(thread, None)
+class Waiting:
+    """Let it be known inside of the block that this thread waits for a collective, since a time of the host."""
+
+    __slots__ = ("_record", "_since", "_thread")  # one is made for each collective
+
+    def __init__(self, record: Record | None, since: float) -> None:
+        self._record, self._since = record, since
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        if self._record is not None:
+            _waits[self._thread] = self._record, self._since
+
+    def __exit__(self, *_: object) -> None:
+        _waits.pop(self._thread, None)
 
 
-def follow(record: Record, ended: Callable[[], bool]) -> None:
+def follow(record: Record, ends: Callable[[], Callable[[], bool]]) -> None:
     """Have a collective of a device looked at, if somebody does.
 
     Args:
         record: what is said of it.
-        ended: tells whether the device has come to its end, without waiting; called from another thread.
+        ends: gives what tells whether the device has come to its end, without waiting, from another thread.
     """
     if _followed is not None:
-        _followed.append((record, ended))
+        _followed.append((record, ends()))
 
 
 def follow_devices(on: bool) -> None:

@@ -12,14 +12,16 @@ beginning, and never shows up in a peak of something else.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import NamedTuple
 
 import torch
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Category(Enum):
@@ -132,21 +134,32 @@ class _Counts:
         return (highest, self.at_peak, self.peak_total) if self.peak_total > total else (highest, at_peak, total)
 
 
-class _Entry:
-    """Bytes with one fate; without a category they are not counted.
+class _Told:
+    """Bytes of which somebody tells."""
 
-    Category and tier may be corrected as long as the entry's first event is not evaluated. `claimed`: somebody who
-    knows has said what it is.
+    __slots__ = ("category", "evaluated", "tier")
+
+    def __init__(self, category: Category, tier: Tier) -> None:
+        self.category = category
+        self.evaluated = True
+        self.tier = tier
+
+
+class _Held(weakref.ref[torch.UntypedStorage]):
+    """Bytes of a storage, which come and go with it; without a category they are not counted.
+
+    Category and tier may be corrected as long as its first event is not evaluated. `claimed`: somebody who knows has
+    said what it is.
     """
 
-    __slots__ = ("category", "claimed", "evaluated", "size", "tier")
+    __slots__ = ("category", "claimed", "evaluated", "key", "size", "tier")
 
-    def __init__(self, category: Category | None, size: int, claimed: bool = True, tier: Tier = Tier.DEVICE) -> None:
-        self.category = category
-        self.size = size
-        self.claimed = claimed
-        self.evaluated = False
-        self.tier = tier
+    key: int
+    category: Category | None
+    size: int
+    claimed: bool
+    evaluated: bool
+    tier: Tier
 
 
 class Accountant:
@@ -154,6 +167,7 @@ class Accountant:
 
     Attributes:
         default: category of tensors that the tracker sees and nobody claims; see `owning`.
+        trackers: how many trackers report tensors now.
         tracked: whether `shardwise.memory.track_activations` has been active since the last `reset_peak()`.
         construction_peak: most bytes held at once while the engine was built.
         process_bytes: resident bytes of the process before the engine was built, without the model; None if unknown.
@@ -185,17 +199,17 @@ class Accountant:
         self.construction_peak = 0
         self.process_bytes: int | None = None
         self.process_addresses: int | None = None
-        self._trackers = 0
+        self.trackers = 0
         self._counts = {tier: _Counts() for tier in Tier}
         self._device = self._counts[Tier.DEVICE]
         self._near = self._peak_near = 0  # of device and host together
         self._moved = dict.fromkeys(Tier, Moved())
         self._moving = threading.Lock()
         # Deaths of tensors are reported by callbacks that may run in the middle of anything, so all they do is append.
-        self._log: list[tuple[_Entry, int]] = []
+        self._log: list[tuple[_Told | _Held, int]] = []
         self._evaluating = threading.Lock()  # threads that go on with chains of collectives tell of buffers, too
-        self._told = {tier: {category: _Entry(category, 0, tier=tier) for category in Category} for tier in Tier}
-        self._held: dict[int, tuple[_Entry, weakref.ref[torch.UntypedStorage]]] = {}
+        self._told = {tier: {category: _Told(category, tier) for category in Category} for tier in Tier}
+        self._held: dict[int, _Held] = {}
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
@@ -253,7 +267,7 @@ class Accountant:
         for counts in self._counts.values():
             counts.begin()
         self._peak_near = self._near
-        self.tracked = self._trackers > 0
+        self.tracked = self.trackers > 0
 
     def lap(self) -> dict[Tier, Lap]:
         """Return what is held in each tier, and most since this was last called, by whoever follows a run.
@@ -301,10 +315,9 @@ class Accountant:
 
         Nothing happens if it is not counted as a tensor's.
         """
-        known = self._held.get(id(tensor.untyped_storage()))
-        if known is None:
+        entry = self._held.get(id(tensor.untyped_storage()))
+        if entry is None:
             return
-        entry = known[0]
         self._evaluate()
         if entry.category is not None and entry.tier is not tier:
             self.remove(entry.category, entry.size, entry.tier)
@@ -314,21 +327,24 @@ class Accountant:
     def observe(self, tensor: torch.Tensor) -> None:
         """Count the memory behind a new tensor under `default`, unless somebody has claimed it or will."""
         if not self.knows(tensor):
-            self._enter(_Entry(self.default, tensor.untyped_storage().nbytes(), claimed=False), tensor)
+            self._enter(self.default, tensor.untyped_storage(), claimed=False)
 
-    def _enter(self, entry: _Entry, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        death = weakref.ref(storage, functools.partial(self._died, id(storage), entry))
-        self._held[id(storage)] = (entry, death)
-        self._note(entry, entry.size)
+    def _enter(
+        self, category: Category | None, storage: torch.UntypedStorage, tier: Tier = Tier.DEVICE, claimed: bool = True
+    ) -> None:
+        entry = _Held(storage, self._died)
+        entry.key = key = id(storage)
+        entry.category, entry.tier, entry.claimed, entry.evaluated = category, tier, claimed, False
+        entry.size = size = storage.nbytes()
+        self._held[key] = entry
+        self._note(entry, size)
 
     def _claim(self, category: Category | None, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> None:
         storage = tensor.untyped_storage()
-        known = self._held.get(id(storage))
-        if known is None:
-            self._enter(_Entry(category, storage.nbytes(), tier=tier), tensor)
+        entry = self._held.get(id(storage))
+        if entry is None:
+            self._enter(category, storage, tier)
             return
-        entry = known[0]
         if entry.claimed:
             return
         entry.claimed = True
@@ -347,14 +363,17 @@ class Accountant:
     def claims(self, tensor: torch.Tensor) -> bool:
         """Whether somebody who knows has said what the memory behind a tensor is for."""
         known = self._held.get(id(tensor.untyped_storage()))
-        return known is not None and known[0].claimed
+        return known is not None and known.claimed
 
-    @contextlib.contextmanager
-    def owning(self, category: Category | None) -> Iterator[None]:
+    def owning(self, category: Category | None) -> AbstractContextManager[None]:
         """Have the tracker count tensors that are made inside the block, and that nobody claims, under `category`.
 
         None: it does not count them.
         """
+        return self._owning(category) if self.trackers else _NOTHING
+
+    @contextlib.contextmanager
+    def _owning(self, category: Category | None) -> Iterator[None]:
         before, self.default = self.default, category
         try:
             yield
@@ -365,25 +384,30 @@ class Accountant:
     def tracking(self) -> Iterator[None]:
         """Mark the time in which a tracker reports tensors (used by `shardwise.memory.track_activations`)."""
         self._evaluate()
-        self._trackers += 1
+        self.trackers += 1
         self.tracked = True
         try:
             yield
         finally:
-            self._trackers -= 1
+            self.trackers -= 1
             self._evaluate()
 
     # -- evaluating --------------------------------------------------------------------------------------------------
 
-    def _died(self, key: int, entry: _Entry, _: weakref.ref[torch.UntypedStorage]) -> None:
-        self._held.pop(key, None)
+    def _died(self, entry: weakref.ref[torch.UntypedStorage]) -> None:
+        assert isinstance(entry, _Held)
+        self._held.pop(entry.key, None)
         self._log.append((entry, -entry.size))
 
-    def _note(self, entry: _Entry, delta: int) -> None:
-        self._log.append((entry, delta))
-        full = len(self._log) > (self._TRACKED_LOG_LENGTH if self._trackers else self._LOG_LENGTH)
+    def _note(self, entry: _Told | _Held, delta: int) -> None:
+        log = self._log
+        log.append((entry, delta))
         # Not if that is being done: by another thread, or by this one, in the middle of which a finalizer runs.
-        if full and self._evaluating.acquire(blocking=False):
+        if (
+            len(log) > self._LOG_LENGTH
+            and (not self.trackers or len(log) > self._TRACKED_LOG_LENGTH)
+            and self._evaluating.acquire(blocking=False)
+        ):
             try:
                 self._evaluate_log()
             finally:
@@ -396,20 +420,22 @@ class Accountant:
     def _evaluate_log(self) -> None:
         # Taken piece by piece: an entry that dies meanwhile is appended and found by the same loop.
         done = 0
-        while done < len(self._log):
-            entry, delta = self._log[done]
+        for entry, delta in self._log:
             done += 1
             entry.evaluated = True
-            category, counts = entry.category, self._counts[entry.tier]
+            category = entry.category
             if category is None:
                 continue
-            counts.live[category] += delta
-            counts.total += delta
-            if counts.live[category] > counts.peak[category]:
-                counts.peak[category] = counts.live[category]
-            if counts.total > counts.peak_total:
-                counts.peak_total = counts.total
-                counts.at_peak = dict(counts.live)
+            counts = self._counts[entry.tier]
+            live = counts.live
+            live[category] = now = live[category] + delta
+            counts.total = total = counts.total + delta
+            if delta > 0:
+                if now > counts.peak[category]:
+                    counts.peak[category] = now
+                if total > counts.peak_total:
+                    counts.peak_total = total
+                    counts.at_peak = live.copy()
             if entry.tier is not Tier.DISK:
                 self._near += delta
                 if self._near > self._peak_near:

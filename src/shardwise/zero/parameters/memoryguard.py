@@ -6,7 +6,9 @@ moment; what fails later, or is lost, does not tell the cause.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,6 +22,9 @@ _ADVICE = (
     "Change the model before initialize(), or call engine.destroy() first and initialize() afterwards (with an "
     "optimizer that has the new parameters)"
 )
+
+
+_dtype_of, _shape_of = torch.Tensor.dtype.__get__, torch.Tensor.shape.__get__  # type: ignore[attr-defined]
 
 
 class MemoryGuard:
@@ -40,15 +45,23 @@ class MemoryGuard:
     def _note(self) -> None:
         """Take what is there as right."""
         modules = list(self._module.modules())
-        links = [(m._modules, name, child) for m in modules for name, child in m._modules.items()]
-        links += [(m._parameters, name, p) for m in modules for name, p in m._parameters.items()]  # type: ignore[misc]
-        self._links = links
+        holders: list[dict[str, Any]] = [holder for m in modules for holder in (m._modules, m._parameters)]
+        self._holders = [holder for holder in holders if holder]
         # Only whole values stay at their address.
-        resident = {tensor.index for unit in self._units if not unit.sharded for tensor in unit.tensors}
+        self._resident = [
+            self._registry.parameters[t.index] for unit in self._units if not unit.sharded for t in unit.tensors
+        ]
+        self._found = self._look()
+
+    def _look(self) -> list[list[Any]]:
+        """Return what is to be the same as before; the loops are C code, for there are many parameters."""
+        parameters = self._registry.parameters
         with without_overrides():
-            self._seen = [
-                (p, p.dtype, p.shape, p.data_ptr() if t.index in resident else None)
-                for t, p in zip(self._registry, self._registry.parameters, strict=True)
+            return [
+                list(map(_dtype_of, parameters)),
+                list(map(_shape_of, parameters)),
+                list(map(torch.Tensor.data_ptr, self._resident)),
+                list(map(id, itertools.chain.from_iterable(map(dict.values, self._holders)))),
             ]
 
     @never_compiled
@@ -58,21 +71,14 @@ class MemoryGuard:
         Raises:
             UsageError: the model has other trainable parameters now, or some have left the engine's memory.
         """
-        with without_overrides():
-            same = all(holder.get(name) is held for holder, name, held in self._links) and all(
-                p.dtype is dtype and p.shape == shape and (address is None or p.data_ptr() == address)
-                for p, dtype, shape, address in self._seen
-            )
-        if not same:
+        if self._look() != self._found:
             self._look_closer()
             self._note()
 
     def _look_closer(self) -> None:
         """Raise unless the differences do not matter (a module in another wrapper, memory moved as a whole)."""
-        for (parameter, dtype, shape, _), tensor in zip(self._seen, self._registry, strict=True):
-            with without_overrides():
-                now = (parameter.dtype, parameter.shape)
-            if now != (dtype, shape):
+        for tensor, *now, dtype, shape in zip(self._registry, *self._look()[:2], *self._found[:2], strict=True):
+            if now != [dtype, shape]:
                 raise UsageError(
                     f"parameter {tensor.name!r} was {tuple(shape)} {dtype} when the engine was built and is "
                     f"{tuple(now[1])} {now[0]} now (by module.to(), resize_token_embeddings(), or an assignment to "

@@ -26,6 +26,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
@@ -42,6 +43,8 @@ from shardwise.zero.passes.calls import AtEnd, Use
 from shardwise.zero.passes.saved import SavedValues
 from shardwise.zero.units.presence import Presence
 from shardwise.zero.units.unit import Purpose, Unit, UnitState
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Phase(Enum):
@@ -398,11 +401,14 @@ class Gatherer:
             with self._lock:
                 self._launch_to(self._position.get(unit.index, -1))
 
-    @contextlib.contextmanager
-    def parked(self) -> Iterator[None]:
+    def parked(self) -> AbstractContextManager[None]:
         """Block on a reduction inside: meanwhile the side channel may launch gathers that others wait for."""
-        if self._channel is not None:
-            self._channel.attend()
+        return _NOTHING if self._channel is None else self._park()
+
+    @contextlib.contextmanager
+    def _park(self) -> Iterator[None]:
+        assert self._channel is not None
+        self._channel.attend()
         with self._lock:
             self._parked = True
             self._serve_wanted()

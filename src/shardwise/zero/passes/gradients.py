@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from shardwise.comm.pieces import Pieces
-from shardwise.compat import backward_pass, will_run, without_overrides
+from shardwise.compat import number_of_pass, will_run, without_overrides
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Loans
 from shardwise.zero.passes.gather import Gatherer
@@ -31,8 +31,10 @@ class UnitGradients:
         domain: the unit's.
         comm: of the ranks in its innermost dimension.
         level: see above.
+        tables: places of the sections whose gradients may be rows.
         loans: lend what has been added up here over micro-batches.
         resting: whether what has been added up here is where gradients live, and not on the device.
+        task: number of the backward pass of which gradients need nothing to be looked at any more; -1: there is none.
     """
 
     def __init__(self, unit: Unit, level: int, gatherer: Gatherer, accountant: Accountant) -> None:
@@ -41,6 +43,7 @@ class UnitGradients:
         self.comm = unit.domain.dimensions[0]
         self.level = level
         self._gatherer = gatherer
+        self._accountant = accountant
         self.loans = Loans(unit.trainable[0].gradient_loans.home, accountant, unit.name)
         self._lent: Sequence[Loans] = ()
         self._borrowed = [section.gradient_loans for section in unit.trainable if self.loans.away]
@@ -52,17 +55,20 @@ class UnitGradients:
                 for section in unit.trainable
                 for slot in section.layout.slots
             ]
+        self.tables = [place for place, section in enumerate(unit.sections) if section.layout.table is not None]
         self.buffers: dict[int, torch.Tensor | Pieces] = {}
-        self._largest: list[torch.Tensor | None] = [None, None]
+        self._ends: list[dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]] = [{}, {}]
         self._window = 0
-        self._watched = [False, False]
+        self._watched: list[set[torch.dtype]] = [set(), set()]
         self.sums: dict[int, torch.Tensor] = {}  # over some of the ranks, by place of the section
         self.rows: dict[int, Rows] = {}  # of tables whose gradient is no buffer yet, by place of the section
         self.beside: list[torch.Tensor] = []  # in a dry run: what rows may take, where there is a dense gradient
+        self.joined: set[int] = set()  # places of the sections whose gradients lay in pieces
         self.written: set[int] = set()
-        self.seen: set[int] = set()
+        self.seen: set[int] = set()  # of what has been written before, and of rows
         self.expected: set[int] = set()
-        self._tasks: set[int | None] = set()
+        self._tasks: set[int] = set()
+        self.task = -1
         self.nested = False
         self.reduced = False
         self.accumulated = False
@@ -75,6 +81,7 @@ class UnitGradients:
             outside: the loss does not depend on the model.
         """
         self.reduced = False
+        self.task = -1
         self.expected = set()
         self._tasks = set()
         if not outside:
@@ -84,7 +91,7 @@ class UnitGradients:
 
     def look_ahead(self) -> None:
         """Expect what the backward pass that autograd is in will produce, be it the outer or a nested one."""
-        task = backward_pass()
+        task = number_of_pass()
         if task not in self._tasks:
             self._tasks.add(task)
             self.expected |= {index for index, node in self._nodes if will_run(node)}
@@ -104,12 +111,29 @@ class UnitGradients:
         """Nothing is added to what has been added up here for now."""
         if self.loans.away and not self.resting:
             self.loans.give_back(written=True)
-            self.resting = True
+            self.resting, self.task = True, -1
 
     def settle(self) -> None:
         """Have the memory of what was given back by `rest` and `return_sums`."""
         for loans in (self.loans, *self._borrowed):
             loans.settle()
+
+    def put(self, pieces: Pieces, number: int, grad: torch.Tensor) -> None:
+        """Collect the gradient of parameter `number` of a section."""
+        piece = pieces.put(number, grad)
+        if pieces.joined and not self._accountant.trackers:
+            # They come and go together: their bytes are told, which costs less than to hear of the end of each.
+            size = piece.nbytes
+            pieces.told += size
+            self._accountant.add(Category.BUFFERS, size)
+        else:
+            self._accountant.hold(Category.BUFFERS, piece)
+
+    def uncount(self, pieces: Pieces) -> None:
+        """The bytes that have been told of pieces are there no longer."""
+        told, pieces.told = pieces.told, 0
+        if told:
+            self._accountant.remove(Category.BUFFERS, told)
 
     def free(self) -> None:
         """Drop what has been collected."""
@@ -118,9 +142,14 @@ class UnitGradients:
                 if isinstance(buffer, torch.Tensor):
                     self.loans.forget(buffer)
             self.rest()
+        for buffer in self.buffers.values():
+            if type(buffer) is Pieces:
+                self.uncount(buffer)
+        self.seen |= self.written
         self.buffers = {}
         self.rows = {}
         self.beside = []
+        self.joined = set()
         self.written = set()
 
     def borrow_sums(self) -> None:
@@ -154,26 +183,30 @@ class UnitGradients:
         return not self.expected and (not self.nested or self._gatherer.settled(self.unit))
 
     def watch(self, values: torch.Tensor) -> None:
-        """Remember the largest magnitude of what is to be sent: it is not finite if any value is not.
+        """Remember the least and the largest of what is to be sent: one is not finite if any value is not.
 
         A pass over the values as fast as copying them, and no wait for the device. It is kept in memory that stays:
         small tensors, new in every pass, would lie between large ones and break up the memory that these leave.
         """
         if not values.numel():
             return
-        low, high = torch.aminmax(values)
-        largest = self._largest[self._window]
-        if largest is None:
-            largest = self._largest[self._window] = torch.zeros((), dtype=torch.float64, device=values.device)
-        if not self._watched[self._window]:
-            largest.zero_()
-        self._watched[self._window] = True
-        torch.maximum(largest, torch.maximum(high, -low), out=largest)
+        kept, watched = self._ends[self._window], self._watched[self._window]
+        ends = kept.get(values.dtype)
+        if ends is None:
+            pair = torch.empty(2, dtype=values.dtype, device=values.device)
+            ends = kept[values.dtype] = pair[0], pair[1]
+        if values.dtype not in watched:
+            watched.add(values.dtype)
+            torch.aminmax(values, out=ends)
+        else:
+            low, high = torch.aminmax(values)
+            torch.minimum(ends[0], low, out=ends[0])
+            torch.maximum(ends[1], high, out=ends[1])
 
     def begin_window(self) -> None:
         """Begin to watch anew, and keep what has been seen in the window that ends."""
         self._window ^= 1
-        self._watched[self._window] = False
+        self._watched[self._window].clear()
 
     @property
     def finite(self) -> bool:
@@ -186,5 +219,4 @@ class UnitGradients:
         return self._finite(self._window ^ 1)
 
     def _finite(self, window: int) -> bool:
-        largest = self._largest[window]
-        return largest is None or not self._watched[window] or bool(torch.isfinite(largest))
+        return all(bool(torch.isfinite(end)) for dtype in self._watched[window] for end in self._ends[window][dtype])

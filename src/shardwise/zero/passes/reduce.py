@@ -35,7 +35,7 @@ from shardwise.comm.chain import Chain, Launch, Link
 from shardwise.comm.compression import Compressor, Flat, Reduction, is_active
 from shardwise.comm.domain import Domain
 from shardwise.comm.pieces import Pieces
-from shardwise.compat import never_compiled
+from shardwise.compat import never_compiled, number_of_pass
 from shardwise.device.ranges import Stretches, named, watched
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
@@ -97,6 +97,8 @@ class Reducer:
         self.domain = domain
         self.accountant = accountant
         self._every_pass = plan.shard_gradients
+        self._launches = domain.ranks.streams.beside
+        self._exchanges = domain.world > 1 or plan.shard_optimizer  # by oneself, if that is asked for
         self.wire_dtype = wire_dtype
         self.prescale = prescale
         self._keeps_gradients = keeps_gradients
@@ -210,6 +212,7 @@ class Reducer:
         else:
             self.partial = True
             for gradients in self.gradients.values():
+                gradients.task = -1
                 gradients.rest()
             for gradients in self.gradients.values():
                 gradients.settle()
@@ -239,31 +242,44 @@ class Reducer:
         place = gradients.unit.sections.index(section)
         index = section.layout.slots[number].index
 
+        # There are many parameters: what is usual comes first, and asks for as little as it can.
         @never_compiled
         def arrived(parameter: nn.Parameter) -> None:
             grad = parameter.grad
-            parameter.grad = None
             if grad is None:
                 return
-            self.begin()
-            self.brought = True
-            if gradients.resting:
-                gradients.bring()
-            if gradients.reduced:
-                raise UsageError(
-                    f"parameter {gradients.unit.registry[index].name!r} received another gradient after its unit "
-                    f"{gradients.unit.name!r} had been reduced. It is shared between several re-entrant checkpoints in "
-                    "a way that cannot be seen beforehand: use "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-                )
-            self._collect(gradients, place, section, number, grad)
-            gradients.seen.add(index)
+            parameter.grad = None
+            if gradients.task != number_of_pass():
+                self._first_of_pass(gradients, index)
+            pieces = gradients.buffers.get(place)
+            if type(pieces) is Pieces and not grad.is_sparse:
+                gradients.put(pieces, number, grad)
+                gradients.written.add(index)
+            else:
+                self._collect(gradients, place, section, number, grad)
             del grad
-            gradients.look_ahead()
-            gradients.expected.discard(index)
-            self.advance(gradients.unit)
+            expected = gradients.expected
+            expected.discard(index)
+            if not expected:
+                self.advance(gradients.unit)
 
         return arrived
+
+    def _first_of_pass(self, gradients: UnitGradients, index: int) -> None:
+        """A backward pass is about to bring the first gradient of a unit: that of parameter `index`."""
+        self.begin()
+        self.brought = True
+        if gradients.resting:
+            gradients.bring()
+        if gradients.reduced:
+            raise UsageError(
+                f"parameter {gradients.unit.registry[index].name!r} received another gradient after its unit "
+                f"{gradients.unit.name!r} had been reduced. It is shared between several re-entrant checkpoints in "
+                "a way that cannot be seen beforehand: use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+        gradients.look_ahead()
+        gradients.task = number_of_pass()
 
     def _collect(
         self, gradients: UnitGradients, place: int, section: SectionMemory, number: int, grad: torch.Tensor
@@ -279,7 +295,7 @@ class Reducer:
         slot = section.layout.slots[number]
         buffer = self._buffer(gradients, place, section)
         if isinstance(buffer, Pieces):
-            self.accountant.hold(Category.BUFFERS, buffer.put(number, grad))
+            gradients.put(buffer, number, grad)
         elif slot.index in gradients.written:
             buffer[slot.offset : slot.offset + slot.numel].add_(grad.reshape(-1))
         else:
@@ -302,6 +318,7 @@ class Reducer:
                 return False
             rows = both
         gradients.rows[place] = rows
+        gradients.seen.add(section.layout.slots[0].index)
         category = Category.BUFFERS if alone else Category.GRADIENTS
         self.accountant.hold(category, rows.index)
         self.accountant.hold(category, rows.values)
@@ -316,7 +333,7 @@ class Reducer:
         if isinstance(buffer, Pieces):
             dense = rows.values.new_empty(section.layout.table)
             rows.write(dense)
-            self.accountant.hold(Category.BUFFERS, buffer.put(0, dense))
+            gradients.put(buffer, 0, dense)
         else:
             rows.write(buffer[slot.offset : slot.offset + slot.numel].view(section.layout.table))
         gradients.written.add(slot.index)
@@ -325,10 +342,13 @@ class Reducer:
         """Return whether the gradients of one pass are reduced by themselves, and the dtype in which they are kept."""
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
-        single = self.boundary and not self.partial and self.driver.begins_window()
-        together = self.local or not (self._every_pass or single)
-        alone = section.domain.world > 1 and not together
+        alone = section.domain.world > 1 and not self.local and (self._every_pass or self._single)
         return alone, (self._cast_to(section) or section.layout.dtype) if alone else section.accumulate_dtype
+
+    @property
+    def _single(self) -> bool:
+        """Whether this backward pass is the only one of its window."""
+        return self.boundary and not self.partial and self.driver.begins_window()
 
     def _buffer(self, gradients: UnitGradients, place: int, section: SectionMemory) -> torch.Tensor | Pieces:
         """Return what collects a section's gradients; if it is a flat buffer, it is new with undefined content.
@@ -341,15 +361,18 @@ class Reducer:
         alone, dtype = self._collected_as(section)
         buffer: torch.Tensor | Pieces
         if not (alone or gradients.accumulated or section.gradient_loans.away) and section.keeps_whole_gradient:
-            # The reduced gradient will be as large as the sum, and nothing is in its place yet.
-            buffer = section.whole_gradient
+            # The reduced gradient will be as large as the sum, and nothing is in its place yet. One copy of a unit's
+            # gradients costs less than one of each where the host launches them; elsewhere it only takes memory.
+            joined = self._launches and section.domain.world == 1 and self._single and not self.local
+            buffer = Pieces(section.places, dtype, joined=True) if joined else section.whole_gradient
         else:
             if (not self.boundary or self.local or gradients.accumulated) and self._in_flight_alone():
                 # A lossy reduction may wait for peers that wait for gathers.
                 self.gatherer.launch_through(gradients.unit)
                 self._land(0)
-            if alone and (self.domain.beside or self.in_pieces(gradients.unit)):
-                buffer = Pieces(section.places, dtype)
+            in_pieces = alone and self.in_pieces(gradients.unit)
+            if in_pieces or (alone and self.domain.beside):
+                buffer = Pieces(section.places, dtype, joined=not in_pieces)
             else:
                 buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
                 if alone:
@@ -400,8 +423,7 @@ class Reducer:
         return any(flight.gradients.unit.index in self.alone for flight in self._in_flight)
 
     def _prepare(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a flat buffer as it is to be sent."""
-        self._fill_gaps(gradients, section, buffer)
+        """Return a flat buffer, which is complete, as it is to be sent."""
         if self._prescale(section.domain) != 1.0:
             buffer.mul_(self._prescale(section.domain))
         wire = self._cast_to(section)
@@ -424,22 +446,18 @@ class Reducer:
 
     def _flatten(self, gradients: UnitGradients) -> None:
         """Copy gradients that lie in pieces together, in one call, if they cannot be sent from there."""
-        if self.in_pieces(gradients.unit):
-            return
-        targets: list[torch.Tensor] = []
-        found: list[torch.Tensor] = []
         for place, pieces in gradients.buffers.items():
-            if isinstance(pieces, Pieces):
+            if isinstance(pieces, Pieces) and pieces.joined:
                 section = gradients.unit.sections[place]
-                flat = torch.empty(pieces.numel(), dtype=pieces.dtype, device=section.device)
-                self.accountant.hold(Category.BUFFERS, flat)
-                for (first, numel), piece in zip(pieces.places.slots, pieces.tensors, strict=True):
-                    if piece is not None:
-                        targets.append(flat[first : first + numel])
-                        found.append(piece)
+                if section.domain.world == 1:
+                    flat = section.whole_gradient
+                else:
+                    flat = torch.empty(pieces.numel(), dtype=pieces.dtype, device=section.device)
+                    self.accountant.hold(Category.BUFFERS, flat)
+                pieces.places.join(pieces.tensors, flat)
+                gradients.uncount(pieces)
                 gradients.buffers[place] = flat
-        if targets:
-            torch._foreach_copy_(targets, found)
+                gradients.joined.add(place)
 
     def _stretch(self) -> None:
         """Tell whoever looks which unit is differentiated now: the next one whose gradients are not complete."""
@@ -471,13 +489,41 @@ class Reducer:
         self.gatherer.launch_through(gradients.unit)
         self._land(self._ahead)
         self._flatten(gradients)
+        if not self._exchanges and self._in_place(gradients):
+            with named("reduce", gradients.unit.name):
+                self._complete_in_place(gradients)
+            return
         self.domain.reductions.follow()
         with named("reduce", gradients.unit.name), self.domain.reductions.aside():
             self._start_reduction(gradients)
 
+    def _in_place(self, gradients: UnitGradients) -> bool:
+        """Whether a unit's gradients have been collected where they are to be reduced to."""
+        unit = gradients.unit
+        return (
+            not gradients.loans.away
+            and self._prescale(unit.domain) == 1.0
+            and all(
+                section.gradient is not None and gradients.buffers.get(place) is section.gradient
+                for place, section in enumerate(unit.sections)
+                if section.layout.trainable
+            )
+        )
+
+    def _complete_in_place(self, gradients: UnitGradients) -> None:
+        """Do what remains of a reduction where there is nobody to reduce with."""
+        self._next += 1
+        gradients.reduced, gradients.accumulated, gradients.task = True, True, -1
+        for place, buffer in gradients.buffers.items():
+            if place not in gradients.joined:
+                assert isinstance(buffer, torch.Tensor)
+                self._fill_gaps(gradients, gradients.unit.sections[place], buffer)
+        gradients.free()
+        self._offer(gradients)
+
     def _start_reduction(self, gradients: UnitGradients) -> None:
         self._next += 1
-        gradients.reduced = True
+        gradients.reduced, gradients.task = True, -1
         gradients.bring()
         unit = gradients.unit
         counts = self._agree_on_rows(gradients)
@@ -492,6 +538,8 @@ class Reducer:
             if section.layout.trainable and place not in counts:
                 buffer = gradients.buffers[place]
                 if isinstance(buffer, torch.Tensor):
+                    if place not in gradients.joined:
+                        self._fill_gaps(gradients, section, buffer)
                     buffer = self._prepare(gradients, section, buffer)
                 elif self._watches:
                     for piece in buffer.tensors:
@@ -601,10 +649,9 @@ class Reducer:
         """
         unit = gradients.unit
         pairs = [(outputs[place], buffer) for place, buffer in buffers.items()]
-        tables = any(section.layout.table is not None for section in unit.trainable)
         handles: list[Reduction] = []
         if pairs:
-            kind = "rows" if tables else "reduce"
+            kind = "rows" if gradients.tables else "reduce"
             handles.append(gradients.comm.reduce_scatter(pairs, unit.name, accumulate=accumulate, kind=kind))
         if not counts:
             return handles[0]
@@ -634,8 +681,7 @@ class Reducer:
 
     def _agree_on_rows(self, gradients: UnitGradients) -> dict[int, list[list[int]]]:
         """Return how many rows each inner rank has for each, by place of the tables that are reduced as rows."""
-        unit, comm = gradients.unit, gradients.comm
-        places = [place for place, section in enumerate(unit.sections) if section.layout.table is not None]
+        unit, comm, places = gradients.unit, gradients.comm, gradients.tables
         if not places:
             return {}
         if comm.imagined:
@@ -832,7 +878,7 @@ class Reducer:
             for gradients in self.gradients.values()
             for section in gradients.unit.trainable
             for slot in section.layout.slots
-            if slot.index not in gradients.seen
+            if slot.index not in gradients.seen and slot.index not in gradients.written
         ]
 
     def clear(self) -> None:
@@ -845,8 +891,8 @@ class Reducer:
             gradients.accumulated = False
             gradients.sums = {}
             gradients.begin_window()
-            gradients.seen = set()
             gradients.free()
+            gradients.seen = set()
             if not self._keeps_gradients:
                 for section in gradients.unit.trainable:
                     section.free_gradient()

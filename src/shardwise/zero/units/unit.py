@@ -514,6 +514,9 @@ class Unit:
     """See the module docstring. Created whole by `shardwise.zero.build`, then sharded.
 
     Attributes:
+        trainable: sections that receive gradients.
+        sharded: whether the whole values are released between uses.
+        level: at which level of the domain the parameters are divided between uses.
         take_over: called when gathered values have been changed in place, to bring master weights up to date.
         await_copies: called before that, and before the shard is written: somebody may still be copying them.
         exact: gathers from the shards.
@@ -540,6 +543,9 @@ class Unit:
         self.tensors = list(tensors)
         self.registry = registry
         self.sections = list(sections)
+        self.trainable = [section for section in self.sections if section.layout.trainable]
+        self.sharded = any(section.sharded for section in self.sections)
+        self.level = max((section.levels.parameters for section in self.sections), default=0)
         self.domain = domain
         self.state = UnitState.GATHERED
         self.exposed = True
@@ -585,25 +591,15 @@ class Unit:
         """The user's parameter objects."""
         return [self.registry.parameters[tensor.index] for tensor in self.tensors]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of all sections, padding included."""
         return sum(section.layout.numel for section in self.sections)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the whole values, padding included."""
         return sum(section.layout.numel * section.layout.dtype.itemsize for section in self.sections)
-
-    @property
-    def trainable(self) -> list[SectionMemory]:
-        """Sections that receive gradients."""
-        return [section for section in self.sections if section.layout.trainable]
-
-    @property
-    def sharded(self) -> bool:
-        """Whether the whole values are released between uses."""
-        return any(section.sharded for section in self.sections)
 
     @property
     def between_uses(self) -> str:
@@ -625,11 +621,6 @@ class Unit:
         with without_overrides():
             for parameter, blank in self._blanks:
                 parameter.data = blank
-
-    @property
-    def level(self) -> int:
-        """At which level of the domain the parameters are divided between uses."""
-        return max((section.levels.parameters for section in self.sections), default=0)
 
     def start_gather(self, purpose: Purpose = Purpose.PLAIN) -> None:
         """Launch the gather of the whole values of a sharded unit; the parameters are withheld until it ends."""
