@@ -51,6 +51,8 @@ class MemoryGuard:
         self._resident = [
             self._registry.parameters[t.index] for unit in self._units if not unit.sharded for t in unit.tensors
         ]
+        # Whoever leaves the model stays in memory, so that what comes for it is not taken for it.
+        self._held = list(itertools.chain.from_iterable(map(dict.values, self._holders)))
         self._found = self._look()
 
     def _look(self) -> list[list[Any]]:
