@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import shardwise
 from shardwise.checkpoint import tensorfile
+from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.statefile import StateFileWriter
 from shardwise.checkpoint.tensorfile import Spec, TensorFile
 from shardwise.checkpoint.tensorwriter import TensorWriter, write_tensors
-from shardwise.device import staging
+from shardwise.device import checking, staging
+from shardwise.device.recording import recording
 from shardwise.errors import CheckpointError
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.checkpoint.test_async import content
 from tests.checkpoint.test_tensorfile import TENSORS, equal
 from tests.device.streams import far
 
+CPU = torch.device("cpu")
 LATE = pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
 
 
@@ -208,6 +213,23 @@ def disturbed(root: str, stage: int, dtype: str) -> None:
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
 def test_snapshots_have_what_was_there_when_they_were_taken(stage: int, dtype: str, tmp_path: Path) -> None:
     on_ranks(disturbed, 2, str(tmp_path), stage, dtype)
+
+
+def test_a_snapshot_comes_behind_what_has_been_brought() -> None:
+    near, lent, also_lent = torch.zeros(64), torch.zeros(64), torch.zeros(64)
+
+    def bring(tensors: Sequence[tuple[str, torch.Tensor]], use: Callable[[Sequence[str]], None]) -> None:
+        for name, tensor in tensors:
+            if tensor is not near:
+                tensor.fill_(1.0)  # its values come to the device
+            use([name])
+
+    with recording() as recorder, mock.patch("shardwise.checkpoint.snapshot.is_far", lambda device: True):
+        snapshot = Snapshot(CPU)
+        snapshot.take({"near": near, "lent": lent, "also lent": also_lent}, {"lent", "also lent"}, bring)
+        snapshot.close()
+    assert checking.check_order(recorder.trace, 0) == []
+    assert any(event.kind == "kernel" and event.stream == "copies" for event in recorder.trace.events)
 
 
 def a_copy_fails(root: str, broken: int) -> None:

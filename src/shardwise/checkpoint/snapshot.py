@@ -87,10 +87,11 @@ class Snapshot:
         assert self._map is not None
         if is_far(self._device):
             self._stream = self._stream or copy_stream(self._device)
-            self._stream.follow()
         self._map[: len(layout.header)] = layout.header
 
         def copy(names: Sequence[str]) -> None:
+            if self._stream is not None:
+                self._stream.follow()  # what has been brought has just been written
             for name in names:
                 source, begin = tensors[name].detach(), layout.begins[name]
                 self._copy(self._bytes[begin : begin + source.nbytes].view(source.dtype).view(source.shape), source)
