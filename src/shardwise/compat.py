@@ -7,9 +7,10 @@ another way where they are missing.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
@@ -48,6 +49,42 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     except (AttributeError, RuntimeError):
         return None
     return found if isinstance(found, timedelta) else None
+
+
+@contextlib.contextmanager
+def connecting_alone() -> Iterator[None]:
+    """Have groups that are made inside of the block connect by themselves.
+
+    If the default group has a device (`init_process_group(device_id=...)`), torch makes NCCL's communicators by
+    splitting that of the default group, for which it needs all of its ranks, and waits for those that are elsewhere.
+    """
+    default: Any = dist.group.WORLD
+    bound = getattr(default, "bound_device_id", None)
+    if bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
+
+
+def urgent_options(backend: str, timeout: timedelta) -> Any:
+    """Return options of a group whose kernels go before those that wait on other streams; None: there are none.
+
+    NCCL's kernels are short and others wait for them, while a model's fill the device with blocks that are queued.
+
+    Args:
+        backend: of the group.
+        timeout: of the group, which torch compares with that of its options.
+    """
+    options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None) if backend == "nccl" else None
+    if options is None:
+        return None
+    made = options(is_high_priority_stream=True)
+    made._timeout = timeout
+    return made
 
 
 def default_store() -> dist.Store | None:

@@ -8,6 +8,8 @@ import struct
 import threading
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from shardwise.comm import groups
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import PeerLostError
+from tests.device.recorded import imagined
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -76,6 +79,53 @@ def listening(pids: list[int]) -> set[int]:
                 continue
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+class Options:
+    """Those of NCCL's groups, as torch has them."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(0)
+
+
+def made_on_nccl(partition: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return with what torch would be asked for NCCL's groups, in a job of 4 ranks whose default group has a device."""
+    asked: list[dict[str, Any]] = []
+    device = torch.device("cuda", 0)
+
+    def new_group(ranks: list[int], timeout: timedelta, backend: str, options: Any, **how: Any) -> dist.ProcessGroup:
+        bound = dist.group.WORLD.bound_device_id
+        asked.append({"ranks": ranks, "backend": backend, "options": options, "bound": bound, **how})
+        return dist.group.WORLD
+
+    with imagined(4, 0):
+        dist.group.WORLD.bound_device_id = device
+        monkeypatch.setattr(dist, "new_group", new_group)
+        monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+        groups.new_group(partition, timedelta(minutes=3), "nccl", device)
+        assert dist.group.WORLD.bound_device_id == device
+    return asked
+
+
+def test_ranks_that_make_a_group_by_themselves_do_not_split_the_default_groups_communicator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # That takes all ranks, and torch does it where the default group has a device.
+    (asked,) = made_on_nccl([[0, 2]], monkeypatch)
+    assert asked["bound"] is None
+    assert (asked["ranks"], asked["device_id"]) == ([0, 2], torch.device("cuda", 0))
+    assert asked["use_local_synchronization"]
+
+
+def test_collectives_of_devices_go_before_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = made_on_nccl([[0, 1], [2, 3]], monkeypatch)
+    assert [one["ranks"] for one in asked] == [[0, 1], [2, 3]]
+    assert all(one["bound"] is not None for one in asked)  # all ranks are here: it may be split
+    assert [one["device_id"] for one in asked] == [torch.device("cuda", 0), None]
+    for one in asked:
+        assert one["options"].is_high_priority_stream
+        assert one["options"]._timeout == timedelta(minutes=3)
 
 
 def process_id() -> int:

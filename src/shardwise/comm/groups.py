@@ -158,9 +158,7 @@ class _Shelf:
         if self._free.get(kind):
             return self._free[kind].pop(0)
         group = made_well(
-            lambda _: dist.new_group(
-                list(ranks), timeout, backend=backend, use_local_synchronization=True, device_id=device
-            ),
+            lambda _: _connected_alone(ranks, timeout, backend, device),
             lambda _: None,  # kept, for the same reason
             lambda made: made,
             compat.default_store(),
@@ -179,6 +177,21 @@ class _Shelf:
 
 
 _shelf = _Shelf()
+
+
+def _connected_alone(
+    ranks: Sequence[int], timeout: timedelta, backend: str, device: torch.device | None
+) -> dist.ProcessGroup:
+    """Make a group of some ranks, without the others."""
+    with compat.connecting_alone():
+        return dist.new_group(
+            list(ranks),
+            timeout,
+            backend,
+            compat.urgent_options(backend, timeout),
+            use_local_synchronization=True,
+            device_id=device,
+        )
 
 
 def new_group(
@@ -207,7 +220,13 @@ def new_group(
 
     return made_well(
         lambda _: [
-            dist.new_group(list(ranks), timeout, backend=backend, device_id=device if rank in ranks else None)
+            dist.new_group(
+                list(ranks),
+                timeout,
+                backend,
+                compat.urgent_options(backend, timeout),
+                device_id=device if rank in ranks else None,
+            )
             for ranks in partition
         ],
         discard,
