@@ -361,7 +361,7 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
                     request.directory, entries, request.name, max_shard_size=request.limit, overwrite=request.overwrite
                 )
         # How many are brought at a time may differ by rank; the order, which collectives have, does not.
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device="cpu")
         first = {name: runs[0].values for name, runs in own.items() if runs}
         model.bring(
             [(p, nothing if isinstance(p[1], torch.Tensor) else first.get(p[1], nothing)) for p in places], write

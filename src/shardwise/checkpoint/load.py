@@ -495,7 +495,7 @@ def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
         current = group.get(name)
         if isinstance(current, torch.Tensor):
             # Filled in place: compiled and graph-captured steps read that very tensor.
-            current.detach().copy_(torch.as_tensor(value))
+            current.detach().copy_(torch.as_tensor(value, device=current.device))
         elif isinstance(value, torch.Tensor) and isinstance(current, (int, float)):
             group[name] = value.item()
         else:

@@ -344,7 +344,7 @@ def _compare_groups(
 def _compare_settings(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], path: str) -> None:
     """Raise if a setting of a parameter group is of another kind than this engine's."""
     for number, (group, tree) in enumerate(zip(groups, saved, strict=False)):
-        found = codec.decode(tree, lambda reference: torch.zeros(()))  # tensors are not looked at here
+        found = codec.decode(tree, lambda reference: torch.zeros((), device="cpu"))  # tensors are not looked at here
         for name in found.keys() & group.keys() - {"params"}:
             if not _alike(group[name], found[name]):
                 raise CheckpointError(
@@ -372,7 +372,7 @@ def _check_steps(model: CheckpointedModel, states: Mapping[int, StateOf], path: 
     """Raise for step counts that are none."""
     for index, state in states.items():
         if "step" in state.values:
-            step = codec.decode(state.values["step"], lambda reference: torch.zeros(()))
+            step = codec.decode(state.values["step"], lambda reference: torch.zeros((), device="cpu"))
             step = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
             if not (isinstance(step, (int, float)) and 0 <= step <= _MOST_STEPS):
                 raise CheckpointError(

@@ -56,7 +56,7 @@ def measure(comm: Communicator, rounds: int = 32, clock: Callable[[], float] = _
     mine = told[comm.rank]
 
     def tell(left: float, had: float) -> Sequence[float]:
-        mine.copy_(torch.tensor([left, had], dtype=torch.float64))
+        mine.copy_(torch.tensor([left, had], dtype=torch.float64, device="cpu"))
         comm.all_gather([(told.view(-1), mine)], LABEL, kind="explicit").wait()
         first: list[float] = told[0].tolist()
         return first

@@ -145,7 +145,7 @@ def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Ar
     else:
         grid = ranks if names is not None and names[0] in NAMES["replicate"] else ranks.T
     own = {rank: number for number, rank in enumerate(members)}
-    grid = torch.tensor([[own[rank] for rank in row] for row in grid.tolist()])
+    grid = torch.tensor([[own[rank] for rank in row] for row in grid.tolist()], device="cpu")
     if any(bool((grid.diff(dim=dim) < 0).any()) for dim in (0, 1)):
         raise UsageError(f"{what}: ranks must ascend along each of its dimensions, found {ranks.tolist()}")
     _check_size(what, grid.shape[1], zero)

@@ -238,4 +238,4 @@ class SpikeWatch:
 
 
 def _packed(pairs: list[list[float]]) -> torch.Tensor:
-    return torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2)
+    return torch.tensor(pairs, dtype=torch.float64, device="cpu").reshape(-1, 2)

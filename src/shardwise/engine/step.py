@@ -703,7 +703,11 @@ class TrainStep:
         if self._pass_weight is not None or self._window.weighted:
             return None
         factor, clip = self._factor(None), float(self._config.gradient_clipping)
-        return self._sharded.clip_factor(torch.zeros((), dtype=torch.float64), clip) * factor if clip else factor
+        return (
+            self._sharded.clip_factor(torch.zeros((), dtype=torch.float64, device="cpu"), clip) * factor
+            if clip
+            else factor
+        )
 
     def gradient_factor(self) -> float | torch.Tensor:
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""

@@ -315,7 +315,9 @@ def _optimizer(given: OptimizerLike, trained: dict[int, torch.Tensor]) -> tuple[
     if isinstance(given, str):
         given = _by_name(given)
     # Some optimizers take parameters of certain numbers of dimensions only, so the probes have those.
-    made = given([nn.Parameter(torch.ones((1,) * tensor.dim(), dtype=tensor.dtype)) for tensor in trained.values()])
+    made = given(
+        [nn.Parameter(torch.ones((1,) * tensor.dim(), dtype=tensor.dtype, device="cpu")) for tensor in trained.values()]
+    )
     if not isinstance(made, torch.optim.Optimizer):
         raise UsageError(
             f"memory_sources(optimizer=...) expects an optimizer, a class or callable that makes one, or a name; the "

@@ -125,8 +125,8 @@ def by_expert(sizes: list[list[int]], device: torch.device) -> tuple[torch.Tenso
     by_turn = _runs([by_rank[run][1] - by_rank[run][0] for run in turned])
     places = dict(zip(turned, by_turn, strict=True))
     # Runs whose ends are known, so that plans of memory, where tensors have no values, can make them, too.
-    order = torch.cat([torch.arange(*by_rank[run]) for run in turned])
-    inverse = torch.cat([torch.arange(*places[run]) for run in range(len(by_rank))])
+    order = torch.cat([torch.arange(*by_rank[run], device="cpu") for run in turned])
+    inverse = torch.cat([torch.arange(*places[run], device="cpu") for run in range(len(by_rank))])
     return order.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
 
 

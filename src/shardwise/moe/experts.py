@@ -115,7 +115,7 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int
         rows, weight = rows.to(dtype), weight.to(dtype)
     product = grouped_product(weight) if grouped and len(rows) else None
     if product is not None:
-        ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        ends = torch.tensor(sizes, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         return product(rows, weight.transpose(-2, -1), ends.to(rows.device, non_blocking=True))
     # One backward node for all of the weights: slices would each make a gradient of the whole.
     pairs = zip(rows.split(list(sizes)), weight.unbind(0), strict=True)

@@ -50,7 +50,9 @@ class _Kept:
         self._storage = tensor.untyped_storage()
         self._size = self._storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
-        self._values = copies.host_bytes(self._size) if pinned else torch.empty(self._size, dtype=torch.uint8)
+        self._values = (
+            copies.host_bytes(self._size) if pinned else torch.empty(self._size, dtype=torch.uint8, device="cpu")
+        )
         self._moved: Copied | None = None
         self._read: Copied | None = None
         self._is_shared = False

@@ -54,7 +54,7 @@ def random_bits(
     """
     pairs = -(-numel // 2)
     x, shifted = scratch("bits", 2 * pairs, torch.int32).split(pairs)
-    torch.arange(pairs, out=shifted)
+    torch.arange(pairs, out=shifted, device=device)
     if sum(count for *_, count in origins) < numel:
         x.zero_()
     for tensor, start, offset, count in origins:

@@ -109,7 +109,7 @@ def _note_aligned(positions: Any, length: int, group: SequenceGroup) -> None:
     if group.aligned or not isinstance(positions, torch.Tensor) or length % group.size or positions.is_cuda:
         return
     rows = positions.reshape(-1, length).view(-1, group.size, length // group.size)
-    group.aligned = group.size > 1 and bool((rows == torch.arange(length // group.size)).all())
+    group.aligned = group.size > 1 and bool((rows == torch.arange(length // group.size, device=rows.device)).all())
 
 
 class SequenceLoader:

@@ -96,7 +96,7 @@ class Runs:
 def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of each run on a CPU."""
     sums = []
-    scratch = torch.empty(CHUNK, dtype=torch.float64)
+    scratch = torch.empty(CHUNK, dtype=torch.float64, device="cpu")
     for run in runs:
         total = 0.0
         # A dry run need not see more than one chunk, of which there may be thousands.
@@ -105,7 +105,7 @@ def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
             wide = scratch[: chunk.numel()].copy_(chunk)
             total += torch.dot(wide, wide).item()
         sums.append(total)
-    return torch.tensor(sums, dtype=torch.float64)
+    return torch.tensor(sums, dtype=torch.float64, device="cpu")
 
 
 def combine(sums: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:

@@ -250,7 +250,9 @@ def _arguments(
         raise UsageError(
             f"get_model_profile(input_shape={shape!r}): expected a tuple of sizes above 0, as (8, 3, 32, 32)"
         )
-    like = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), torch.empty(0))
+    like = next(
+        (parameter for parameter in model.parameters() if parameter.is_floating_point()), torch.empty(0, device="cpu")
+    )
     return [torch.ones(tuple(shape), dtype=like.dtype, device=like.device)], {}
 
 

@@ -214,7 +214,7 @@ class PowerSGD(Method):
         step = 0 if self._parameters.warm_start else self.steps
         text = f"{self._parameters.random_seed} {name} {step}"
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
-        return torch.randn(numel, generator=generator, dtype=dtype).to(self.comm.device)
+        return torch.randn(numel, generator=generator, dtype=dtype, device="cpu").to(self.comm.device)
 
     @property
     def recovers(self) -> bool:

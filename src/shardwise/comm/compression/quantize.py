@@ -118,7 +118,7 @@ class BlockCode:
             return
         scales, codes = self._parts(messages, values.shape[1])
         copied = error is not None or values.dtype != torch.float32
-        scratch, wide = self._scratch(len(values), values.shape[1], values.device), torch.empty(0)
+        scratch, wide = self._scratch(len(values), values.shape[1], values.device), torch.empty(0, device=values.device)
         for rows, begin, end, width in self._tiles(values):
             wanted = values[rows, begin:end]
             missing = -(end - begin) % width

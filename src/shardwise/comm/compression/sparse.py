@@ -60,7 +60,7 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 def _above(values: torch.Tensor, threshold: float, expected: int) -> torch.Tensor:
     """Return the indices of values whose magnitude is not below a threshold: probably as many as expected."""
-    scratch = torch.empty(min(_CHUNK, values.numel()), dtype=values.dtype)
+    scratch = torch.empty(min(_CHUNK, values.numel()), dtype=values.dtype, device=values.device)
     found = []
     for start in range(0, values.numel(), _CHUNK):
         chunk = values[start : start + _CHUNK]
@@ -68,7 +68,7 @@ def _above(values: torch.Tensor, threshold: float, expected: int) -> torch.Tenso
         # Several times faster than torch's nonzero on a CPU.
         large = (magnitudes < threshold).logical_not_()
         if not has_values(values):  # a dry run: NumPy has nothing to look at
-            return torch.empty(min(expected, values.numel()), dtype=torch.int64)
+            return torch.empty(min(expected, values.numel()), dtype=torch.int64, device=values.device)
         reached = numpy.flatnonzero(large.numpy())
         found.append(torch.from_numpy(reached).add_(start))
     return torch.cat(found)

@@ -221,7 +221,7 @@ def _take(generator: torch.Generator, device: torch.device) -> tuple[int, Callab
             generator.set_offset(offset + 4)  # offsets are multiples of 4
 
         return own_seed(seed, offset), again
-    number = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+    number = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
     state = generator.get_state()
     return number, lambda: _set(generator, state)
 

@@ -283,7 +283,7 @@ class RowReduction:
         if self._handles:
             self._add_up()
         self._handles, self.scratch = [], ()
-        self._index = self._values = torch.empty(0)
+        self._index = self._values = torch.empty(0, device="cpu")
 
     def _add_up(self) -> None:
         """Add what has come, in rank order, and put it where it belongs."""

@@ -223,7 +223,7 @@ class CutTensors:
     def agreed(self, *kinds: set[int]) -> list[set[int]]:
         """Return places of the tensors in sets of indices, each with those in the other ranks' (a small all-reduce)."""
         number = {place: n for n, place in enumerate(self.known)}
-        flags = torch.zeros(len(kinds), len(self.known))
+        flags = torch.zeros(len(kinds), len(self.known), device="cpu")
         for row, indices in enumerate(kinds):
             for place in {self.places[index] for index in indices}.intersection(number):  # others have no elements
                 flags[row, number[place]] = 1.0
