@@ -15,11 +15,12 @@ from shardwise.device.recording import COMPUTE, recording
 from shardwise.device.staging import Copied, CopyStream
 from shardwise.offload.host import HostPlace
 from shardwise.optim import AdamW
+from shardwise.zero.model import ShardedModel
 from shardwise.zero.updates.segments import SegmentUpdate
-from tests.device.recorded import record_all
+from tests.device.recorded import imagined, record_all
 from tests.models import CASES
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
-from tests.zero.training import Setting
+from tests.zero.training import Setting, start
 
 SCHEDULES = [*((1, place) for place in FROM_STAGE_1), *((3, place) for place in PLACES)]
 
@@ -65,6 +66,51 @@ def test_the_host_waits_for_who_reads_what_it_works_on() -> None:
     (*_, copied) = (place for place, event in enumerate(recorder.trace.events) if event.name == "copy_")
     marks = [number for kind, stream, number in kinds[copied:] if kind == "mark" and stream == COMPUTE]
     assert any(kind == "block" and number in marks for kind, _, number in kinds[copied:])
+
+
+class Asked(torch.Tensor):
+    """A number on a device, which the host cannot see without waiting; counts how often it does."""
+
+    waits = 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in (torch.Tensor.to, torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.cpu):
+                cls.waits += 1
+                return func(args[0].clone(), *args[1:], **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, torch.optim.AdamW])
+def test_the_host_waits_for_the_factor_once_in_a_step(
+    optimizer: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["gpt"]
+    monkeypatch.setattr("tests.zero.training.make_optimizer", lambda name, p, lr: optimizer(list(p), lr=lr))
+    monkeypatch.setattr(Asked, "waits", 0)
+    clip = ShardedModel.clip_factor
+    monkeypatch.setattr(ShardedModel, "clip_factor", lambda self, *how: clip(self, *how).as_subclass(Asked))
+    steps = {name: getattr(ShardedModel, name) for name in ("step", "scale_gradients")}
+
+    def on_device(name: str) -> Any:
+        def call(self: ShardedModel, factor: Any = 1.0) -> None:
+            steps[name](self, factor.as_subclass(Asked) if isinstance(factor, torch.Tensor) else factor)
+
+        return call
+
+    for name in steps:
+        monkeypatch.setattr(ShardedModel, name, on_device(name))
+    zero = tuple(offload("optimizer on host", "").items())
+    with imagined(1, 0), played_device():
+        engine = start(case, Setting(2, clip=0.1, optimizer="AdamW", precision="bf16", zero=zero))
+        assert len(engine.sharded.units) > 2
+        for step in range(2):
+            engine.backward(case.loss(engine, case.data(step, 0, 0, torch.bfloat16)))
+            before = Asked.waits
+            engine.step()
+            assert Asked.waits - before == 1
+        engine.destroy()
 
 
 def nothing(*_: object) -> None:

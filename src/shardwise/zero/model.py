@@ -427,10 +427,19 @@ class ShardedModel:
                 own.mul_(factor)
             return
 
+        factors: dict[torch.device, torch.Tensor] = {}  # the host waits once
+
+        def there(device: torch.device) -> float | torch.Tensor:
+            if not isinstance(factor, torch.Tensor):
+                return factor
+            if device not in factors:
+                factors[device] = factor.to(device)
+            return factors[device]
+
         def scale(unit: Unit) -> None:
             for section in unit.trainable:
                 gradient = section.stepped_gradient
-                gradient.mul_(factor.to(gradient.device) if isinstance(factor, torch.Tensor) else factor)
+                gradient.mul_(there(gradient.device))
             self._scaled.add(unit.index)
 
         left = [unit for unit in self.units if unit.index not in self._scaled]

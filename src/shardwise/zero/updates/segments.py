@@ -92,6 +92,7 @@ class SegmentUpdate(ReducedUpdate):
         self.early: EarlySteps | None = None
         self._stepped: set[int] = set()  # numbers of parts, in a step that has not been ended
         self._taken: set[int] = set()  # those that have been stepped early
+        self._near_factor: tuple[torch.Tensor, torch.Tensor] | None = None  # of a step, as it is and on the host
         self._begun = contextlib.ExitStack()
 
     def capture(self, unit: Unit) -> None:
@@ -350,6 +351,7 @@ class SegmentUpdate(ReducedUpdate):
         """See `Update.end_step`."""
         self._stepped.clear()
         self._taken.clear()
+        self._near_factor = None
 
     def _step_alone(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, number: int) -> None:
         """Step a part as if it were everything."""
@@ -369,8 +371,7 @@ class SegmentUpdate(ReducedUpdate):
         flat = flat_optimizer(optimizer)
         written = self._outputs.of(part.sections)
         outputs = [(s, written[id(section)][at]) for section, at, s in part.segments if id(section) in written]
-        if isinstance(factor, torch.Tensor) and any(section.steps_apart for section in part.sections):
-            factor = factor.to("cpu")
+        factor = self._factor_for(part, factor)
         if flat is not None and flat.takes_flat():
             shown = {id(section): section.stepped_gradient for section in part.sections}
             gradients = [(segment, shown[id(section)][place]) for section, place, segment in part.segments]
@@ -393,6 +394,17 @@ class SegmentUpdate(ReducedUpdate):
                 if id(section) in written and section.master is not None:
                     written[id(section)].copy_(section.master)
         self._outputs.send()
+
+    def _factor_for(self, part: Part, factor: float | torch.Tensor) -> float | torch.Tensor:
+        """Return a step's factor where a part is stepped; the host waits for it once in a step.
+
+        After each part it would also wait for the copies of that part's parameters to the device.
+        """
+        if not (isinstance(factor, torch.Tensor) and any(section.steps_apart for section in part.sections)):
+            return factor
+        if self._near_factor is None or self._near_factor[0] is not factor:
+            self._near_factor = factor, factor.to("cpu")
+        return self._near_factor[1]
 
     def _write_out(self, part: Part) -> None:
         """Write the masters of what has been stepped into the parameters' memory."""
