@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from unittest import mock
 
 import pytest
 import torch
 
+from shardwise.comm.chain import Runner
 from shardwise.device import staging
 from shardwise.device.staging import Staging
+from shardwise.device.streams import CudaStreams
 from tests.device.streams import far
 
 CPU = torch.device("cpu")
@@ -120,7 +123,8 @@ def test_cuda_is_asked_for_what_a_copy_stream_promises() -> None:
     device, cuda = torch.device("cuda", 1), mock.MagicMock()
     with mock.patch("torch.cuda", cuda), mock.patch("torch.empty") as empty:
         stream = staging.copy_stream(device)
-        cuda.Stream.assert_called_once_with(device, priority=-1)
+        # Not one of those on which collectives run, of which torch has 32: one is made for each file that is read.
+        cuda.Stream.assert_called_once_with(device, priority=0)
         stream.host_bytes(64)
         assert empty.call_args.kwargs["pin_memory"] and empty.call_args.kwargs["device"] == "cpu"
         cuda.device.assert_called_with(device)  # not on the first one
@@ -148,3 +152,10 @@ def test_cuda_is_asked_for_what_a_copy_stream_promises() -> None:
         copied.query.side_effect = [False, False, True]
         mark.synchronize()
         assert copied.query.call_count == 3
+
+
+def test_collectives_run_on_streams_of_high_priority() -> None:
+    device = torch.device("cuda", 1)
+    with mock.patch("torch.cuda.Stream") as made:
+        Runner(CudaStreams(device), waits_on_host=False, name="gathers", limit=timedelta(minutes=1))
+    made.assert_called_once_with(device, priority=-1)

@@ -158,7 +158,7 @@ class Recorder:
         finally:
             self._local.stream = before
 
-    def make(self, name: str) -> Stream:
+    def make(self, name: str, *, urgent: bool = True) -> Stream:
         """See `Streams.make`."""
         self._names[name] = self._names.get(name, 0) + 1
         return _RecordedStream(self, name if self._names[name] == 1 else f"{name}.{self._names[name]}")

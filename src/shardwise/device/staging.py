@@ -66,7 +66,7 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._streams = streams_of(device)
-        self._stream = self._streams.make("copies")
+        self._stream = self._streams.make("copies", urgent=False)
         self._in_use: list[tuple[Mark, torch.Tensor]] = []
 
     def host_bytes(self, size: int) -> torch.Tensor:

@@ -54,11 +54,15 @@ class Streams(Protocol):
 
     beside: bool
 
-    def make(self, name: str) -> Stream:
-        """Return a new stream, of high priority: what it does is short, and others wait for it.
+    def make(self, name: str, *, urgent: bool = True) -> Stream:
+        """Return a new stream.
+
+        torch has a few streams of each priority, which it gives out in turn: what must not wait for anybody else's work
+        has another priority than what is made again and again.
 
         Args:
             name: what it is for.
+            urgent: what it does is short, and others wait for it.
         """
 
     def current(self) -> Stream:
@@ -104,7 +108,7 @@ class HostStreams:
 
     beside = False
 
-    def make(self, name: str) -> Stream:
+    def make(self, name: str, *, urgent: bool = True) -> Stream:
         """Return the only one."""
         return _HOST
 
@@ -169,9 +173,9 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def make(self, name: str) -> Stream:
+    def make(self, name: str, *, urgent: bool = True) -> Stream:
         """See `Streams.make`."""
-        return _CudaStream(torch.cuda.Stream(self._device, priority=-1))
+        return _CudaStream(torch.cuda.Stream(self._device, priority=-1 if urgent else 0))
 
     def current(self) -> Stream:
         """See `Streams.current`."""
