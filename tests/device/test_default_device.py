@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from shardwise.optim.rounding import random_bits
 from shardwise.precision.norms import SMALL, Runs
 
 CPU = torch.device("cpu")
+ROOT = Path(shardwise.__file__).parent
 FACTORIES = {
     "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
     "randperm", "scalar_tensor", "tensor", "zeros",
@@ -33,19 +35,51 @@ def elsewhere() -> Iterator[None]:
         torch.set_default_device(None)
 
 
+def calls(names: set[str]) -> Iterator[tuple[Path, Any]]:
+    """Yield the calls of some functions of torch in the source, with their files."""
+    for path in sorted(ROOT.rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            function = call.func if isinstance(call, ast.Call) else None
+            if (
+                isinstance(function, ast.Attribute)
+                and function.attr in names
+                and ast.unparse(function.value) == "torch"
+            ):
+                yield path, call
+
+
 def test_every_tensor_that_is_made_says_where() -> None:
-    root = Path(shardwise.__file__).parent
     silent = [
-        f"{path.relative_to(root)}:{call.lineno}: {ast.unparse(call)}"
-        for path in sorted(root.rglob("*.py"))
-        for call in ast.walk(ast.parse(path.read_text()))
-        if isinstance(call, ast.Call)
-        and isinstance(call.func, ast.Attribute)
-        and isinstance(call.func.value, ast.Name)
-        and (call.func.value.id, call.func.attr in FACTORIES) == ("torch", True)
-        and not any(keyword.arg in ("device", None) for keyword in call.keywords)
+        f"{path.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)}"
+        for path, call in calls(FACTORIES)
+        if not any(keyword.arg in ("device", None) for keyword in call.keywords)
     ]
     assert silent == []
+
+
+WAITING = {
+    "comm/communicator.py",  # set-up
+    "comm/compression/onebit.py",  # once an engine
+    "comm/measure.py",
+    "engine/faults.py",  # reads them at once
+    "optim/onebit.py",  # once, where compression begins
+    "precision/norms.py",  # once an engine
+    "precision/tensornorms.py",
+    "zero/access.py",
+    "zero/passes/reduce.py",  # counts of rows, which are read at once
+    "zero/passes/rows.py",
+}
+"""Modules in which `torch.tensor(..., device=...)` may wait for the device."""
+
+
+def test_no_numbers_are_sent_to_a_device_that_is_waited_for() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path, call in calls(FACTORIES)
+        if call.func.attr in ("tensor", "as_tensor")
+        and any(k.arg == "device" and ast.unparse(k.value) not in ("'cpu'", "CPU") for k in call.keywords)
+    }
+    assert found - {"checkpoint/load.py"} == WAITING
 
 
 @pytest.mark.usefixtures("elsewhere")

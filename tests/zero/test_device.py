@@ -6,17 +6,20 @@ whatever is made without naming a device lands on "meta", which no process group
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise
 from shardwise.errors import DesyncError
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from shardwise.zero.parameters.init import PartStore
+from shardwise.zero.passes.sums import GradientSums
 from tests.harness import run_ranks
 from tests.models import Router
 
@@ -94,3 +97,12 @@ def test_parameters_built_under_init_travel_on_the_device_of_the_group() -> None
     store._parts[parameter] = torch.ones(2)
     with pytest.raises(Sent, match=r"^meta$"):
         store.values(parameter)
+
+
+def test_numbers_of_a_step_may_lie_on_several_devices() -> None:
+    device = torch.device("cuda", 0)
+    sums = GradientSums([], SimpleNamespace(names=[]), None, device, None, None)  # type: ignore[arg-type]
+    with FakeTensorMode():
+        loss, weight = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64, device=device)
+        told = sums._on_device([1.0, loss, weight])
+    assert (told.device, told.shape, told.dtype) == (device, (3,), torch.float64)

@@ -1,10 +1,24 @@
-"""Values of a device that the host learns without waiting for them now."""
+"""Values that go to a device, or come from there, without the host waiting for what the device does."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from shardwise.compat import has_values
+
+
+def numbers_on(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    """Return some numbers in a tensor on a device, for which the host does not wait.
+
+    `torch.tensor(values, device=...)` would wait for all that has been launched there.
+
+    >>> numbers_on(torch.device("cpu"), [1, 2], torch.int64)
+    tensor([1, 2])
+    """
+    # They are not pinned, so CUDA has read them when the call returns.
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 class Later:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.compat import has_values
+from shardwise.device import numbers_on
 from shardwise.errors import UsageError
 from shardwise.parallel.sequence import SequenceGroup, group_of, needed
 from shardwise.parallel.ulysses import key_runs, query_runs, repeats, to_heads, to_tokens
@@ -52,7 +53,7 @@ def shared_attention(
     belongs = repeats(heads, keys, runs[group.rank])
     if not (grouped and belongs == heads // keys) and belongs != 1:
         places = belongs if isinstance(belongs, list) else [n // belongs for n in range(q.shape[2])]
-        index = torch.tensor(places, device=k.device)
+        index = numbers_on(k.device, places, torch.int64)
         k, v = k.index_select(2, index), v.index_select(2, index)
     found = attention(q, k, v)
     return to_tokens(group, found, lengths, runs) if group.size > 1 else found

@@ -67,6 +67,9 @@ def mean_loss(loss: torch.Tensor, tokens: torch.Tensor | int, group: SequenceGro
         tokens: their number.
         group: the ranks; None: the process's own.
     """
-    count = torch.as_tensor(tokens, device=loss.device)
+    if isinstance(tokens, torch.Tensor):
+        count = tokens.to(loss.device)
+    else:
+        count = torch.full((), tokens, dtype=torch.int64, device=loss.device)
     found: torch.Tensor = _Mean.apply(loss, count, group or needed())
     return found

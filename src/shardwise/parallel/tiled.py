@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.device import numbers_on
 from shardwise.errors import UsageError
 from shardwise.parallel.data import IGNORED
 from shardwise.parallel.sequence import shares
@@ -181,5 +182,5 @@ def sequence_tiled_compute(
         return torch.cat(outputs, dim=output_unshard_dimension)
     stacked = torch.stack([output.reshape(()) for output in outputs])
     if output_reduction == "mean":
-        return (stacked * torch.tensor(sizes, dtype=stacked.dtype, device=stacked.device)).sum() / seqlen
+        return (stacked * numbers_on(stacked.device, sizes, stacked.dtype)).sum() / seqlen
     return stacked.sum()

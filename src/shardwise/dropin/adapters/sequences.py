@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.device import numbers_on
 from shardwise.errors import UsageError
 from shardwise.parallel import RoundRobinLoader, SequenceGroup, begin, current, sequence_tiled_compute, share_attention
 from shardwise.parallel.huggingface import register
@@ -164,7 +165,7 @@ class TiledFusedLogitsLoss:
         stacked = torch.stack(losses)
         if output_reduction == "sum":
             return stacked.sum()
-        return (stacked * torch.tensor(counts, dtype=stacked.dtype, device=stacked.device)).sum() / sum(counts)
+        return (stacked * numbers_on(stacked.device, counts, stacked.dtype)).sum() / sum(counts)
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:

@@ -158,9 +158,9 @@ class GradientSums:
         # Filling launches a kernel; copying from the host would wait for the device.
         return torch.stack(
             [
-                fact
+                fact.to(self._device)  # a loss may have been formed elsewhere
                 if isinstance(fact, torch.Tensor)
                 else torch.full((), fact, dtype=torch.float64, device=self._device)
                 for fact in facts
             ]
-        ).to(self._device)
+        )
