@@ -7,10 +7,10 @@ powers of two. So buffers of a CUDA device are mappings of their own, which are 
 from __future__ import annotations
 
 import bisect
-import mmap
 
 import torch
 
+from shardwise.device.hostmemory import mapped
 from shardwise.device.pinned import pin, unpin
 from shardwise.device.staging import Copied
 
@@ -107,8 +107,7 @@ class HostBuffers:
         self._round += 1
 
     def _mapped(self, size: int) -> torch.Tensor:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        buffer = mapped(size)
         if pin(buffer.data_ptr(), size):
             self._addresses[id(buffer)] = buffer.data_ptr()
         else:

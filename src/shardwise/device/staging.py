@@ -43,6 +43,11 @@ class Copied:
         self._streams = streams
         self._mark = mark
 
+    @property
+    def made(self) -> bool:
+        """Whether all copies that come before it are made, as far as the host can see now."""
+        return self._mark.reached()
+
     def synchronize(self) -> None:
         """Block the host until all copies that come before it are made."""
         self._streams.block(self._mark, _FOREVER)
@@ -61,21 +66,24 @@ class CopyStream:
 
     Args:
         device: where streams are; on the CPU a copy is made when `copy` returns.
+
+    Attributes:
+        device: see above.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._streams = streams_of(device)
         self._stream = self._streams.make("copies", urgent=False)
         self._in_use: list[tuple[Mark, torch.Tensor]] = []
 
     def host_bytes(self, size: int) -> torch.Tensor:
         """Return memory of the host for it, of undefined content."""
-        if self._device.type != "cuda":
+        if self.device.type != "cuda":
             with self._streams.on_host():
                 return torch.empty(size, dtype=torch.uint8, device="cpu")
         # Threads begin with the first device, on which memory must not be pinned.
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def use(self) -> AbstractContextManager[None]:
@@ -126,7 +134,7 @@ class CopyStream:
     def mark(self) -> Copied:
         """Return the place behind the copies so far."""
         with self._stream.use():
-            return Copied(self._streams, self._streams.mark())
+            return self.here()
 
 
 def is_far(device: torch.device) -> bool:

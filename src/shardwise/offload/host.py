@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from shardwise.compat import has_values
+from shardwise.device.hostmemory import HostMemory
 from shardwise.device.staging import Copied, CopyStream, copy_stream
 from shardwise.memory import Tier
 
@@ -50,9 +52,7 @@ class _Kept:
         self._storage = tensor.untyped_storage()
         self._size = self._storage.nbytes()
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
-        self._values = (
-            copies.host_bytes(self._size) if pinned else torch.empty(self._size, dtype=torch.uint8, device="cpu")
-        )
+        self._memory = HostMemory(copies, self._size, locked=pinned, real=has_values(tensor))
         self._moved: Copied | None = None
         self._read: Copied | None = None
         self._is_shared = False
@@ -62,8 +62,9 @@ class _Kept:
         with self._copies.use():
             self._storage.resize_(self._size)
         if read:
-            self._copies.copy(self._bytes, self._values)
+            self._copies.copy(self._bytes, self._memory.bytes)
         self._moved = self._copies.mark()
+        self._memory.used(self._moved)
 
     def finish(self) -> None:
         """See `Stored.finish`."""
@@ -74,12 +75,13 @@ class _Kept:
         """See `Stored.give_back`."""
         self._copies.follow()
         if written:
-            self._copies.copy(self._values, self._bytes)
+            self._copies.copy(self._memory.bytes, self._bytes)
             # What has not been lent before belongs to another stream, which must not take it again too early.
             self._copies.keep(self._bytes)
         with self._copies.use():
             self._storage.resize_(0)
         self._moved = self._copies.mark()
+        self._memory.used(self._moved)
 
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
         """See `Stored.look_ahead`: it is near."""
@@ -95,7 +97,7 @@ class _Kept:
             if copied is not None:
                 copied.synchronize()
         self._read = None
-        return self._values
+        return self._memory.bytes
 
     def shared(self) -> torch.Tensor:
         """See `Stored.shared`."""
@@ -104,11 +106,13 @@ class _Kept:
 
     def exchange(self, other: _Kept) -> None:
         """See `Stored.exchange`."""
-        mine, theirs = self.in_place(), other.in_place()
-        self._values, other._values = theirs, mine
+        self.in_place()
+        other.in_place()
+        self._memory, other._memory = other._memory, self._memory
 
     def copy_to(self, target: torch.Tensor) -> None:
         """See `Stored.copy_to`."""
         self.finish()
-        target.view(-1).view(torch.uint8).copy_(self._values, non_blocking=True)
+        target.view(-1).view(torch.uint8).copy_(self._memory.bytes, non_blocking=True)
         self._read = self._copies.here()
+        self._memory.used(self._read)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from shardwise.compat import has_values
+from shardwise.device.hostmemory import HostMemory
 from shardwise.device.staging import Copied, copy_stream, is_far
 from shardwise.memory import Accountant, Category, Tier
 from shardwise.zero.units.unit import SectionMemory
@@ -28,7 +30,7 @@ class Outputs:
         self._far = is_far(device)
         self._copies = copy_stream(device) if self._far else None
         self._accountant = accountant
-        self._buffers: list[torch.Tensor | None] = [None, None]
+        self._buffers: list[HostMemory | None] = [None, None]
         self._sent: list[Copied | None] = [None, None]
         self._turn = 0
         self._staged: list[tuple[SectionMemory, torch.Tensor]] = []
@@ -40,12 +42,13 @@ class Outputs:
     def make_room(self, parts: Sequence[Sequence[SectionMemory]]) -> None:
         """Take the buffers, as large as the largest of some parts that are stepped one after the other."""
         size = max((sum(map(_staged_bytes, filter(self.stages, part))) for part in parts), default=0)
+        real = all(has_values(section.shard) for part in parts for section in part)
         for turn in range(2):
             have = self._buffers[turn]
-            if size and self._copies is not None and (have is None or have.numel() < size):
+            if size and self._copies is not None and (have is None or have.bytes.numel() < size):
                 self._await(turn)
-                self._buffers[turn] = made = self._copies.host_bytes(size)
-                self._accountant.hold(Category.BUFFERS, made, Tier.HOST)
+                self._buffers[turn] = made = HostMemory(self._copies, size, real=real)
+                self._accountant.hold(Category.BUFFERS, made.bytes, Tier.HOST)
 
     def of(self, sections: Sequence[SectionMemory]) -> dict[int, torch.Tensor]:
         """Return what the optimizer writes for each section of a part, by `id`; `send` comes after it."""
@@ -65,7 +68,7 @@ class Outputs:
                     self._await(self._turn)
                 buffer, size = self._buffers[self._turn], _staged_bytes(section)
                 assert buffer is not None
-                values = buffer[taken : taken + size].view(section.layout.dtype)[: section.published.numel()]
+                values = buffer.bytes[taken : taken + size].view(section.layout.dtype)[: section.published.numel()]
                 taken += size
                 found[id(section)] = values
                 self._staged.append((section, values))
@@ -80,6 +83,9 @@ class Outputs:
                 self._copies.copy(section.published, values)
                 self._accountant.move(Tier.HOST, read=values.nbytes)
             self._sent[self._turn] = mark = self._copies.mark()
+            buffer = self._buffers[self._turn]
+            assert buffer is not None
+            buffer.used(mark)
             mark.wait()
 
     def _await(self, turn: int) -> None:
