@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError, NotBuiltError
 from shardwise.optim import Muon, Sharding, build, group_shardings
-from shardwise.optim.muon import orthogonalize
+from shardwise.optim.muon import orthogonalize, together
 from tests.optim.reference import WrittenMuon, newton_schulz
 
 
@@ -178,3 +180,46 @@ def test_vectors_and_heads_are_refused() -> None:
         build("muon", [{"params": [nn.Parameter(torch.zeros(2))], "use_muon": True}], {}, device="cpu")
     with pytest.raises(NotBuiltError, match="per_head_muon"):
         build("muon", [nn.Parameter(torch.zeros(2, 2))], {"per_head_muon": True}, device="cpu")
+
+
+MANY = [(6, 4), (4, 12), (16, 8), (6, 4), (4, 12), (6, 4), (3, 2, 2, 2), (6, 4), (6, 4), (6, 0)]
+
+
+def stepped(numbers: Sequence[int], many: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> list[torch.Tensor]:
+    """Return some of the matrices after three steps, in which so many of one shape are orthogonalised at once."""
+    monkeypatch.setattr("shardwise.optim.muon.together", lambda shape, device: many)
+    chosen = {n: nn.Parameter(matrix(1, math.prod(MANY[n]), n).reshape(MANY[n])) for n in numbers}
+    muon = Muon([{"params": list(chosen.values()), "use_muon": True}], lr=0.05, weight_decay=0.1, **options)
+    for step in range(3):
+        for number, parameter in chosen.items():
+            parameter.grad = matrix(1, parameter.numel(), 100 * step + number).reshape(parameter.shape)
+        muon.step()
+    return [*chosen.values(), *(muon.state[p]["momentum_buffer"] for p in chosen.values())]
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": False, "ns_method": "standard"}])
+@pytest.mark.parametrize("many", [2, 3, 16])
+def test_several_at_once_are_what_each_is_alone(
+    many: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = range(len(MANY))
+    alone, at_once = (stepped(every, n, monkeypatch, **options) for n in (1, many))
+    for one, other in zip(alone, at_once, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("many", [2, 4])
+def test_what_else_is_stepped_changes_no_bit(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ranks own different matrices at different stages.
+    every = stepped(range(len(MANY)), many, monkeypatch)
+    for numbers in ([0], [3, 7, 8], [1, 2, 5, 6, 9]):
+        found = stepped(numbers, many, monkeypatch)
+        for one, other in zip(found, [every[k + n] for k in (0, len(MANY)) for n in numbers], strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_device_takes_as_many_at_once_as_are_small() -> None:
+    device = torch.device("cuda", 0)
+    shapes = [(64, 64), (768, 3072), (2048, 2048), (4096, 4096), (4096, 16384), (0, 4)]
+    assert [together(shape, device) for shape in shapes] == [16, 7, 4, 1, 1, 16]
+    assert together((64, 64), torch.device("cpu")) == 1

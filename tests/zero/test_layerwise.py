@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -125,6 +126,18 @@ def test_every_stage_equals_the_written_out_loop(kind: str, name: str, world: in
         for key, value in found[0].masters.items():
             gap = float((value - loop.masters[key]).norm() / (loop.masters[key].norm() + 1e-6))
             assert gap < 0.02, (key, gap)
+
+
+def train_several_at_once(name: str, settings: list[Setting]) -> list[Outcome]:
+    with mock.patch("shardwise.optim.muon.together", lambda shape, device: 3):  # as a device does
+        return train_every(name, "muon", settings)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_groups"])
+def test_every_stage_is_the_same_where_matrices_are_orthogonalised_together(name: str) -> None:
+    found = run_ranks(train_several_at_once, 2, name, list(PLACES))[0]
+    for outcome in found[1:]:
+        assert_identical(found[0], outcome)
 
 
 def test_a_class_of_ones_own_on_the_base() -> None:

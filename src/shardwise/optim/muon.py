@@ -7,6 +7,7 @@ Newton-Schulz iteration: products of matrices only. Embeddings, heads, biases an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,12 @@ ADAM_NAMES = ("embed", "lm_head")
 
 MUON_LR, ADAM_LR = 0.02, 3e-4
 
+TOGETHER = 16
+"""Matrices of one shape that a device orthogonalises at once at most: one alone leaves most of it idle."""
+
+ELEMENTS = 1 << 24
+"""Elements of these at most: larger matrices keep a device busy by themselves."""
+
 
 def orthogonalize(matrix: torch.Tensor, steps: int = 5, method: str = "gram") -> torch.Tensor:
     """Return a matrix with the singular vectors of `matrix` and singular values near one (0.7 to 1.2 in 5 steps).
@@ -33,7 +40,7 @@ def orthogonalize(matrix: torch.Tensor, steps: int = 5, method: str = "gram") ->
     Singular values below about 1e-3 of the Frobenius norm need more steps.
 
     Args:
-        matrix: 2-D.
+        matrix: 2-D, or several of one shape.
         steps: of the iteration; more are closer.
         method: "standard": each step multiplies matrices of the full size. "gram": steps multiply Gram matrices of the
             shorter side, and the full size is only touched when they are formed and used; cheaper for wide and for tall
@@ -50,18 +57,19 @@ def orthogonalize(matrix: torch.Tensor, steps: int = 5, method: str = "gram") ->
 
 def _normalize(matrix: torch.Tensor) -> torch.Tensor:
     """Scale a matrix in place to singular values of at most one, where the iteration converges; return it in the dtype
-    of the iteration.
+    of the iteration. So for several, each by itself.
     """
     low = torch.bfloat16 if matrix.device.type != "cpu" else torch.float32
-    matrix.div_(torch.linalg.vector_norm(matrix) + 1e-7)
+    over = None if matrix.dim() == 2 else (-2, -1)
+    matrix.div_(torch.linalg.vector_norm(matrix, dim=over, keepdim=over is not None) + 1e-7)
     return matrix.to(torch.float64 if matrix.dtype is torch.float64 else low)
 
 
 def _iterate(found: torch.Tensor, steps: int, method: str) -> torch.Tensor:
-    tall = found.shape[0] > found.shape[1]
+    tall = found.shape[-2] > found.shape[-1]
     if tall:
         found = found.mT
-    rows, columns = found.shape
+    rows, columns = found.shape[-2:]
     if method == "gram" and 2 * columns >= 3 * rows:
         # Rounding of a Gram matrix can make its small eigenvalues negative, which grow; a fresh one begins again.
         most = 2 if found.dtype is torch.bfloat16 else 3
@@ -70,13 +78,20 @@ def _iterate(found: torch.Tensor, steps: int, method: str) -> torch.Tensor:
             steps -= most
     else:
         for _ in range(steps):
-            found = torch.addmm(found, _polynomial(found @ found.mT), found, beta=COEFFICIENTS[0])
+            found = _added(found, _polynomial(found @ found.mT), found, beta=COEFFICIENTS[0])
     return found.mT if tall else found
+
+
+def _added(
+    matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, alpha: float = 1.0
+) -> torch.Tensor:
+    """Return beta M + alpha L R, of matrices or of several at once."""
+    return (torch.addmm if matrix.dim() == 2 else torch.baddbmm)(matrix, left, right, beta=beta, alpha=alpha)
 
 
 def _polynomial(gram: torch.Tensor) -> torch.Tensor:
     """Return b G + c G^2."""
-    return torch.addmm(gram, gram, gram, beta=COEFFICIENTS[1], alpha=COEFFICIENTS[2])
+    return _added(gram, gram, gram, beta=COEFFICIENTS[1], alpha=COEFFICIENTS[2])
 
 
 def _by_gram_matrices(matrix: torch.Tensor, steps: int) -> torch.Tensor:
@@ -88,7 +103,7 @@ def _by_gram_matrices(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     product: torch.Tensor | None = None
     for step in range(steps):
         factor = _polynomial(gram)
-        factor.diagonal().add_(COEFFICIENTS[0])
+        factor.diagonal(dim1=-2, dim2=-1).add_(COEFFICIENTS[0])
         product = factor if product is None else factor @ product
         if step + 1 < steps:
             gram = factor @ gram @ factor
@@ -224,20 +239,53 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             if group["use_muon"]:
+                alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[torch.Tensor]] = {}
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        self._step_matrix(parameter, group)
+                        kind = (parameter.shape, parameter.dtype, parameter.device)
+                        alike.setdefault(kind, []).append(parameter)
+                for (shape, _, device), parameters in alike.items():
+                    self._step_matrices(parameters, group, together(shape, device))
             else:
                 self._step_adam(group)
         return loss
 
+    def _step_matrices(self, parameters: Sequence[torch.Tensor], group: dict[str, Any], many: int) -> None:
+        """Step matrices of one shape, so many at once."""
+        for parameter in parameters:
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        if not parameters[0].numel():
+            return
+        for first in range(0, len(parameters), many):
+            if many > 1:
+                self._step_together(parameters[first : first + many], group, many)
+            else:
+                self._step_matrix(parameters[first], group)
+
+    def _step_together(self, parameters: Sequence[torch.Tensor], group: dict[str, Any], many: int) -> None:
+        """Step matrices of one shape at once, in products of `many`: what else is stepped changes no bit of one."""
+        gradients = [p.grad.to(p.dtype) for p in parameters if p.grad is not None]
+        buffers: list[torch.Tensor] = [self.state[p]["momentum_buffer"] for p in parameters]
+        directions: Sequence[torch.Tensor] = buffers
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        if group["nesterov"]:
+            directions = torch._foreach_lerp(gradients, buffers, group["momentum"])
+        rows = parameters[0].shape[0]
+        stacked = directions[0].new_zeros(many, rows, parameters[0].numel() // rows)
+        torch._foreach_copy_(list(stacked[: len(parameters)].unbind()), [found.flatten(1) for found in directions])
+        del directions
+        found = _iterate(_normalize(stacked), group["ns_steps"], group["ns_method"]).to(parameters[0].dtype)
+        del stacked
+        if group["weight_decay"]:
+            torch._foreach_mul_(list(parameters), 1 - group["lr"] * group["weight_decay"])
+        scale = -group["lr"] * max(1.0, rows / found.shape[-1]) ** 0.5
+        steps = [one.reshape(p.shape) for one, p in zip(found.unbind(), parameters, strict=False)]
+        torch._foreach_add_(list(parameters), steps, alpha=scale)
+
     def _step_matrix(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
-        buffer = self.state[parameter].get("momentum_buffer")
-        if buffer is None:
-            buffer = self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        if not parameter.numel():
-            return
+        buffer = self.state[parameter]["momentum_buffer"]
         # Nobody here keeps what is handed on, so that it is freed as soon as it has been used.
         found = _iterate(
             _normalize(self._direction(parameter.grad.to(parameter.dtype), buffer, group).flatten(1)),
@@ -285,6 +333,15 @@ class Muon(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
+
+
+def together(shape: Sequence[int], device: torch.device) -> int:
+    """Return how many matrices of a shape are orthogonalised at once: products are then of this size, filled up with
+    zeros if there are fewer. It depends on nothing else: which matrices a rank steps must not decide on their bits.
+    """
+    if device.type == "cpu":  # it is busy with one
+        return 1
+    return max(1, min(TOGETHER, ELEMENTS // max(1, math.prod(shape))))
 
 
 def muon_groups(params: Iterable[Any], names: Mapping[int, Sequence[str]] | None = None) -> Iterator[dict[str, Any]]:
