@@ -87,6 +87,25 @@ def urgent_options(backend: str, timeout: timedelta) -> Any:
     return made
 
 
+def allocator_settings() -> str:
+    """Return how torch's allocator of device memory has been set last; empty: not at all, or torch does not tell."""
+    tell: Callable[[], str] = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "")
+    return tell()
+
+
+def set_allocator_settings(settings: str) -> bool:
+    """Set torch's allocator of device memory; return whether it can be."""
+    older = getattr(torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings", None)
+    change: Callable[[str], None] | None = getattr(torch._C, "_accelerator_setAllocatorSettings", older)
+    if change is None:
+        return False
+    try:
+        change(settings)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 def default_store() -> dist.Store | None:
     """Return the store through which the default group has met; None where torch does not tell."""
     try:

@@ -28,6 +28,7 @@ from shardwise.config import Facts, Resolution, config_arguments, config_path, r
 from shardwise.config.export import effective
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
+from shardwise.device.segments import let_segments_grow
 from shardwise.device.steps import kernels_of
 from shardwise.engine.activations import Activations
 from shardwise.engine.asked import Asked, asked_by, group_of, model_parallel_size, tensor_lines
@@ -201,6 +202,8 @@ def initialize(
     # What is divided over which ranks, in which number types; what is made from here on is counted.
     policy = policy_from_config(settings)
     plan = _plan(settings, domain, model)
+    if plan.releases:
+        let_segments_grow(device)  # before anything is made that stays
     accountant = Accountant()
 
     # A model that is wrapped again leaves its old engine first, while its parameters can still be made whole.

@@ -1,0 +1,79 @@
+"""Segments that grow: what torch is asked for, and when nothing is."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from shardwise import compat
+from shardwise.device.segments import VARIABLES, let_segments_grow
+from tests.device.recorded import imagined
+from tests.models import CASES
+from tests.zero.training import Setting, start
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch's allocator is told."""
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "", raising=False)
+    return told
+
+
+def test_torch_is_told(asked: list[str]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of older names
+        assert let_segments_grow(CUDA, {})
+    assert asked == ["expandable_segments:True"]
+
+
+def test_other_devices_have_none(asked: list[str]) -> None:
+    assert not let_segments_grow(torch.device("cpu"), {})
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("value", ["expandable_segments:False", "max_split_size_mb:512"])
+def test_users_have_the_last_word(asked: list[str], name: str, value: str) -> None:
+    assert not let_segments_grow(CUDA, {name: value})
+    assert asked == []
+    assert let_segments_grow(CUDA, {name: ""})
+
+
+def test_what_a_script_has_set_stays(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "garbage_collection_threshold:0.8")
+    assert not let_segments_grow(CUDA, {})
+    assert asked == []
+
+
+def test_a_torch_that_cannot_goes_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(settings: str) -> None:
+        raise RuntimeError("Unrecognized key")
+
+    monkeypatch.setattr(compat, "allocator_settings", lambda: "")
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
+    assert not let_segments_grow(CUDA, {})
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    assert not let_segments_grow(CUDA, {})
+    old: list[str] = []
+    name = "_cuda_cudaCachingAllocator_set_allocator_settings"
+    monkeypatch.setattr(torch._C, name, old.append, raising=False)
+    assert let_segments_grow(CUDA, {}) and old == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize(("stage", "grows"), [(1, False), (2, False), (3, True)])
+def test_engines_that_release_parameters_ask_for_it(stage: int, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[Any] = []
+    monkeypatch.setattr("shardwise.engine.build.let_segments_grow", devices.append)
+    with imagined(2, 0):
+        engine = start(CASES["gpt"], Setting(stage))
+        engine.destroy()
+    assert devices == [torch.device("cpu")] * grows
+    assert isinstance(engine, shardwise.Engine)
