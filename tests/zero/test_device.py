@@ -16,9 +16,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
 from shardwise.errors import DesyncError
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
-from shardwise.zero.parameters.init import PartStore
+from shardwise.zero.parameters.init import PartStore, materialize, shard_module
 from shardwise.zero.passes.sums import GradientSums
 from tests.harness import run_ranks
 from tests.models import Router
@@ -106,3 +108,48 @@ def test_numbers_of_a_step_may_lie_on_several_devices() -> None:
         loss, weight = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64, device=device)
         told = sums._on_device([1.0, loss, weight])
     assert (told.device, told.shape, told.dtype) == (device, (3,), torch.float64)
+
+
+class Made(Exception):
+    """Values have been asked for."""
+
+
+def test_meta_models_are_initialised_on_the_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(root: nn.Module, name: str, module: nn.Module, device: torch.device) -> None:
+        raise Made(device.type)
+
+    monkeypatch.setattr("shardwise.zero.parameters.init.materialize", made)
+    comm = SimpleNamespace(device=torch.device("cuda", 0), world=1)
+    store = PartStore(comm)  # type: ignore[arg-type]
+    with pytest.raises(Made, match=r"^cuda$"):
+        shard_module(nn.Linear(2, 2, device="meta"), store, lambda ranks: store)
+
+
+class Layer(nn.Module):
+    """Its values are formed with tensors that it makes meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+    def reset_parameters(self) -> None:
+        self.weight.data.copy_(torch.ones(3) + torch.arange(3))
+        self.mask = torch.ones(2)
+
+
+def test_what_a_module_makes_meanwhile_is_where_its_parameters_are() -> None:
+    with torch.device("meta"):
+        layer = Layer()
+        materialize(layer, "", layer, torch.device("cpu"))
+    assert layer.weight.tolist() == [1, 2, 3]
+    assert layer.mask.device == torch.device("cpu")
+
+
+def test_parts_of_what_is_made_on_a_device_may_wait_elsewhere() -> None:
+    here, elsewhere = torch.device("cpu"), torch.device("meta")
+    store = PartStore(Communicator(None, Ledger(), here, alone=True))
+    made, other = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    store.split(made, place=elsewhere)
+    store.split(other)
+    assert made.device == other.device == here
+    assert [store._parts[parameter].device for parameter in (made, other)] == [elsewhere, here]

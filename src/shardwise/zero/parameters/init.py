@@ -30,6 +30,8 @@ from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import cut, keep_elsewhere, part_of, set_aside
 from shardwise.zero.units import released
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class _Narrowed:
@@ -93,13 +95,19 @@ class PartStore:
             self.split(parameter)
         self._whole = {}
 
-    def split(self, parameter: nn.Parameter, src: int = 0) -> None:
-        """Keep this rank's part of group rank `src`'s values and give the rest back."""
+    def split(self, parameter: nn.Parameter, src: int = 0, place: torch.device | None = None) -> None:
+        """Keep this rank's part of group rank `src`'s values and give the rest back.
+
+        Args:
+            parameter: has the whole values.
+            src: see above.
+            place: where the part waits for the engine; None: where all do.
+        """
         values = parameter.data
         flat = self._to_travel(values.contiguous().view(-1))
         self.comm.broadcast(flat, src, "zero.Init").wait()
         size = -(-flat.numel() // self.comm.world)
-        part = torch.zeros(size, dtype=values.dtype, device=self._place or values.device)
+        part = torch.zeros(size, dtype=values.dtype, device=place or self._place or values.device)
         mine = flat[self.comm.rank * size : (self.comm.rank + 1) * size]
         part[: mine.numel()] = mine
         self._parts[parameter] = part
@@ -451,7 +459,8 @@ def shard_module(
 ) -> None:
     """Shard the parameters of an existing module, one submodule at a time; meta ones are made and initialised first.
 
-    Tensors of which ranks have parts are initialised whole, as one process would; rank 0's values are everybody's.
+    Tensors of which ranks have parts are initialised whole, as one process would; rank 0's values are everybody's. This
+    is done on the ranks' device, by its random numbers; parts wait on the host, where there is room for all of them.
 
     Args:
         module: is changed.
@@ -469,28 +478,34 @@ def shard_module(
         done.update(id(p) for p in own)
         made = [p for p in own if p.is_meta]
         if made or any(b is not None and b.is_meta for b in child._buffers.values()):
-            materialize(module, name, child)
+            materialize(module, name, child, store.comm.device)
         for parameter in made:
             box = part_of(parameter).box
             if box is not None:
                 values = store.of_first(parameter.data)
                 parameter.data = cut(values, box).clone(memory_format=torch.contiguous_format)
+        fresh = {id(parameter) for parameter in made}
         for parameter in own:
             if not released.is_released(parameter):
                 if dtype is not None and parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
                 keeper = store_of(part_of(parameter).ranks)
                 keeper.names[parameter] = repr(f"{name}.{named[parameter]}".lstrip("."))
-                keeper.split(parameter)
+                keeper.split(parameter, place=_HOST if id(parameter) in fresh else None)
 
 
-def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.device | None = None) -> None:
+def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.device) -> None:
     """Give a meta-device module's own parameters and buffers memory and initial values; parameters keep their identity.
+
+    Args:
+        root: the model.
+        name: of the module in it.
+        module: see above.
+        device: where the memory is, and what the module makes meanwhile.
 
     Raises:
         UsageError: neither the module nor its root knows how to initialise it, or tensors are left without values.
     """
-    device = device or torch.device("cpu")
     fresh = {}
     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is not None and tensor.is_meta:
@@ -502,9 +517,11 @@ def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.dev
             fresh[key] = (tensor, tensor._version)
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     if callable(reset):
-        reset()
+        with device:
+            reset()
     elif callable(getattr(root, "_init_weights", None)):
-        root._init_weights(module)  # type: ignore[operator]
+        with device:
+            root._init_weights(module)  # type: ignore[operator]
     else:
         raise UsageError(
             f"module {name or '(root)'!r} ({type(module).__name__}) is on the meta device and has no "
