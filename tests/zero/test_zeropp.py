@@ -19,6 +19,7 @@ import shardwise
 from shardwise.comm.compression import BlockCode
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Category
+from shardwise.zero.building import _look_for_nodes
 from tests.comm.blocks import Simulation, rounded
 from tests.harness import run_ranks
 from tests.memory import test_report as reports
@@ -528,6 +529,17 @@ def unequal_nodes(sizes: Sequence[int]) -> tuple[str, list[int]]:
 def _size(sizes: Sequence[int], first: int) -> int:
     starts = [sum(sizes[:number]) for number in range(len(sizes))]
     return sizes[starts.index(first)] if first in starts else 0
+
+
+def test_second_shards_that_lie_on_several_nodes_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    for nodes, size in ((["a", "a", "b", "b"], 2), (["a"] * 4, 4), (["a", "a", "b", "b"], 1)):
+        _look_for_nodes(nodes, size)
+    assert not caplog.records
+    _look_for_nodes(["a", "b", "a", "b"], 2)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "zero_optimization.zero_hpz_partition_size is 2, and such runs of ranks lie on"
+    )
 
 
 def test_nodes_are_those_that_the_launcher_tells() -> None:

@@ -12,6 +12,7 @@ from shardwise.memory import Accountant
 from shardwise.memory.places import ON_DEVICE, Homes, borrowed
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import Registry
+from shardwise.utils.logging import warn_once
 from shardwise.zero.parameters.init import whole_values
 from shardwise.zero.units import released
 from shardwise.zero.units.codes import UnitCodes
@@ -181,7 +182,9 @@ class UnitBuilder:
                 codes = UnitCodes(unit.sections, self._registry, self._accountant)
                 unit.codes = codes if codes.coded else None
         if self._plan.secondary > 1 and self._update is not None:
-            group = self._domains.main.ranks.run_of(self._plan.secondary, "secondary")
+            ranks = self._domains.main.ranks
+            _look_for_nodes(ranks.nodes(), self._plan.secondary)
+            group = ranks.run_of(self._plan.secondary, "secondary")
             for unit in sharded:
                 unit.keep_second(group)
 
@@ -198,3 +201,18 @@ class UnitBuilder:
             section.source[slot.offset : slot.offset + slot.numel].copy_(values.reshape(-1))
         if not agreed:
             unit.domain.ranks.broadcast(section.source, 0, f"{unit.name}.initial").wait()
+
+
+def _look_for_nodes(nodes: Sequence[str], size: int) -> None:
+    """Say where second shards are gathered between nodes, which is what they are to spare.
+
+    Args:
+        nodes: of the ranks, in their order.
+        size: ranks that are next to one another have a copy among them.
+    """
+    if any(len(set(nodes[first : first + size])) > 1 for first in range(0, len(nodes), size)):
+        warn_once(
+            f"zero_optimization.zero_hpz_partition_size is {size}, and such runs of ranks lie on several nodes: "
+            "backward passes gather between nodes as without it, and memory is spent. Set it to the number of ranks of "
+            "a node, or a divisor, and number ranks node by node"
+        )
