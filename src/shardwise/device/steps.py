@@ -295,8 +295,8 @@ def _chunks(
     sizes: Sequence[int], origins: Sequence[Sequence[Origin]] | None, chunk: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, for each chunk, run, range of origins in it, and whether it is one of them; and each origin's pairs."""
-    runs = torch.arange(len(sizes)).repeat_interleave(-(-torch.tensor(sizes) // chunk))
-    firsts = torch.tensor(_firsts(sizes, chunk))
+    runs = torch.arange(len(sizes), device="cpu").repeat_interleave(-(-torch.tensor(sizes, device="cpu") // chunk))
+    firsts = torch.tensor(_firsts(sizes, chunk), device="cpu")
     # Pairs of all runs on one line: each run has a piece of its own that is long enough.
     piece = 1 << 32
     spans = [
@@ -304,11 +304,11 @@ def _chunks(
         for number, of_run in enumerate(origins or ())
         for _, _, offset, count in of_run
     ]
-    line = torch.tensor(spans, dtype=torch.int64).view(-1, 2)
-    begins = runs * piece + (torch.arange(len(runs)) - firsts[runs]) * (chunk // 2)
+    line = torch.tensor(spans, dtype=torch.int64, device="cpu").view(-1, 2)
+    begins = runs * piece + (torch.arange(len(runs), device="cpu") - firsts[runs]) * (chunk // 2)
     first = torch.searchsorted(line[:, 1].contiguous(), begins, right=True)
     last = torch.searchsorted(line[:, 0].contiguous(), begins + chunk // 2)
-    whole = begins % piece + chunk // 2 <= torch.tensor(sizes)[runs] // 2
+    whole = begins % piece + chunk // 2 <= torch.tensor(sizes, device="cpu")[runs] // 2
     if origins is not None:
         low, high = torch.cat([line, line.new_zeros(1, 2)])[first].unbind(1)
         whole &= (last - first == 1) & (low <= begins) & (high >= begins + chunk // 2)
@@ -317,9 +317,9 @@ def _chunks(
 
 def _rows(sizes: Sequence[int], addresses: Sequence[int], chunk: int) -> torch.Tensor:
     """Return, for each run: elements, number of its first chunk, whether all addresses are aligned, and addresses."""
-    places = torch.tensor(addresses, dtype=torch.int64).view(len(sizes), -1)
+    places = torch.tensor(addresses, dtype=torch.int64, device="cpu").view(len(sizes), -1)
     aligned = (places % _ALIGNMENT == 0).all(1)
-    return torch.cat([torch.tensor([sizes, _firsts(sizes, chunk), aligned.tolist()]).T, places], 1)
+    return torch.cat([torch.tensor([sizes, _firsts(sizes, chunk), aligned.tolist()], device="cpu").T, places], 1)
 
 
 def _firsts(sizes: Sequence[int], chunk: int) -> list[int]:
@@ -332,11 +332,11 @@ def _keys(runs: Sequence[Run], streams: Sequence[int], key: Callable[..., int]) 
     There are rows up to the last stream, of which those of others are zero.
     """
     origins = [origin for run in runs for origin in run.origins]
-    table = torch.zeros(streams[-1] + 1, 1 + len(origins), dtype=torch.int64)
+    table = torch.zeros(streams[-1] + 1, 1 + len(origins), dtype=torch.int64, device="cpu")
     for stream in streams:
         of_tensor = {tensor: key(stream, tensor) for tensor in {origin[0] for origin in origins}}
         bases = [of_tensor[tensor] + start // 2 - offset // 2 for tensor, start, offset, _ in origins]
-        table[stream] = torch.tensor([key(stream), *bases])
+        table[stream] = torch.tensor([key(stream), *bases], device="cpu")
     return table.to(torch.int32)  # modulo 2^32
 
 
