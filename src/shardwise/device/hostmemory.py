@@ -64,12 +64,17 @@ class HostMemory:
 
     def used(self, copied: Copied) -> None:
         """Note that copies up to a place read or write it: it is there until they are made."""
-        if self._address:  # torch looks after its own memory
-            with self._noting:  # threads that help peers read, too
-                self._used = [*(earlier for earlier in self._used if not earlier.made), copied]
+        with self._noting:  # threads that help peers read, too
+            self._used = [*(earlier for earlier in self._used if not earlier.made), copied]
+
+    def wait(self) -> None:
+        """Have the host wait until no copy reads or writes it any more."""
+        with self._noting:
+            used, self._used = self._used, []
+        for copied in used:
+            copied.synchronize()
 
     def __del__(self) -> None:
         if self._address and not sys.is_finalizing():
-            for copied in self._used:
-                copied.synchronize()
+            self.wait()
             unpin(self._address)

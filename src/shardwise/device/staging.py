@@ -127,14 +127,14 @@ class CopyStream:
         if tensor.device.type == "cuda" and has_values(tensor):
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-    def here(self) -> Copied:
-        """Return the place to which the current stream has got, whose copies are no others' to wait for."""
-        return Copied(self._streams, self._streams.mark())
-
     def mark(self) -> Copied:
         """Return the place behind the copies so far."""
         with self._stream.use():
-            return self.here()
+            return self.mark_current()
+
+    def mark_current(self) -> Copied:
+        """Return the place behind what the current stream has been given so far."""
+        return Copied(self._streams, self._streams.mark())
 
 
 def is_far(device: torch.device) -> bool:

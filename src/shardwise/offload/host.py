@@ -54,7 +54,6 @@ class _Kept:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(self._storage)
         self._memory = HostMemory(copies, self._size, locked=pinned, real=has_values(tensor))
         self._moved: Copied | None = None
-        self._read: Copied | None = None
         self._is_shared = False
 
     def start(self, *, read: bool) -> None:
@@ -93,10 +92,7 @@ class _Kept:
 
     def in_place(self) -> torch.Tensor:
         """See `Stored.in_place`."""
-        for copied in (self._moved, self._read):
-            if copied is not None:
-                copied.synchronize()
-        self._read = None
+        self._memory.wait()
         return self._memory.bytes
 
     def shared(self) -> torch.Tensor:
@@ -114,5 +110,4 @@ class _Kept:
         """See `Stored.copy_to`."""
         self.finish()
         target.view(-1).view(torch.uint8).copy_(self._memory.bytes, non_blocking=True)
-        self._read = self._copies.here()
-        self._memory.used(self._read)
+        self._memory.used(self._copies.mark_current())
