@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise import compat
 from shardwise.comm import native
 from shardwise.device.checking import check_order
+from shardwise.device import streams
 from shardwise.device.recording import Event as Written
 from shardwise.device.recording import Recorder, name_of
 from shardwise.zero.units import released  # noqa: F401 - it looks at methods of tensors, and must see torch's own
@@ -84,6 +85,9 @@ def _put(tensor: torch.Tensor, place: torch.device | None, *, anew: bool = False
 
 def _pin(tensor: torch.Tensor) -> torch.Tensor:
     _storage(tensor).standin_pinned = True
+    if _state.recorder is not None:
+        with _state.recorder.on_host():  # torch gives it out again when copies that it knows of have been made
+            _state.recorder.span(tensor)
     return _put(tensor, CPU, anew=True)
 
 
@@ -194,7 +198,7 @@ def _write_down(
     func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: list[torch.Tensor], result: Any
 ) -> None:
     recorder = _state.recorder
-    if recorder is None or func.is_view or getattr(_local, "silent", False):
+    if recorder is None or func.is_view or name == "set_" or getattr(_local, "silent", False):
         return
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
@@ -422,9 +426,9 @@ class Stream:
 
     _numbers = iter(range(1, 1 << 30))
 
-    def __init__(self, device: Any = None, priority: int = 0, *, name: str | None = None) -> None:
-        number = 0 if name else next(self._numbers)
-        self.name = name or f"stream {number}"
+    def __init__(self, device: Any = None, priority: int = 0, *, name: str = "stream", new: bool = True) -> None:
+        number = next(self._numbers) if new else 0
+        self.name = f"{name} {number}" if new else name
         self.device, self.priority, self.cuda_stream, self.stream_id = CUDA, priority, number, number
 
     def __eq__(self, other: object) -> bool:
@@ -485,7 +489,7 @@ class Event:
         return max(1e-6, 1e3 * (end._time - self._time))
 
 
-_DEFAULT = Stream(name="compute")
+_DEFAULT = Stream(name="compute", new=False)
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -524,7 +528,7 @@ class _Recorder(Recorder):
 
     def using(self, name: str) -> Any:
         """See `Recorder.using`."""
-        return on_stream(Stream(name=name))
+        return on_stream(Stream(name=name, new=False))
 
     def names(self) -> set[str]:
         """Streams that have been used so far."""
@@ -577,7 +581,13 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def _properties(device: Any = None) -> Any:
     return types.SimpleNamespace(
-        name="stand-in", total_memory=_TOTAL, major=8, minor=0, multi_processor_count=108, uuid="00", L2_cache_size=1 << 25
+        name="stand-in",
+        total_memory=_TOTAL,
+        major=8,
+        minor=0,
+        multi_processor_count=108,
+        uuid="00",
+        L2_cache_size=1 << 25,
     )
 
 
@@ -735,6 +745,7 @@ def install() -> None:
     dist.init_process_group = _grouped(dist.init_process_group, 0)
     dist.new_group = _grouped(dist.new_group, 2)
     native._launch = _launch
+    streams.CudaStreams.make = lambda self, name: streams._CudaStream(Stream(name=name))  # type: ignore[method-assign, arg-type]
     threading.Thread._bootstrap_inner = _in_thread(threading.Thread._bootstrap_inner)  # type: ignore[attr-defined]
     _Places().__enter__()
 
