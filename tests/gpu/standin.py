@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,7 +94,7 @@ def _pin(tensor: torch.Tensor) -> torch.Tensor:
 
 def _is_pinned(tensor: torch.Tensor) -> bool:
     storage = _storage(tensor)
-    if storage is None or place_of(tensor) == CUDA:
+    if storage is None or not compat.has_values(tensor) or place_of(tensor) == CUDA:
         return False
     address = storage.data_ptr()
     return hasattr(storage, "standin_pinned") or any(a <= address < a + n for a, n in _registered.items())
@@ -188,7 +189,7 @@ def _count(tensor: torch.Tensor) -> None:
 def memory_allocated(device: Any = None) -> int:
     """Bytes of the device that tensors hold."""
     found = [reference() for reference in list(_live.values())]
-    return sum(storage.nbytes() for storage in found if storage is not None)
+    return sum(s.nbytes() for s in found if s is not None and s.standin_place == CUDA)
 
 
 # -- the trace ---------------------------------------------------------------------------------------------------------
@@ -258,11 +259,11 @@ def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
         device = _real(kwargs.get("device"))
         if device is not None and device.type not in ("cuda", "cpu"):
             return function(*args, **kwargs)
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
-            return function(*args, **kwargs)
         pinned = kwargs.pop("pin_memory", False)
         if device is not None:
             kwargs["device"] = CPU
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return function(*args, **kwargs)
         like = next((arg for arg in args[:1] if isinstance(arg, torch.Tensor)), None)
         if like is not None and function.__name__ in ("tensor", "as_tensor"):
             return torch.Tensor.to(like.detach().clone() if function.__name__ == "tensor" else like, device)
@@ -340,7 +341,8 @@ def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if rest:
             kwargs[key] = rest.pop(0)
     if device is None or device.type not in ("cpu", "cuda") or not compat.has_values(self) or self.is_meta:
-        return _base.to(self, **({"device": device} if device is not None else {}), **kwargs)
+        device = CPU if device is not None and device.type == "cuda" and not self.is_meta else device
+        return _base.to(self, **({} if device is None else {"device": device}), **kwargs)
     here = _device(self)
     if here.type == device.type:
         return _put(_base.to(self, **kwargs), device if device.type == "cuda" else None)
@@ -362,9 +364,9 @@ def _made_on_own(name: str) -> Callable[..., Any]:
     function = getattr(_base, name)
 
     def make(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not compat.has_values(self) or self.is_meta:
-            return function(self, *args, **kwargs)
         device, pinned = _real(kwargs.pop("device", None)) or _device(self), kwargs.pop("pin_memory", False)
+        if not compat.has_values(self):
+            return function(self, *args, **kwargs)
         made = function(self, *args, **kwargs, device=CPU if device.type == "cuda" else device)
         _put(made, CUDA if device.type == "cuda" else device, anew=True)
         return _pin(made) if pinned else made
@@ -639,13 +641,15 @@ class _Work:
         self.works, self._launched = works, launched
 
     def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        with _unwritten():
+            for work in self.works:
+                work.wait()
         self._launched.wait()
 
 
 def _launch(op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup) -> list[Any]:
-    works = compat.launch_together(op, pairs, group)
+    with _unwritten():
+        works = compat.launch_together(op, pairs, group)
     if _state.recorder is None or not pairs:
         return works
     name = name_of(group.group_name, dist.get_process_group_ranks(group))
@@ -728,6 +732,13 @@ def install() -> None:
         setattr(torch.Tensor, name, property(_method(name)(getter)))
     for name, value in _CUDA.items():
         setattr(torch.cuda, name, value)
+    make = FakeTensor.__new__
+
+    def made(cls: Any, mode: Any, element: torch.Tensor, device: torch.device, **kwargs: Any) -> Any:
+        # Fake tensors of a device need a build of torch that knows it.
+        return make(cls, mode, element, CPU if device.type == "cuda" else device, **kwargs)
+
+    FakeTensor.__new__ = made  # type: ignore[method-assign]
     torch.Generator = _Generator  # type: ignore[misc]
     DeviceContext.__torch_function__ = _by_default  # type: ignore[method-assign]
     autocast, begin = torch.autocast, torch.autocast.__init__
