@@ -9,6 +9,8 @@ import torch
 
 from tests.gpu import standin
 
+LIMIT_S = 90
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rehearse", action="store_true", help="try tests of CUDA devices on the CPU")
@@ -21,6 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if "tests/gpu" in item.path.as_posix() and not item.get_closest_marker("limit"):
+            item.add_marker(pytest.mark.limit(LIMIT_S))  # one that hangs must not take the time of the others
         if "tests/gpu" not in item.path.as_posix():
             continue
         if not torch.cuda.is_available():

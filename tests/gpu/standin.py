@@ -16,6 +16,7 @@ import functools
 import threading
 import time
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise import compat
 from shardwise.comm import native
-from shardwise.device.checking import check_order
 from shardwise.device import streams
+from shardwise.device.checking import check_order
 from shardwise.device.recording import Event as Written
 from shardwise.device.recording import Recorder, name_of
 from shardwise.zero.units import released  # noqa: F401 - it looks at methods of tensors, and must see torch's own
@@ -111,7 +112,8 @@ def _waits(what: str) -> None:
     """The host waits for the device, as far as torch can tell (`torch.cuda.set_sync_debug_mode`)."""
     if _state.sync == "error":
         raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
-    _state.syncs = getattr(_state, "syncs", 0) + (_state.sync == "warn")
+    if _state.sync == "warn":
+        warnings.warn(f"called a synchronizing CUDA operation: {what}", stacklevel=2)
     _read()
 
 
@@ -152,8 +154,8 @@ class _Places(TorchDispatchMode):
         place = CUDA if CUDA in places.values() else CPU if CPU in places.values() else None
         if place == CUDA and on_host and name not in _MIXING:
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({name} "
-                f"of {[(tuple(t.shape), str(p)) for t, p in places.items()]})"
+                f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+                f"({name} of {[(tuple(t.shape), str(p)) for t, p in places.items()]})"
             )
         if name in ("index", "index_put_", "copy_", "_foreach_copy_") and given:
             place = places[given[0]] or place
@@ -730,6 +732,7 @@ def install() -> None:
         setattr(torch.Tensor, name, _method(name)(method))
     for name, getter in _GETTERS.items():
         setattr(torch.Tensor, name, property(_method(name)(getter)))
+    torch.cuda.nccl.version = lambda: (2, 0, 0)
     for name, value in _CUDA.items():
         setattr(torch.cuda, name, value)
     make = FakeTensor.__new__
