@@ -62,9 +62,10 @@ offload: $(DEMO_STAMP)
 	@$(BIN)/shardwise run --nproc 1 examples/offload.py
 
 # The tests that need a CUDA device; `make test` skips them where there is none. On a machine with a Python and torch of
-# its own and no network nothing is installed: `make test-gpu BIN=/usr/bin STAMP=`. A test that hangs is ended.
+# its own and no network nothing is installed: `make test-gpu BIN=/usr/bin STAMP=`; what that Python lacks may be on PYTHONPATH. A test
+# that hangs is ended.
 test-gpu: $(STAMP)
-	PYTHONPATH=src $(BIN)/python -m pytest -q --progress --durations=15 -p no:cacheprovider tests/gpu
+	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(BIN)/python -m pytest -q --progress --durations=15 -p no:cacheprovider tests/gpu
 
 # The same tests on a stand-in for the device, on the CPU: what a device alone can tell is left out.
 rehearse-gpu: $(STAMP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.comm import native
+from shardwise.comm import groups, native
 from shardwise.comm.communicator import Communicator
 from shardwise.trees import map_tensors
 from shardwise.zero.units.unit import SectionMemory
@@ -53,11 +53,11 @@ def late_collectives(*, nccl: bool = False) -> Iterator[None]:
     Args:
         nccl: NCCL copies; otherwise kernels of torch do, which say nothing about what NCCL accepts.
     """
-    streams: dict[str, torch.cuda.Stream] = defaultdict(torch.cuda.Stream)
+    streams: dict[tuple[str, int], torch.cuda.Stream] = defaultdict(torch.cuda.Stream)
     free, launch = SectionMemory.free, native._launch
 
     def launched(op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup) -> list[Any]:
-        stream = streams[group.group_name]
+        stream = streams[group.group_name, torch.cuda.current_stream().cuda_stream]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             torch.cuda._sleep(CYCLES)
@@ -77,8 +77,18 @@ def late_collectives(*, nccl: bool = False) -> Iterator[None]:
         if numel and dtype.is_floating_point:
             torch.empty(numel, dtype=dtype, device=self.device).fill_(float("nan"))
 
+    @contextmanager
+    def one_group() -> Iterator[None]:
+        """Nothing is sent through groups, each of which takes NCCL a while to make."""
+        with (
+            mock.patch.object(groups, "new_group", lambda *_: dist.group.WORLD),
+            mock.patch.object(groups, "give_back", lambda _: None),
+        ):
+            yield
+
     with (
         forced(),
+        nullcontext() if nccl else one_group(),
         mock.patch.object(Communicator, "sends", True),
         mock.patch.object(native, "_launch", launched),
         mock.patch.object(SectionMemory, "free", poisoned),

@@ -1,8 +1,8 @@
 """Two ranks on one device, with collectives as NCCL's: the device waits for them, and the host goes on.
 
 A collective is launched as an event of the current stream and a job for a thread of its group. When the event has
-come, the thread copies what is sent to the host, exchanges it there over Gloo after a delay of its own, copies back what
-has arrived, and writes the job's number into a word of pinned memory. `wait()` has the current stream wait until the
+come, the thread copies what is sent to the host, exchanges it there over Gloo after a delay, copies back what has
+arrived, and writes the job's number into a word of pinned memory. `wait()` has the current stream wait until the
 word has that number (`cuStreamWaitValue32`). In a rehearsal the host waits, and the engine knows it.
 """
 

@@ -68,7 +68,7 @@ def ready(rehearse: bool) -> None:
 
 
 def both(name: str, setting: Setting) -> list[Outcome]:
-    run_ranks(ready, 2, standin.rehearsing(), timeout=120)
+    run_ranks(ready, 2, standin.rehearsing(), timeout=60)
     return run_ranks(on_the_device, 2, name, setting, standin.rehearsing(), timeout=LIMIT_S)
 
 

@@ -88,6 +88,7 @@ def sanitized() -> None:
 
 
 @needs_device
+@pytest.mark.limit(170)
 def test_the_sanitizer_of_streams_finds_nothing() -> None:
     program = "from tests.gpu.test_waits_cuda import sanitized; sanitized()"
     ended = subprocess.run(
@@ -95,7 +96,7 @@ def test_the_sanitizer_of_streams_finds_nothing() -> None:
         env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=150,
         check=False,
     )
     said = ended.stdout + ended.stderr
