@@ -27,6 +27,19 @@ class OneUnit:
         self.level = 1
         self._rank, self._shard = rank, shard
 
+    @property
+    def shard_loans(self) -> Any:
+        """See `shardwise.memory.places.Loans`: the shard lies on the device."""
+        return self
+
+    def read(self, shard: torch.Tensor) -> torch.Tensor:
+        """See `shardwise.memory.places.Loans`."""
+        return shard
+
+    def bring_shard(self) -> None:
+        """See `shardwise.zero.units.unit.SectionMemory`."""
+        self.full[self.shard_range] = self.shard
+
     def range_of(self, place: int, level: int | None = None) -> tuple[int, int]:
         """See `shardwise.zero.units.layout.Section`."""
         return place * self._shard, (place + 1) * self._shard

@@ -75,7 +75,7 @@ def engine(precision: dict[str, Any]) -> Any:
         model=model,
         config={
             "train_batch_size": 4,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "gradient_clipping": 1.0,
             **precision,
         },
