@@ -16,9 +16,9 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes; where Python may not keep what it has compiled, each compiles shardwise anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo demo-again offload test test-gpu exhaustive matrix versions lint format bench bench-gpu soak hostile docs clean
+.PHONY: help venv demo demo-again offload test test-gpu rehearse-gpu exhaustive matrix versions lint format bench bench-gpu soak hostile docs clean
 help:
-	@echo "make demo | demo-again | offload | test | test-gpu | exhaustive | matrix | versions | lint | format | bench | bench-gpu | soak | hostile | docs | clean"
+	@echo "make demo | demo-again | offload | test | test-gpu | rehearse-gpu | exhaustive | matrix | versions | lint | format | bench | bench-gpu | soak | hostile | docs | clean"
 
 venv: $(STAMP)
 
@@ -61,9 +61,15 @@ test: $(STAMP)
 offload: $(DEMO_STAMP)
 	@$(BIN)/shardwise run --nproc 1 examples/offload.py
 
-# The tests that need a CUDA device; `make test` skips them where there is none.
+# The tests that need a CUDA device; `make test` skips them where there is none. On a machine with a Python and torch of
+# its own and no network nothing is installed: `make test-gpu BIN=/usr/bin STAMP=`; what that Python lacks may be on PYTHONPATH. A test
+# that hangs is ended.
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -q --progress tests/gpu
+	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(BIN)/python -m pytest -q --progress --durations=15 -p no:cacheprovider tests/gpu
+
+# The same tests on a stand-in for the device, on the CPU: what a device alone can tell is left out.
+rehearse-gpu: $(STAMP)
+	$(BIN)/python -m pytest -q --progress -p no:cacheprovider tests/gpu --rehearse
 
 # Also what `make test` leaves out: most of large products, and repetitions (tests/sampling.py). About an hour on two
 # cores.

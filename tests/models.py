@@ -111,7 +111,7 @@ class Attention(nn.Module):
         rows, length, dim = x.shape
         q, k, v = self.qkv(x).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         scores = (q @ k.transpose(-1, -2)) * (dim // self.heads) ** -0.5
-        mask = torch.full((length, length), float("-inf"), dtype=scores.dtype).triu(1)
+        mask = torch.full((length, length), float("-inf"), dtype=scores.dtype, device=x.device).triu(1)
         weights = F.dropout((scores + mask).softmax(-1), self.dropout, self.training)
         return self.proj((weights @ v).transpose(1, 2).reshape(rows, length, dim))
 

@@ -107,6 +107,14 @@ def test_settings(setting: str, stage: int) -> None:
     assert problems(CASES["gpt"], SETTINGS[setting].with_stage(stage)) == []
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("setting", ["fp32", "accumulation"])
+def test_one_rank(setting: str, stage: int) -> None:
+    """It waits for nobody, and still must not leave what it computes to a stream that nobody waits for."""
+    for name in ("gpt", "odd_mlp"):
+        assert problems(CASES[name], SETTINGS[setting].with_stage(stage), 1) == []
+
+
 def with_parts() -> Any:
     """A model every second block of which only every second rank shares."""
     model = CASES["gpt"].build()

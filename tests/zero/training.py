@@ -178,7 +178,7 @@ def _assemble(
         views = dict(zip(names, flat.split(sizes), strict=True))
         for name, view in views.items():
             for start, stop, values in pieces[name][1]:
-                view[start:stop] += values
+                view[start:stop] += values.to(view.device)
         if not whole:
             sharded.comm.all_reduce(flat, "of a test").wait()
         found.update((name, view.view(shapes[name])) for name, view in views.items())

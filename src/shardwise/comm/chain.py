@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.comm.ledger import Record, on_behalf_of, user_line
-from shardwise.device.streams import Mark, Streams
+from shardwise.device.streams import Mark, Stream, Streams
 from shardwise.errors import PeerLostError
 
 
@@ -153,7 +153,9 @@ class Runner:
     """Takes chains on, one after the other.
 
     On a device with streams all collectives of a chain are queued at once, on a stream of the runner's own. It waits
-    for the current stream only where `follow` says so: collectives run ahead of what is computed.
+    for the current stream only where `follow` says so: collectives run ahead of what is computed. Where waiting blocks
+    the host, and on a single rank, which waits for nobody, everything is launched on the current stream: nothing else
+    would make that wait for what is launched here.
 
     Args:
         streams: of the device on which the collectives' tensors lie.
@@ -173,12 +175,16 @@ class Runner:
         self._thread: threading.Thread | None = None
         self._on_host = waits_on_host
         self._streams = streams
-        self._stream = streams.make(name)
+        self._own_stream = None if waits_on_host else streams.make(name)
+
+    @property
+    def _stream(self) -> Stream:
+        return self._streams.current() if self._own_stream is None else self._own_stream
 
     def follow(self) -> None:
         """Let what is launched from now on run behind what the current stream has been given so far."""
-        if self._streams.beside:
-            self._stream.wait(self._streams.mark())
+        if self._own_stream is not None and self._streams.beside:
+            self._own_stream.wait(self._streams.mark())
 
     def aside(self) -> AbstractContextManager[Any]:
         """Allocate and launch for the runner's stream inside of the block."""

@@ -200,7 +200,7 @@ class Communicator:
         self.imagined = False
         self._whereabouts: Whereabouts | None = None
         self.timeout = (timeout_of(group, device) if initialised else None) or timeout_from_environment()
-        if self.world > 1:
+        if self.sends:
             backend = _backend(group, device)
             self._gloo = backend == "gloo"
             self.imagined = backend == "fake"
@@ -219,7 +219,7 @@ class Communicator:
                 if self._neighbours is None and self.rank == 0:
                     _log.info("%s: ranks exchange data through sockets, not memory: %s", name, reason)
         self._per_node = self.world
-        if self.world > 1 and not self._gloo:
+        if self.sends and not self._gloo:
             # Asked now: reductions are launched by threads that must not begin another collective.
             self._per_node = max(Counter(self.nodes()).values())
 
@@ -278,7 +278,7 @@ class Communicator:
         for full, _ in pairs:
             size += full.nbytes
         record = self._open("all_gather", size, size * (self.world - 1) // self.world, label)
-        if self.world == 1:
+        if not self.sends:
             for full, shard in pairs:
                 if full.data_ptr() != shard.data_ptr():
                     full.copy_(shard)
@@ -322,7 +322,7 @@ class Communicator:
             return self._launch(lambda: near.reduce_scatter(pairs, tag, accumulate), record)
         flat = [(out, full) for out, full in pairs if isinstance(full, torch.Tensor)]
         assert len(flat) == len(pairs), "nobody can read pieces here"
-        if self.world == 1:
+        if not self.sends:
             for out, full in flat:
                 if accumulate:
                     out.add_(full.to(out.dtype))
@@ -346,7 +346,7 @@ class Communicator:
         """
         size = tensor.numel() * tensor.element_size()
         record = self._open("all_reduce", size, size * (self.world - 1), label)
-        if self.world == 1:
+        if not self.sends:
             return self._handle(None, record)
         group, tag = self._next(kind, record)
         if self._gloo:
@@ -367,7 +367,7 @@ class Communicator:
             label: for the record.
             out: receives the sum, and `flat` stays what it is; None: `flat` does.
         """
-        if not (self._gloo or self._ordered or self.world == 1):
+        if not (self._gloo or self._ordered or not self.sends):
             if out is not None:
                 out.copy_(flat)
             self._sum_at_once(flat if out is None else out, label).wait()
@@ -390,7 +390,7 @@ class Communicator:
         """Copy a tensor from group rank `src` to all ranks, in place."""
         size = tensor.numel() * tensor.element_size()
         record = self._open("broadcast", size, size if self.rank == src else 0, label)
-        if self.world == 1 or not tensor.numel():
+        if not self.sends or not tensor.numel():
             return self._handle(None, record)
         group, tag = self._next("explicit", record)
         if self._gloo:
@@ -420,7 +420,7 @@ class Communicator:
         """
         size = given.numel() * given.element_size()
         record = self._open("all_to_all", size, size - input_sizes[self.rank] * given.element_size(), label)
-        if self.world == 1:
+        if not self.sends:
             output.copy_(given)
             return self._handle(None, record)
         group, tag = self._next(kind, record)
@@ -434,7 +434,7 @@ class Communicator:
     def share_object(self, value: object, label: str, src: int = 0) -> object:
         """Return rank `src`'s JSON-like `value` on every rank (set-up only: it blocks)."""
         record = self._open("share_object", 0, 0, label)
-        if self.world > 1 and not self.imagined:
+        if self.sends and not self.imagined:
             text = json.dumps(value).encode()
             length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
             self.broadcast(length, src, label).wait()
@@ -452,7 +452,7 @@ class Communicator:
 
         A value comes back as JSON has it: a tuple as a list.
         """
-        if self.world == 1 or self.imagined:
+        if not self.sends or self.imagined:
             return [value] * self.world
         own = json.dumps(value).encode()
         rows = self._rows(len(own).to_bytes(_LENGTH, "little") + own[: _SHORT - _LENGTH], _SHORT, label)
@@ -512,7 +512,12 @@ class Communicator:
     @property
     def waits_on_host(self) -> bool:
         """Whether `Handle.wait` returns when the result is there; NCCL's only makes the current stream wait."""
-        return self._gloo or self.world == 1
+        return self._gloo or not self.sends
+
+    @property
+    def sends(self) -> bool:
+        """Whether there is anybody to send to; tests have a single rank send to itself."""
+        return self.world > 1
 
     @property
     def streams(self) -> Streams:

@@ -49,7 +49,7 @@ def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch
     tensor, ranks = model.registry[index], model.unit_of(index).domain.ranks
     flat = torch.zeros(tensor.numel + -tensor.numel % ranks.world, dtype=dtype, device=model.device)
     for start, stop, values in runs:
-        flat[start:stop] = values if whole else flat[start:stop] + values
+        flat[start:stop] = values if whole else flat[start:stop] + values.to(flat.device)  # some live on the host
     if not whole:
         # Of masters and state every element is zero on all ranks but one, so that the sum is exact.
         ranks.sum_large(flat, tensor.name)
@@ -370,7 +370,9 @@ def _local_gradient(model: ShardedModel, index: int, what: str) -> list[torch.Te
 
 def _joined(model: ShardedModel, runs: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Copy runs one after the other."""
-    return torch.cat([torch.empty(0, dtype=dtype, device=model.device), *(run.detach() for run in runs)])
+    return torch.cat(
+        [torch.empty(0, dtype=dtype, device=model.device), *(run.detach().to(model.device) for run in runs)]
+    )
 
 
 def _fill(model: ShardedModel, index: int, runs: list[torch.Tensor], value: torch.Tensor) -> None:

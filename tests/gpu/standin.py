@@ -1,0 +1,767 @@
+"""A CUDA device that is not there: what these tests do on one is tried on the CPU.
+
+Memory of the device is memory of the CPU with a label. Tensors that lie in it say "cuda:0" of themselves; what is
+computed from them lies there too; an operation on tensors of the host and of the device fails as on a device. Streams
+and events are those of a recorded device (`shardwise.device.recording`): nothing runs late, but a test that leaves a
+use of memory without order fails when it ends. NCCL is Gloo.
+
+What the stand-in has no answer for (bytes that the allocator has reserved, names of kernels, times) tests leave out
+with `rehearsing()`; what cannot be tried at all (Triton, `torch.compile`) they skip with `needs_device`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import time
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise import compat
+from shardwise.comm import native
+from shardwise.device import streams
+from shardwise.device.checking import check_order
+from shardwise.device.recording import Event as Written
+from shardwise.device.recording import Recorder, name_of
+from shardwise.zero.units import released  # noqa: F401 - it looks at methods of tensors, and must see torch's own
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+HOST = "host"
+"""The stream on which the trace has what the host does with pinned memory."""
+
+_TOTAL = 80 << 30
+_original: dict[str, Any] = {}
+_state = types.SimpleNamespace(installed=False, sync="default", peak=0, recorder=None)
+_local = threading.local()
+_live: dict[int, weakref.ref[Any]] = {}
+_registered: dict[int, int] = {}
+
+
+def rehearsing() -> bool:
+    """Whether the device is the one that is not there."""
+    return bool(_state.installed)
+
+
+needs_device = pytest.mark.needs_device
+"""Of tests that cannot be tried without a device; they are skipped then (`conftest.py`)."""
+
+
+# -- where tensors lie -------------------------------------------------------------------------------------------------
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor, with the labels that it has been given; None: it has none of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout is not torch.strided:
+            return _storage(torch._C.TensorBase._values(tensor)) if tensor.layout is torch.sparse_coo else None
+        try:
+            return tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return None
+
+
+def place_of(tensor: torch.Tensor) -> torch.device | None:
+    """Where a tensor lies; None: nobody has said so, and it goes with whatever it meets."""
+    return getattr(_storage(tensor), "standin_place", None)
+
+
+def _put(tensor: torch.Tensor, place: torch.device | None, *, anew: bool = False) -> torch.Tensor:
+    storage = _storage(tensor)
+    if storage is None or place is None or (not anew and hasattr(storage, "standin_place")):
+        return tensor
+    storage.standin_place = place
+    return tensor
+
+
+def _pin(tensor: torch.Tensor) -> torch.Tensor:
+    _storage(tensor).standin_pinned = True
+    if _state.recorder is not None:
+        with _state.recorder.on_host():  # torch gives it out again when copies that it knows of have been made
+            _state.recorder.span(tensor)
+    return _put(tensor, CPU, anew=True)
+
+
+def _is_pinned(tensor: torch.Tensor) -> bool:
+    storage = _storage(tensor)
+    if storage is None or not compat.has_values(tensor) or place_of(tensor) == CUDA:
+        return False
+    address = storage.data_ptr()
+    return hasattr(storage, "standin_pinned") or any(a <= address < a + n for a, n in _registered.items())
+
+
+def _real(device: Any) -> torch.device | None:
+    """The device that an argument names."""
+    if device is None or isinstance(device, torch.device):
+        return device
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _waits(what: str) -> None:
+    """The host waits for the device, as far as torch can tell (`torch.cuda.set_sync_debug_mode`)."""
+    if _state.sync == "error":
+        raise RuntimeError(f"called a synchronizing CUDA operation: {what}")
+    if _state.sync == "warn":
+        warnings.warn(f"called a synchronizing CUDA operation: {what}", stacklevel=2)
+    _read()
+
+
+_SYNCHRONIZING = {
+    "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim",
+    "unique_consecutive", "bincount",
+}  # fmt: skip
+_MIXING = {"copy_", "_foreach_copy_", "_to_copy", "index", "index_put_", "_index_put_impl_", "index_put", "set_"}
+"""Operations that take tensors of several devices; so do those with tensors of the CPU without dimensions."""
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors(part)
+
+
+class _Places(TorchDispatchMode):
+    """Labels what operations make, refuses those that no device would do, and writes down who uses which memory."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if not all(compat.has_values(tensor) for tensor in _tensors([*args, *kwargs.values()])):
+                return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        given = list(_tensors([*args, *kwargs.values()]))
+        places = {tensor: place_of(tensor) for tensor in given}
+        # A number that torch has wrapped has no place.
+        on_host = [t for t, place in places.items() if place == CPU and (t.dim() or name == "cat")]
+        place = CUDA if CUDA in places.values() else CPU if CPU in places.values() else None
+        if place == CUDA and on_host and name not in _MIXING:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+                f"({name} of {[(tuple(t.shape), str(p)) for t, p in places.items()]})"
+            )
+        if name in ("index", "index_put_", "copy_", "_foreach_copy_") and given:
+            place = places[given[0]] or place
+        if place == CUDA and (name in _SYNCHRONIZING or (name.startswith("index") and _masks(args))):
+            _waits(name)
+        if name == "copy_" and {places[t] for t in given[:2]} == {CUDA, CPU} and not _later(args, kwargs):
+            _waits("copy_ between the device and the host")
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            _put(tensor, place)
+            if place == CUDA:
+                _count(tensor)
+        _write_down(func, name, args, kwargs, given, result)
+        return result
+
+
+def _masks(args: Sequence[Any]) -> bool:
+    return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1:2]))
+
+
+def _later(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+
+
+def _count(tensor: torch.Tensor) -> None:
+    storage = _storage(tensor)
+    if storage is not None and id(storage) not in _live:
+        key = id(storage)
+        _live[key] = weakref.ref(storage, lambda _: _live.pop(key, None))
+        _state.peak = max(_state.peak, memory_allocated())
+
+
+def memory_allocated(device: Any = None) -> int:
+    """Bytes of the device that tensors hold."""
+    found = [reference() for reference in list(_live.values())]
+    return sum(s.nbytes() for s in found if s is not None and s.standin_place == CUDA)
+
+
+# -- the trace ---------------------------------------------------------------------------------------------------------
+
+
+def _write_down(
+    func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], given: list[torch.Tensor], result: Any
+) -> None:
+    recorder = _state.recorder
+    if recorder is None or func.is_view or name == "set_" or getattr(_local, "silent", False):
+        return
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if written else reads).extend(_tensors(value))
+    known = {id(_storage(tensor)) for tensor in given}
+    made = [tensor for tensor in _tensors(result) if id(_storage(tensor)) not in known]
+    if name.removeprefix("new_").startswith("empty"):
+        for tensor in filter(_noted, made):
+            recorder.span(tensor)
+        return
+    on_device = any(place_of(tensor) == CUDA for tensor in [*given, *made])
+    reads, writes = [list(filter(_noted, tensors)) for tensors in (reads, [*writes, *made])]
+    if not (reads or writes):
+        return
+    if on_device:
+        recorder.kernel(name, reads, writes)
+        return
+    with recorder.using(HOST):
+        recorder.kernel(name, reads, writes)
+    recorder.add(Written("read", stream=HOST))
+
+
+def _noted(tensor: torch.Tensor) -> bool:
+    """Whether it lies where a device reads and writes beside the host."""
+    return tensor.layout is torch.strided and (place_of(tensor) == CUDA or _is_pinned(tensor))
+
+
+def _read(stream: str | None = None) -> None:
+    """The host waits for everything on a stream."""
+    if _state.recorder is not None:
+        _state.recorder.add(Written("read", stream=stream or _state.recorder.stream))
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Write down what the device does inside of the block, and check the order of all uses of memory at its end."""
+    _state.recorder = recorder = _Recorder()
+    try:
+        yield
+    finally:
+        _state.recorder = None
+    problems = check_order(recorder.trace)
+    assert not problems, "\n".join(map(str, problems[:8]))
+
+
+# -- torch's functions -------------------------------------------------------------------------------------------------
+
+
+def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes tensors, where it is told to."""
+
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = _real(kwargs.get("device"))
+        if device is not None and device.type not in ("cuda", "cpu"):
+            return function(*args, **kwargs)
+        pinned = kwargs.pop("pin_memory", False)
+        if device is not None:
+            kwargs["device"] = CPU
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return function(*args, **kwargs)
+        like = next((arg for arg in args[:1] if isinstance(arg, torch.Tensor)), None)
+        if like is not None and function.__name__ in ("tensor", "as_tensor"):
+            return torch.Tensor.to(like.detach().clone() if function.__name__ == "tensor" else like, device)
+        if pinned and device is not None and device.type == "cuda":
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        data = function.__name__ in ("tensor", "as_tensor")
+        if data and device is not None and device.type == "cuda":
+            _waits("a tensor of values of the host")
+        if pinned:
+            return _pin(function(*args, **kwargs))
+        place = device if device is not None else CPU if like is None else None
+        with _unwritten():
+            made = function(*args, **kwargs)
+        if place is not None and place.type == "cuda":
+            _put(made, CUDA, anew=True)
+            _count(made)
+        else:
+            _put(made, place, anew=device is not None)
+        if _state.recorder is not None and isinstance(made, torch.Tensor) and place_of(made) == CUDA:
+            if function.__name__.startswith("empty"):
+                _state.recorder.span(made)
+            else:
+                _state.recorder.kernel(function.__name__, [], [made])
+        return made
+
+    return make
+
+
+@contextlib.contextmanager
+def _unwritten() -> Iterator[None]:
+    """Write down inside of the block nothing of what operations do: somebody else does."""
+    before, _local.silent = getattr(_local, "silent", False), True
+    try:
+        yield
+    finally:
+        _local.silent = before
+
+
+def _method(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A method of tensors that classes of tensors may answer themselves, as torch's own."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if has_torch_function_unary(self):
+                return handle_torch_function(method, (self,), self, *args, **kwargs)
+            return function(self, *args, **kwargs)
+
+        method.__name__ = name
+        return method
+
+    return wrap
+
+
+_base = torch._C.TensorBase
+
+
+def _device(self: torch.Tensor) -> torch.device:
+    found: torch.device = _base.device.__get__(self)  # type: ignore[attr-defined]
+    if found.type == "cpu" and place_of(self) == CUDA:
+        return CUDA
+    return found
+
+
+def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    rest = list(args)
+    device = _real(kwargs.pop("device", None))
+    if rest and isinstance(rest[0], torch.Tensor):
+        like = rest.pop(0)
+        device, kwargs["dtype"] = like.device, like.dtype
+    elif rest and (rest[0] is None or isinstance(rest[0], (str, int, torch.device))):
+        device = _real(rest.pop(0)) or device
+    if rest and isinstance(rest[0], torch.dtype):
+        kwargs["dtype"] = rest.pop(0)
+    for key in ("non_blocking", "copy"):
+        if rest:
+            kwargs[key] = rest.pop(0)
+    if device is None or device.type not in ("cpu", "cuda") or not compat.has_values(self) or self.is_meta:
+        device = CPU if device is not None and device.type == "cuda" and not self.is_meta else device
+        return _base.to(self, **({} if device is None else {"device": device}), **kwargs)
+    here = _device(self)
+    if here.type == device.type:
+        return _put(_base.to(self, **kwargs), device if device.type == "cuda" else None)
+    if not kwargs.get("non_blocking"):
+        _waits(f"to {device}")
+    dtype = kwargs.get("dtype") or self.dtype
+    with _unwritten():
+        made = _base.to(self, dtype=dtype, copy=True, memory_format=kwargs.get("memory_format", torch.preserve_format))
+    _put(made, CUDA if device.type == "cuda" else CPU, anew=True)
+    if device.type == "cuda":
+        _count(made)
+    if _state.recorder is not None and made.layout is torch.strided:
+        tensors = [tensor for tensor in (self, made) if _noted(tensor)]
+        _state.recorder.kernel("to", [t for t in tensors if t is not made], [t for t in tensors if t is made])
+    return made
+
+
+def _made_on_own(name: str) -> Callable[..., Any]:
+    function = getattr(_base, name)
+
+    def make(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device, pinned = _real(kwargs.pop("device", None)) or _device(self), kwargs.pop("pin_memory", False)
+        if not compat.has_values(self):
+            return function(self, *args, **kwargs)
+        made = function(self, *args, **kwargs, device=CPU if device.type == "cuda" else device)
+        _put(made, CUDA if device.type == "cuda" else device, anew=True)
+        return _pin(made) if pinned else made
+
+    return make
+
+
+def _tolist(self: torch.Tensor) -> Any:
+    if place_of(self) == CUDA:
+        _waits("tolist")
+    return _base.tolist(self)
+
+
+def _numpy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if place_of(self) == CUDA:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first.")
+    return _base.numpy(self, *args, **kwargs)
+
+
+def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    if place_of(self) == CUDA:
+        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+    return self if _is_pinned(self) else _pin(self.detach().clone())
+
+
+def _record_stream(self: torch.Tensor, stream: Any) -> None:
+    """The allocator gives the memory out again only when the stream has done with it."""
+    del stream
+    if _state.recorder is not None:
+        _state.recorder.kept.add(id(_storage(self)))
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "to": _to,
+    "cuda": lambda self, device=None, non_blocking=False, memory_format=torch.preserve_format: _to(
+        self, CUDA, non_blocking=non_blocking, memory_format=memory_format
+    ),
+    "cpu": lambda self, memory_format=torch.preserve_format: _to(self, CPU, memory_format=memory_format),
+    "get_device": lambda self: 0 if _device(self).type == "cuda" else -1,
+    "pin_memory": _pin_memory,
+    "is_pinned": lambda self, device=None: _is_pinned(self),
+    "record_stream": _record_stream,
+    "tolist": _tolist,
+    "numpy": _numpy,
+    **{name: _made_on_own(name) for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")},
+}
+_GETTERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "device": _device,
+    "is_cuda": lambda self: _device(self).type == "cuda",
+    "is_cpu": lambda self: _device(self).type == "cpu",
+}
+
+
+# -- torch.cuda --------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """See `torch.cuda.Stream`; its name is that in the trace."""
+
+    _numbers = iter(range(1, 1 << 30))
+
+    def __init__(self, device: Any = None, priority: int = 0, *, name: str = "stream", new: bool = True) -> None:
+        number = next(self._numbers) if new else 0
+        self.name = f"{name} {number}" if new else name
+        self.device, self.priority, self.cuda_stream, self.stream_id = CUDA, priority, number, number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def wait_event(self, event: Event) -> None:
+        if event.mark is not None and _state.recorder is not None:
+            _state.recorder.add(Written("wait", stream=self.name, number=event.mark))
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _read(self.name)
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """See `torch.cuda.Event`."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+        self.mark: int | None = None
+        self._time, self._asked = 0.0, 0
+        self.device = CUDA
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._time = time.perf_counter()
+        if _state.recorder is not None:
+            self._recorder = _state.recorder
+            with self._recorder.using((stream or current_stream()).name):
+                self.mark = self._recorder.mark().number
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        """Not yet, at first."""
+        self._asked += 1
+        if self._asked > 1:
+            self.synchronize()  # whoever asks acts on the answer
+        return self._asked > 1
+
+    def synchronize(self) -> None:
+        if self.mark is not None and _state.recorder is not None:
+            _state.recorder.add(Written("block", number=self.mark))
+
+    def elapsed_time(self, end: Event) -> float:
+        return max(1e-6, 1e3 * (end._time - self._time))
+
+
+_DEFAULT = Stream(name="compute", new=False)
+
+
+def current_stream(device: Any = None) -> Stream:
+    """See `torch.cuda.current_stream`: a thread's own."""
+    return getattr(_local, "stream", _DEFAULT)
+
+
+@contextlib.contextmanager
+def on_stream(stream: Stream | None) -> Iterator[None]:
+    """See `torch.cuda.stream`."""
+    before = current_stream()
+    if stream is not None:
+        set_stream(stream)
+    try:
+        yield
+    finally:
+        set_stream(before)
+
+
+def set_stream(stream: Stream) -> None:
+    """See `torch.cuda.set_stream`."""
+    _local.stream = stream
+
+
+class _Recorder(Recorder):
+    """Streams are those of `torch.cuda`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: set[int] = set()
+
+    @property
+    def stream(self) -> str:
+        """See `Recorder.stream`."""
+        return current_stream().name
+
+    def using(self, name: str) -> Any:
+        """See `Recorder.using`."""
+        return on_stream(Stream(name=name, new=False))
+
+    def names(self) -> set[str]:
+        """Streams that have been used so far."""
+        return {event.stream for event in self.trace.events if event.stream}
+
+    def _gone(self, key: int) -> None:
+        if key in self.kept:
+            self.kept.discard(key)
+            self._memory.pop(key, None)
+            self._deaths.pop(key, None)
+        else:
+            super()._gone(key)
+
+
+class _Device(contextlib.AbstractContextManager[None]):
+    """See `torch.cuda.device`."""
+
+    def __init__(self, device: Any) -> None:
+        del device
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _set_sync_debug_mode(mode: Any) -> None:
+    _state.sync = {0: "default", 1: "warn", 2: "error"}.get(mode, mode)
+
+
+def _register(address: int, size: int, flags: int) -> int:
+    _registered[address] = size
+    return 0
+
+
+def _unregister(address: int) -> int:
+    _registered.pop(address)
+    return 0
+
+
+def _peak(device: Any = None) -> int:
+    return max(_state.peak, memory_allocated())
+
+
+def _reset_peak(device: Any = None) -> None:
+    _state.peak = 0
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _properties(device: Any = None) -> Any:
+    return types.SimpleNamespace(
+        name="stand-in",
+        total_memory=_TOTAL,
+        major=8,
+        minor=0,
+        multi_processor_count=108,
+        uuid="00",
+        L2_cache_size=1 << 25,
+    )
+
+
+_CUDA: dict[str, Any] = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "_is_in_bad_fork": lambda: False,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_name": lambda device=None: "stand-in",
+    "get_device_capability": lambda device=None: (8, 0),
+    "get_device_properties": _properties,
+    "is_bf16_supported": lambda including_emulation=True: True,
+    "mem_get_info": lambda device=None: (_TOTAL - memory_allocated(), _TOTAL),
+    "memory_allocated": memory_allocated,
+    "memory_reserved": memory_allocated,
+    "max_memory_allocated": _peak,
+    "max_memory_reserved": _peak,
+    "reset_peak_memory_stats": _reset_peak,
+    "memory_stats": lambda device=None: {"allocated_bytes.all.current": memory_allocated()},
+    "get_per_process_memory_fraction": lambda device=None: 1.0,
+    "Stream": Stream,
+    "Event": Event,
+    "current_stream": current_stream,
+    "default_stream": lambda device=None: _DEFAULT,
+    "stream": on_stream,
+    "set_stream": set_stream,
+    "synchronize": lambda device=None: [_read(name) for name in _state.recorder.names()] if _state.recorder else None,
+    "device": _Device,
+    "set_sync_debug_mode": _set_sync_debug_mode,
+    "get_sync_debug_mode": lambda: ["default", "warn", "error"].index(_state.sync),
+    "cudart": lambda: types.SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister),
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+    "initial_seed": torch.initial_seed,
+    "default_generators": (torch.default_generator,),
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), torch.default_generator.manual_seed),
+    **dict.fromkeys(("init", "_lazy_init", "set_device", "_sleep", "empty_cache", "ipc_collect"), _nothing),
+}
+
+
+# -- torch.distributed -------------------------------------------------------------------------------------------------
+
+
+class _Work:
+    """A collective of Gloo that has a place in the trace."""
+
+    def __init__(self, works: list[Any], launched: Any) -> None:
+        self.works, self._launched = works, launched
+
+    def wait(self) -> None:
+        with _unwritten():
+            for work in self.works:
+                work.wait()
+        self._launched.wait()
+
+
+def _launch(op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup) -> list[Any]:
+    with _unwritten():
+        works = compat.launch_together(op, pairs, group)
+    if _state.recorder is None or not pairs:
+        return works
+    name = name_of(group.group_name, dist.get_process_group_ranks(group))
+    return [_Work(works, _state.recorder.collective(getattr(op, "__name__", "exchange"), pairs, name, lambda: None))]
+
+
+def _grouped(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    """A function that makes a process group for the backend that it is given."""
+
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        if len(given) > place:
+            given[place] = _backends(given[place])
+        else:
+            kwargs["backend"] = _backends(kwargs.get("backend"))
+        kwargs.pop("device_id", None)
+        return function(*given, **kwargs)
+
+    return make
+
+
+def _backends(asked: str | None) -> str | None:
+    return "cpu:gloo,cuda:gloo" if asked is None or "nccl" in asked else asked
+
+
+def _config(group: dist.ProcessGroup | None = None) -> str:
+    found = str(_original["get_backend_config"](group))
+    return found.replace("cuda:gloo", "cuda:nccl")
+
+
+def _backend(group: dist.ProcessGroup | None = None) -> str:
+    return "nccl" if "cuda" in str(_original["get_backend_config"](group)) else str(_original["get_backend"](group))
+
+
+# -- switching it on ---------------------------------------------------------------------------------------------------
+
+
+class _Generators(type(torch._C.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch._C.Generator)
+
+
+class _Generator(torch._C.Generator, metaclass=_Generators):
+    def __new__(cls, device: Any = None) -> Any:
+        return torch._C.Generator("cpu")
+
+
+def _in_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(self: threading.Thread) -> None:
+        with _Places():
+            function(self)
+
+    return run
+
+
+def _by_default(self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """What `torch.set_default_device` does."""
+    kwargs = kwargs or {}
+    if func in _device_constructors() and kwargs.get("device") is None:
+        return _maker(func)(*args, **{**kwargs, "device": self.device})
+    return func(*args, **kwargs)
+
+
+def install() -> None:
+    """Let this process have the device, until it ends."""
+    if _state.installed:
+        return
+    _state.installed = True
+    import torch._dynamo  # it makes a table of torch's own functions, and must not find these
+
+    for function in (*_device_constructors(), *(getattr(torch, f"{name}_like") for name in _LIKE)):
+        module = torch.fft if function.__name__.startswith("fft") else torch
+        if getattr(module, function.__name__, None) is function:
+            setattr(module, function.__name__, _maker(function))
+    for name, method in _METHODS.items():
+        setattr(torch.Tensor, name, _method(name)(method))
+    for name, getter in _GETTERS.items():
+        setattr(torch.Tensor, name, property(_method(name)(getter)))
+    torch.cuda.nccl.version = lambda: (2, 0, 0)
+    for name, value in _CUDA.items():
+        setattr(torch.cuda, name, value)
+    make = FakeTensor.__new__
+
+    def made(cls: Any, mode: Any, element: torch.Tensor, device: torch.device, **kwargs: Any) -> Any:
+        # Fake tensors of a device need a build of torch that knows it.
+        return make(cls, mode, element, CPU if device.type == "cuda" else device, **kwargs)
+
+    FakeTensor.__new__ = made  # type: ignore[method-assign]
+    torch.Generator = _Generator  # type: ignore[misc]
+    DeviceContext.__torch_function__ = _by_default  # type: ignore[method-assign]
+    autocast, begin = torch.autocast, torch.autocast.__init__
+
+    def started(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        begin(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    autocast.__init__ = started  # type: ignore[method-assign]
+    for name in ("get_backend_config", "get_backend"):
+        _original[name] = getattr(dist, name)
+    for module in (dist, dist.distributed_c10d):
+        module.get_backend_config, module.get_backend = _config, _backend  # type: ignore[attr-defined]
+        module.is_nccl_available = lambda: True  # type: ignore[attr-defined]
+    dist.is_backend_available = lambda name: True
+    dist.init_process_group = _grouped(dist.init_process_group, 0)
+    dist.new_group = _grouped(dist.new_group, 2)
+    native._launch = _launch
+    streams.CudaStreams.make = lambda self, name: streams._CudaStream(Stream(name=name))  # type: ignore[method-assign, arg-type]
+    threading.Thread._bootstrap_inner = _in_thread(threading.Thread._bootstrap_inner)  # type: ignore[attr-defined]
+    _Places().__enter__()
+
+
+_LIKE = ("empty", "zeros", "ones", "full", "rand", "randn", "randint")

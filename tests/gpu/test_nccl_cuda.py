@@ -1,0 +1,113 @@
+"""NCCL on one rank, which sends to itself: it takes what `shardwise.comm.native` gives it, and the values are right."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import groups, native
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+from tests.gpu.forced import start_group
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+SIZES = (1, 5, 64, 1 << 16)
+"""Several pairs are launched as one where torch can join them."""
+
+
+@pytest.fixture(scope="module")
+def group() -> dist.ProcessGroup:
+    start_group()
+    device = torch.device("cuda", torch.cuda.current_device())
+    return groups.new_group([[0]], timedelta(seconds=60), "nccl", device)
+
+
+def values(size: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(size, device="cuda").remainder(251).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, torch.uint8, torch.int64])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_all_gather(group: dist.ProcessGroup, dtype: torch.dtype, in_place: bool) -> None:
+    for sizes in (SIZES[:1], SIZES, (0, *SIZES)):
+        shards = [values(size, dtype) for size in sizes]
+        fulls = [shard if in_place else torch.zeros_like(shard) for shard in shards]
+        pairs = [(full, full[: full.numel()] if in_place else own) for full, own in zip(fulls, shards, strict=True)]
+        native.all_gather(pairs, group).wait()
+        assert all(torch.equal(full, values(full.numel(), dtype)) for full in fulls)
+
+
+@pytest.mark.parametrize(("wire", "total"), [(FP32, FP32), (BF16, FP32), (FP16, FP32), (BF16, BF16), (FP32, BF16)])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_reduce_scatter(
+    group: dist.ProcessGroup,
+    wire: torch.dtype,
+    total: torch.dtype,
+    accumulate: bool,
+    ordered: bool,
+    exchanged: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not exchanged:
+        if wire.itemsize > total.itemsize:
+            pytest.skip("wider wires are always exchanged")
+        monkeypatch.setattr(native, "exchanges", lambda *_: False)
+    pairs = [(torch.full((size,), 2.0, dtype=total, device="cuda"), values(size, wire)) for size in (0, *SIZES)]
+    pending = native.reduce_scatter(pairs, group, accumulate=accumulate, ordered=ordered)
+    pending.wait()
+    for out, full in pairs:
+        assert torch.equal(out, full.to(total) + (2.0 if accumulate else 0.0))
+
+
+def test_sums_in_place(group: dist.ProcessGroup) -> None:
+    """Of several pairs, the output of some is where the input lies."""
+    whole = values(256, FP32)
+    native.reduce_scatter([(whole[:256], whole), (torch.zeros(8, device="cuda"), values(8, FP32))], group).wait()
+    assert torch.equal(whole, values(256, FP32))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, torch.float64, torch.int64])
+def test_small_and_large_sums(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    for shape in ((), (1,), (3, 5)):
+        tensor = torch.full(shape, 3, dtype=dtype, device="cuda")
+        native.all_reduce(tensor, group).wait()
+        native.sum_in_place(tensor, group).wait()
+        assert torch.equal(tensor, torch.full(shape, 3, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, torch.uint8, torch.int64])
+def test_broadcast_and_all_to_all(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    tensor = values(100, dtype)
+    native.broadcast(tensor, 0, group).wait()
+    assert torch.equal(tensor, values(100, dtype))
+    out = torch.zeros_like(tensor)
+    native.all_to_all(out[:7], tensor[3:10], [7], [7], group).wait()
+    native.all_to_all(out[:0], tensor[:0], [0], [0], group).wait()
+    assert torch.equal(out[:7], tensor[3:10])
+
+
+def test_the_end_of_a_collective_is_seen(group: dist.ProcessGroup) -> None:
+    works = native.all_gather([(torch.zeros(4, device="cuda"), values(4, FP32))], group)
+    ended = works.ends()
+    works.wait()
+    torch.cuda.synchronize()
+    assert ended()
+
+
+def test_a_communicator_of_one_rank_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_group()
+    monkeypatch.setattr(Communicator, "sends", True)
+    comm = Communicator(None, Ledger(), torch.device("cuda", torch.cuda.current_device()))
+    assert comm.exchange({"a": [1, "x" * 2000]}, "long") == [{"a": [1, "x" * 2000]}]
+    assert comm.share_object({"b": 2}, "shared") == {"b": 2}
+    assert len(comm.nodes()) == 1
+    flat = values(64, BF16)
+    comm.sum_large(flat, "large")
+    comm.barrier()
+    assert torch.equal(flat, values(64, BF16))
+    comm.destroy()
