@@ -105,7 +105,7 @@ bench: $(STAMP)
 
 # One CUDA device; --only, --minutes and --missing choose parts (bench/gpu.py). A machine's own interpreter: STAMP= BIN=DIR.
 bench-gpu: $(STAMP)
-	PYTHONPATH=src $(BIN)/python bench/gpu.py $(BENCH_FLAGS)
+	PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(BIN)/python bench/gpu.py $(BENCH_FLAGS)
 
 # 100 ranks killed while saving and 100 while training; `make test` has two of each. About a quarter of an hour.
 SOAK_FLAGS ?= --kills 100
