@@ -294,6 +294,11 @@ def _maker(function: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def _of_host(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function that makes tensors of memory of the host."""
+    return functools.wraps(function)(lambda *args, **kwargs: _put(function(*args, **kwargs), CPU, anew=True))
+
+
 @contextlib.contextmanager
 def _unwritten() -> Iterator[None]:
     """Write down inside of the block nothing of what operations do: somebody else does."""
@@ -728,6 +733,7 @@ def install() -> None:
         module = torch.fft if function.__name__.startswith("fft") else torch
         if getattr(module, function.__name__, None) is function:
             setattr(module, function.__name__, _maker(function))
+    torch.frombuffer = _of_host(torch.frombuffer)
     for name, method in _METHODS.items():
         setattr(torch.Tensor, name, _method(name)(method))
     for name, getter in _GETTERS.items():
@@ -759,7 +765,7 @@ def install() -> None:
     dist.init_process_group = _grouped(dist.init_process_group, 0)
     dist.new_group = _grouped(dist.new_group, 2)
     native._launch = _launch
-    streams.CudaStreams.make = lambda self, name: streams._CudaStream(Stream(name=name))  # type: ignore[method-assign, arg-type]
+    streams.CudaStreams.make = lambda self, name, **_: streams._CudaStream(Stream(name=name))  # type: ignore[method-assign, arg-type]
     threading.Thread._bootstrap_inner = _in_thread(threading.Thread._bootstrap_inner)  # type: ignore[attr-defined]
     _Places().__enter__()
 
