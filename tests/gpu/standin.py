@@ -604,6 +604,7 @@ _CUDA: dict[str, Any] = {
     "is_available": lambda: True,
     "is_initialized": lambda: True,
     "_is_in_bad_fork": lambda: False,
+    "is_current_stream_capturing": lambda: False,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
     "get_device_name": lambda device=None: "stand-in",

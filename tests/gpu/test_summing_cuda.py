@@ -7,8 +7,10 @@ import torch
 
 from shardwise.device import summing
 from tests.device.test_summing import BF16, WIDE, terms
+from tests.gpu.standin import needs_device
 
 
+@needs_device
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize(("of", "into"), WIDE)
 def test_the_kernel_has_the_bits_of_the_loop(of: torch.dtype, into: torch.dtype, accumulate: bool) -> None:
