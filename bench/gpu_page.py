@@ -258,17 +258,20 @@ def table_lines(table: Table, parts: Parts, shown: Callable[[Any], str], grid: C
     there = [_with_units(row) for row in rows(parts, table.part)]
     columns = [(head, field) for head, field in table.columns if any(row.get(field) is not None for row in there)]
     good = [row for row in there if "failed" not in row or any(row.get(field) is not None for _, field in columns)]
-    model = any("model" in row for row in there)
-    lines = []
-    for row in good:
-        name = f"{row['model']}, {row[table.names]}" if model else row[table.names]
-        lines.append([name, *(shown(row.get(field)) for _, field in columns)])
+    lines = [[_name(table, row), *(shown(row.get(field)) for _, field in columns)] for row in good]
     found = grid(["", *(head for head, _ in columns)], lines)
     for row in there:
         if "failed" in row:
-            name = f"{row['model']}, {row[table.names]}" if "model" in row else row[table.names]
-            found += ["", f"*{name}*: {row['failed']}"]
+            found += ["", f"*{_name(table, row)}*: {row['failed']}"]
     return found
+
+
+def _name(table: Table, row: dict[str, Any]) -> str:
+    """Return what a row is called."""
+    found = f"{row['model']}, {row[table.names]}" if "model" in row else str(row[table.names])
+    if "world" in row:
+        found += f", {row['dtype']}, {row['world']} rank{'s' if row['world'] > 1 else ''}"
+    return found + (", as on a device" if row.get("beside") else "")
 
 
 def page_lines(
