@@ -146,7 +146,8 @@ def options_of(
     Args:
         description: of the script.
         quick: makes the options those of a quick run; None: they stay.
-        more: further options: a default value each, whose type they have; False: a switch.
+        more: further options: a default value each, whose type they have; False: a switch. `directory`, where files
+            of any size may be written, is build/ unless another is named.
     """
     found = parser(description)
     found.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries the script out")
@@ -157,6 +158,9 @@ def options_of(
     options = read(found)
     if options.quick and quick is not None:
         quick(options)
+    if more.get("directory") == options.__dict__.get("directory") == "":
+        (ROOT / "build").mkdir(exist_ok=True)
+        options.directory = str(ROOT / "build")
     if options.device == "cuda" and not options.child:
         import torch
 

@@ -16,9 +16,11 @@ On a machine without a network the interpreter of the machine does, with PYTHONP
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -60,6 +62,19 @@ def needs() -> int:
     return 1 if missing else 0
 
 
+def run(command: list[str], environment: dict[str, str], limit: float) -> int:
+    """Run a command; return its exit code, or that of `timeout`, 124. Nothing that it has started goes on behind it."""
+    with subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True) as process:
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            print(f"took more than {limit} s: {' '.join(command)}", file=sys.stderr)
+            return 124
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 def main() -> int:
     """Run the parts; return the exit code."""
     found = parser(__doc__)
@@ -98,12 +113,7 @@ def main() -> int:
         script, *arguments = command.split()
         full = [sys.executable, str(Path("bench") / script), *arguments, "--device", options.device]
         full += ["--results", str(options.results)] + (["--quick"] if options.quick else [])
-        try:
-            code = subprocess.run(full, cwd=ROOT, env=environment, timeout=limit).returncode
-        except subprocess.TimeoutExpired:
-            code = -1
-            print(f"{name}: took more than {limit} s", file=sys.stderr)
-        if code:
+        if run(full, environment, limit):
             failed.append(name)
         print(f"-- {time.monotonic() - start:.0f} s", flush=True)
     known = json.loads(path.read_text())["parts"] if path.exists() else {}

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from _gpu import Device, child, keep, one_rank, options_of, reason, tell
-from _jobs import ROOT
 
 KEEPS_STAGED = hasattr(torch.distributed, "all_gather_single")
 """Whether torch's stager may be used again: that of 2.11 raises in its second save."""
@@ -210,9 +209,6 @@ def main() -> None:
         return
     from _systems import SIZES
 
-    if not options.directory:
-        (ROOT / "build").mkdir(exist_ok=True)
-        options.directory = str(ROOT / "build")
     found = child("--child", "measure", "--directory", options.directory, limit=options.limit)
     rows = rows_of(found) if len(found.get("rounds", ())) > 1 else [{"way": "all", "failed": found["failed"]}]
     for row in rows:

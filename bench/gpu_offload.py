@@ -31,8 +31,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from _gpu import V100_PEAK, Device, child, keep, one_rank, options_of, reason, stated_peak, tell
-from _jobs import ROOT
+from _gpu import V100_PEAK, Device, child, keep, one_rank, options_of, stated_peak, tell
 from gpu_train import flops_per_token
 
 MARGIN = 0.9
@@ -445,7 +444,8 @@ def limited(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def quick(options: argparse.Namespace) -> None:
     """Make the options those of a quick run."""
-    options.steps, options.size, options.most, options.models, options.limits = 1, "tiny", 3, "tiny,T5-tiny", "32"
+    options.steps, options.most, options.models, options.limits = 1, 3, "tiny,T5-tiny", "32"
+    options.size = options.size if options.child else "tiny"  # a child is told which of the models it trains
     options.rows = options.rows or 1
     options.settings = options.settings or (f"{RESIDENT};all on the host;all on the disk")
 
@@ -475,15 +475,12 @@ def main() -> None:
         with one_rank(options.device):
             trained(options)
         return
-    if not options.directory:
-        (ROOT / "build").mkdir(exist_ok=True)
-        options.directory = str(ROOT / "build")
+    questions = {"cost": cost, "largest": largest, "limited": limited}
+    if options.what not in questions:
+        raise SystemExit(f"--what {options.what}: give {', '.join(questions)}")
     options.name = Device(options.device).name
-    try:
-        rows = {"cost": cost, "largest": largest, "limited": limited}[options.what](options)
-    except KeyError as error:
-        raise SystemExit(f"--what {options.what}: give cost, largest or limited ({reason(error)})") from error
-    keep(options, f"offload {options.what}", rows, there={k: v for k, v in room(options).items()})
+    rows = questions[options.what](options)
+    keep(options, f"offload {options.what}", rows, there=room(options))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +106,14 @@ def test_a_child_that_dies_takes_only_itself_along(bench: Any, monkeypatch: pyte
     found = through("memory", ["a", "bad", "c"], 10.0)
     assert found["bad"] == {"system": "bad", "failed": "CUDA error"} and set(found) == {"a", "bad", "c"}
     assert calls == [["a", "bad", "c"], ["c"]]
+
+
+def test_nothing_goes_on_behind_a_part_that_takes_too_long(bench: Any, tmp_path: Path) -> None:
+    file = tmp_path / "number"
+    grandchild = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    assert bench("gpu")["run"]([sys.executable, "-c", child], dict(os.environ), 3.0) == 124
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # until init has taken it
+            os.kill(int(file.read_text()), 0)
+            time.sleep(0.05)
