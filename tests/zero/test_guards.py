@@ -240,6 +240,72 @@ def test_parameters_that_have_been_exchanged_are_named(stage: int) -> None:
             assert bool(words[change]) == bool(said)
 
 
+class Extensible(nn.Module):
+    """Uses what has been attached to modules that had no parameters or no children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(3, 3), nn.Linear(3, 1), nn.Tanh()
+        self.adapters, self.more, self.prompts = nn.ModuleDict(), nn.ModuleList(), nn.ParameterDict()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.act(self.first(x))
+        if hasattr(self.first, "side"):
+            y = y + self.first.side(x)
+        for layer in [*self.adapters.values(), *self.more]:
+            y = y + layer(y)
+        for prompt in [*self.prompts.values(), *self.act.parameters()]:
+            y = y * prompt
+        return self.last(y)
+
+
+def attached(stage: int) -> list[str]:
+    def side(model: Any) -> None:
+        model.first.side = nn.Linear(3, 3)
+
+    def adapter(model: Any) -> None:
+        model.adapters["new"] = nn.Linear(3, 3)
+
+    def appended(model: Any) -> None:
+        model.more.append(nn.Linear(3, 3))
+
+    def prompt(model: Any) -> None:
+        model.prompts["new"] = nn.Parameter(torch.ones(3))
+
+    def gain(model: Any) -> None:
+        model.act.gain = nn.Parameter(torch.ones(3))
+
+    def frozen(model: Any) -> None:
+        model.prompts["new"] = nn.Parameter(torch.ones(3), requires_grad=False)
+        engine.backward(engine(torch.ones(2, 3)).mean())
+        engine.step()
+        model.prompts["new"].requires_grad_(True)
+
+    messages = []
+    for change in (side, adapter, appended, prompt, gain, frozen):
+        torch.manual_seed(0)
+        model = Extensible()
+        engine = begin(model, torch.optim.SGD(model.parameters(), lr=0.1), stage)
+        change(model)
+        with pytest.raises(UsageError) as in_forward:
+            engine(torch.ones(2, 3))
+        with pytest.raises(UsageError) as in_step:
+            model(torch.ones(2, 3)).mean().backward()  # past the engine
+            engine.step()
+        assert str(in_forward.value) == str(in_step.value)
+        messages.append(str(in_step.value))
+        engine.destroy()
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_attached_to_something_empty_are_named(stage: int) -> None:
+    names = ["first.side.weight and 1 more", "adapters.new.weight", "more.0.weight", "prompts.new", "act.gain"]
+    for messages in run_ranks(attached, 2, stage):
+        for name, message in zip([*names, "prompts.new"], messages, strict=True):
+            assert f"did not have when the engine was built: {name}" in message
+
+
 # -- parameters that the optimizer does not have -----------------------------------------------------------------------
 
 
@@ -295,6 +361,59 @@ def test_unfrozen_parameters_are_named_when_stepping(stage: int) -> None:
     for message in run_ranks(unfrozen, 2, stage):
         assert message.startswith("2 parameters were frozen")
         assert "backbone.weight, backbone.bias" in message
+
+
+def frozen_between_steps(stage: int) -> list[Any]:
+    model = made(0)
+    engine = begin(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1), stage)
+    step(engine, 0)
+    before = masters(model)
+    model.backbone.requires_grad_(False)
+    with pytest.raises(UsageError) as caught:
+        step(engine, 1)
+    kept = all(torch.equal(value, before[name]) for name, value in masters(model).items())
+    model.backbone.requires_grad_(True)
+    engine.step()
+    moved = not torch.equal(masters(model)["backbone.weight"], before["backbone.weight"])
+    engine.destroy()
+    return [str(caught.value), kept, moved]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_frozen_between_steps_are_named_before_anything_is_stepped(stage: int) -> None:
+    for message, kept, moved in run_ranks(frozen_between_steps, 2, stage):
+        assert message.startswith("2 parameters were trained") and "backbone.weight, backbone.bias" in message
+        assert kept and moved
+
+
+def changed_groups(stage: int) -> list[str]:
+    model = made(0)
+    model.backbone.requires_grad_(False)
+    outside = nn.Parameter(torch.ones(4))
+    messages = []
+    for change in ("outside", "unfrozen", "emptied"):
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+        engine = begin(model, optimizer, stage)
+        if change == "emptied":
+            optimizer.param_groups[0]["params"] = []
+        else:
+            optimizer.add_param_group({"params": [outside if change == "outside" else model.backbone.bias]})
+        loss = engine(torch.ones(2, 3)).mean() + (outside.sum() if change == "outside" else 0)
+        engine.backward(loss)
+        with pytest.raises(UsageError) as caught:
+            engine.step()
+        messages.append(str(caught.value))
+        engine.destroy()
+    assert outside.tolist() == [1.0] * 4
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_changes_of_the_optimizers_groups_are_refused_before_anything_is_stepped(stage: int) -> None:
+    for outside, unfrozen, emptied in run_ranks(changed_groups, 2, stage):
+        assert "added to SGD" in outside and "a tensor of shape (4,) that the model does not have" in outside
+        assert "added to SGD" in unfrozen and "backbone.bias" in unfrozen
+        assert "parameter groups of SGD have been changed" in emptied
 
 
 # -- the optimizer's own step ------------------------------------------------------------------------------------------

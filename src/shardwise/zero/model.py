@@ -501,7 +501,8 @@ class ShardedModel:
         """Raise where a step could not do what is expected of it; nothing has been changed then.
 
         Raises:
-            UsageError: parameters are gathered for evaluation, have been unfrozen, or are others than they were.
+            UsageError: parameters are gathered for evaluation, have been frozen, unfrozen or added, or are others than
+                they were.
         """
         if self.gatherer.suspended:
             raise UsageError(
@@ -509,7 +510,7 @@ class ShardedModel:
             )
         self.interruptions.check_can_step()
         self.places.check()
-        self.guards.check_frozen()
+        self.guards.check_trained()
 
     def await_copies(self) -> None:
         """Have the device's next operations come behind copies of master weights and optimizer state that have begun.

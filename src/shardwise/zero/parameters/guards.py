@@ -4,6 +4,8 @@
   master weights: they are seen by the parameters' version counters. Changes through `p.data` leave no trace there.
 * Parameters that require a gradient but that no optimizer group has get none: it would stay local and grow.
 * Parameters that have been unfrozen have no place in any unit's gradient: stepping raises.
+* Parameters that have been frozen are in flat parameters that the optimizer steps as a whole: stepping raises.
+* Parameters that are added to the optimizer's groups have gradients of this rank only: stepping raises.
 * `load_state_dict(assign=True)` would put other parameter objects into the model, which nothing here knows: it raises.
 * `load_state_dict()` and `state_dict()` need values: where they are sharded, what to call instead is said at once.
 * The optimizer's own `step()` would find no gradients and do nothing: it raises.
@@ -26,6 +28,8 @@ from shardwise.utils.logging import logger
 from shardwise.zero.passes.modulehook import ModuleHook
 
 _SHOWN = 5
+
+_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 _owned: WeakSet[torch.optim.Optimizer] = WeakSet()
 """Optimizers that engines step now."""
@@ -57,8 +61,10 @@ class Guards:
         absent: Callable[[nn.Parameter], bool],
     ) -> None:
         pairs = list(zip(registry, registry.parameters, strict=True))
+        self._module = module
         self._trained = [(t.index, p) for t, p in pairs if t.trainable]
         self._frozen = [(t, p) for t, p in pairs if not p.requires_grad]
+        self._names = [t.name for t in registry if t.trainable]
         self._versions: list[int] = []
         self.loaded: set[int] = set()
         self._stepping = False
@@ -70,6 +76,7 @@ class Guards:
         if optimizer is not None:
             _owned.add(optimizer)
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
+        self._members = self._stepped()
         self.note()
 
     # -- parameters without an optimizer -----------------------------------------------------------------------------
@@ -94,20 +101,62 @@ class Guards:
             parameter.grad = None  # left by earlier training
             self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
 
-    def check_frozen(self) -> None:
-        """Raise if parameters that were frozen when the engine was built require a gradient now.
+    def check_trained(self) -> None:
+        """Raise unless the parameters that require a gradient are those that the optimizer steps.
 
         Raises:
-            UsageError: it names them.
+            UsageError: it names parameters that have been frozen, unfrozen, or added to the optimizer.
         """
         with without_overrides():
             unfrozen = [tensor.name for tensor, parameter in self._frozen if parameter.requires_grad]
+            trained = list(map(_requires_grad, (parameter for _, parameter in self._trained)))
+        if not all(trained):
+            frozen = [name for name, requires_grad in zip(self._names, trained, strict=True) if not requires_grad]
+            raise UsageError(
+                f"{len(frozen)} parameters were trained when the engine was built and are frozen now, and the "
+                f"optimizer would go on to apply momentum and weight decay to them: {_listed(frozen)}. Set "
+                "requires_grad back before engine.step(), or freeze them for good: call engine.destroy(), and "
+                "initialize() again with an optimizer of the others"
+            )
         if unfrozen:
             raise UsageError(
                 f"{len(unfrozen)} parameters were frozen when the engine was built and require a gradient now, so they "
                 f"would not be trained: {_listed(unfrozen)}. Unfreeze before initialize(), or call engine.destroy() "
                 "and initialize() again with an optimizer that has them"
             )
+        self._check_groups()
+
+    def _stepped(self) -> list[set[int]]:
+        """Return the identities of what is in each of the optimizer's groups."""
+        return [] if self._optimizer is None else [set(map(id, group["params"])) for group in self._optimizer.param_groups]
+
+    def _check_groups(self) -> None:
+        """Raise if a script has changed which parameters the optimizer's groups have."""
+        now = self._stepped()
+        if now == self._members:
+            return
+        assert self._optimizer is not None
+        known = set().union(*self._members)
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        added = [
+            names.get(id(parameter)) or f"a tensor of shape {tuple(parameter.shape)} that the model does not have"
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) not in known
+        ]
+        name = type(self._optimizer).__name__
+        if not added:
+            raise UsageError(
+                f"the parameter groups of {name} have been changed since the engine was built: expected "
+                f"{[len(group) for group in self._members]} flat parameters in them, found {list(map(len, now))}. "
+                "Change settings of the groups (lr, weight_decay) only; for other parameters call engine.destroy(), "
+                "and initialize() again"
+            )
+        raise UsageError(
+            f"{len(added)} parameters have been added to {name} since the engine was built: {_listed(added)}. Their "
+            "gradients are neither averaged over ranks, nor clipped, nor dropped after the step. Give them to the "
+            "optimizer before initialize(), or train what is not in the model with an optimizer of its own"
+        )
 
     # -- in-place changes --------------------------------------------------------------------------------------------
 
@@ -196,6 +245,7 @@ class Guards:
             _owned.discard(self._optimizer)
             self._optimizer = None
         self._trained, self._frozen, self._versions, self.loaded = [], [], [], set()
+        self._members, self._names = [], []
         self._absent = _never
 
 

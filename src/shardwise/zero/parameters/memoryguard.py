@@ -1,7 +1,7 @@
 """Whether the model still is the one that was sharded: same parameters, in the engine's memory.
 
-Scripts can exchange modules and parameters, convert them, or assign to `p.data` at any time. Nothing would fail at that
-moment; what fails later, or is lost, does not tell the cause.
+Scripts can attach, exchange and convert modules and parameters, or assign to `p.data` at any time. Nothing would fail
+at that moment; what fails later, or is lost, does not tell the cause.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.compat import never_compiled, without_overrides
 from shardwise.errors import UsageError
 from shardwise.registry import Registry
+from shardwise.utils.logging import warn_once
 from shardwise.zero.units.unit import Unit
 
 _ADVICE = (
@@ -25,6 +26,7 @@ _ADVICE = (
 
 
 _dtype_of, _shape_of = torch.Tensor.dtype.__get__, torch.Tensor.shape.__get__  # type: ignore[attr-defined]
+_is_trained = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class MemoryGuard:
@@ -47,6 +49,10 @@ class MemoryGuard:
         modules = list(self._module.modules())
         holders: list[dict[str, Any]] = [holder for m in modules for holder in (m._modules, m._parameters)]
         self._holders = [holder for holder in holders if holder]
+        self._empty = [holder for holder in holders if not holder]
+        with without_overrides():
+            # Frozen ones: they are used as they are, until a script lets them require a gradient.
+            self._foreign = [p for p in self._module.parameters() if self._registry.find(p) is None]
         # Only whole values stay at their address.
         self._resident = [
             self._registry.parameters[t.index] for unit in self._units if not unit.sharded for t in unit.tensors
@@ -64,6 +70,7 @@ class MemoryGuard:
                 list(map(_shape_of, parameters)),
                 list(map(torch.Tensor.data_ptr, self._resident)),
                 list(map(id, itertools.chain.from_iterable(map(dict.values, self._holders)))),
+                [any(self._empty), any(map(_is_trained, self._foreign))],
             ]
 
     @never_compiled
@@ -87,13 +94,18 @@ class MemoryGuard:
                     f"its data): its new values are not in the memory that the engine steps. {_ADVICE}"
                 )
         with without_overrides():
-            names = [
-                n for n, p in self._module.named_parameters() if self._registry.find(p) is None and p.requires_grad
-            ]
-        if names:
+            added = [(n, p.requires_grad) for n, p in self._module.named_parameters() if self._registry.find(p) is None]
+        trained = [name for name, requires_grad in added if requires_grad]
+        if trained:
             raise UsageError(
-                f"the model has trainable parameters that it did not have when the engine was built: {names[0]}"
-                f"{f' and {len(names) - 1} more' if len(names) > 1 else ''}. They would not be trained. {_ADVICE}"
+                "the model has trainable parameters that it did not have when the engine was built: "
+                f"{_counted(trained)}. They would not be trained. {_ADVICE}"
+            )
+        if added:
+            warn_once(
+                "the model has frozen parameters that it did not have when the engine was built: "
+                f"{_counted([name for name, _ in added])}. They are used as they are on each rank, and are neither in "
+                f"checkpoints nor in exported weights. {_ADVICE}"
             )
         for unit in self._units:
             for section in unit.sections if not unit.sharded else []:
@@ -110,3 +122,7 @@ class MemoryGuard:
 def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
     with without_overrides():
         return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
+def _counted(names: Sequence[str]) -> str:
+    return f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}"
