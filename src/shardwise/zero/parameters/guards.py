@@ -128,7 +128,9 @@ class Guards:
 
     def _stepped(self) -> list[set[int]]:
         """Return the identities of what is in each of the optimizer's groups."""
-        return [] if self._optimizer is None else [set(map(id, group["params"])) for group in self._optimizer.param_groups]
+        return (
+            [] if self._optimizer is None else [set(map(id, group["params"])) for group in self._optimizer.param_groups]
+        )
 
     def _check_groups(self) -> None:
         """Raise if a script has changed which parameters the optimizer's groups have."""
