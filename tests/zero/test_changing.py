@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
+from shardwise.utils.logging import warn_once
 from tests.harness import run_ranks
 from tests.zero.training import masters
 
@@ -117,15 +120,74 @@ def test_changes_in_passes_that_are_not_differentiated() -> None:
             torch.testing.assert_close(codes, expected)
 
 
-def discarded() -> float:
-    engine = start(3)
-    codes = engine.module.blocks[0].codes
-    with torch.no_grad(), shardwise.zero.GatheredParameters(codes):
-        codes.zero_()
-    value = values_of(engine)["blocks.0.codes"].sum().item()
+def discarded(stage: int) -> list[Any]:
+    """Change parameters in blocks without a modifier: in place, through `data`, on one rank, and not at all."""
+    warnings: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    warn_once.cache_clear()
+    logging.getLogger("shardwise").addHandler(handler := Collect(logging.WARNING))
+    engine = start(stage)
+    model = engine.module
+    said = []
+    for change in ("nothing", "in place", "data", "one rank", "raised"):
+        warnings.clear()
+        with (
+            contextlib.suppress(KeyError),
+            torch.no_grad(),
+            shardwise.zero.GatheredParameters(list(model.parameters())),
+        ):
+            if change == "in place":
+                model.blocks[0].codes.zero_()
+            elif change == "data":
+                model.blocks[1].codes.data.zero_()
+            elif change == "one rank" and dist.get_rank() == 1:
+                model.head.weight.zero_()
+            elif change == "raised":
+                model.head.bias.zero_()
+                raise KeyError
+        said.append("; ".join(warnings))
+    logging.getLogger("shardwise").removeHandler(handler)
+    values = values_of(engine)
     engine.destroy()
-    return value
+    return [values["blocks.0.codes"].sum().item(), values["blocks.1.codes"].sum().item(), said]
 
 
-def test_changes_in_a_block_without_a_modifier_are_dropped() -> None:
-    assert run_ranks(discarded, 2) == [5.0, 5.0]
+def test_changes_in_a_block_without_a_modifier_are_dropped_with_a_warning() -> None:
+    results = run_ranks(discarded, 2, 3)
+    for rank, (first, second, said) in enumerate(results):
+        assert (first, second) == (5.0, 5.0)
+        assert not said[0] and not said[4] and bool(said[3]) == bool(rank)
+        assert "'blocks.0.codes'" in said[1] and "modifier_rank=0" in said[1]
+    # A change through an alias is seen by the rank that keeps the values.
+    assert any("'blocks.1.codes'" in said[2] for _, _, said in results)
+    assert "'head.weight'" in results[1][2][3]
+    for first, second, said in run_ranks(discarded, 2, 2):
+        assert (first, second) == (0.0, 0.0) and not any(said)
+
+
+def under_init() -> list[str]:
+    warnings: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    with shardwise.zero.Init():
+        layer = nn.Linear(3, 5)
+    logging.getLogger("shardwise").addHandler(handler := Collect(logging.WARNING))
+    for change in (False, True):
+        with shardwise.zero.GatheredParameters(layer.weight):
+            if change:
+                layer.weight.data.fill_(1.0)
+        assert len(warnings) == change
+    logging.getLogger("shardwise").removeHandler(handler)
+    return warnings
+
+
+def test_changes_under_init_without_a_modifier_are_dropped_with_a_warning() -> None:
+    for (warning,) in run_ranks(under_init, 2):
+        assert "weight" in warning and "modifier_rank=0" in warning

@@ -79,10 +79,14 @@ _DESTROYED = (
 
 
 class Gathered(NamedTuple):
-    """What `ShardedModel.gather` has gathered: units, and parameters that are whole tensors meanwhile."""
+    """What `ShardedModel.gather` has gathered: units, and parameters that are whole tensors meanwhile.
+
+    `versions` are the version counters of the latter.
+    """
 
     units: list[Unit]
     shown: list[Shown]
+    versions: list[int]
 
 
 class ShardedModel:
@@ -912,10 +916,19 @@ class ShardedModel:
         parameters = list(parameters)
         units = self.gather_parts(parameters)
         try:
-            return Gathered(units, self.wholes.show(parameters))
+            shown = self.wholes.show(parameters)
+            return Gathered(units, shown, [parameter._version for _, parameter, _ in shown])
         except BaseException:
             self.let_go(units)
             raise
+
+    def discarded(self, gathered: Gathered) -> list[str]:
+        """See `shardwise.zero.units.released.Owner`."""
+        names = [name for unit in gathered.units for name in unit.changed()]
+        for (tensor, parameter, _), version in zip(gathered.shown, gathered.versions, strict=True):
+            if parameter._version != version and tensor.name not in names:
+                names.append(tensor.name)
+        return names
 
     def put_back(self, parameters: Iterable[nn.Parameter], gathered: Gathered, src: int | None) -> None:
         """End a `gather`.

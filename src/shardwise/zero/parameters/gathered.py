@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.comm.ledger import user_line
 from shardwise.errors import UsageError
+from shardwise.utils.logging import warn_once
 from shardwise.zero.units import released
 
 
@@ -21,7 +23,8 @@ class GatheredParameters:
     Args:
         params: a parameter or an iterable of parameters; whatever no engine owns is passed over.
         modifier_rank: global rank whose changes are kept and given to all ranks (fp32 masters included), each of which
-            takes its part. With None changes to sharded parameters, and to those that are parts, are lost.
+            takes its part. With None changes to sharded parameters, and to those that are parts, are lost, which a
+            warning says.
         fwd_module: accepted for existing code; needed for nothing, because parameters used outside of their module are
             noticed.
         enabled: False makes the block do nothing.
@@ -82,7 +85,19 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.difference_update(id(parameter) for parameter in self._parameters)
+        if kind is None and self._modifier_rank is None:
+            self._warn_of_discarded()
         self._put_back(self._modifier_rank if kind is None else None)
+
+    def _warn_of_discarded(self) -> None:
+        names = [name for owner, _, gathered in self._gathered for name in owner.discarded(gathered)]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            warn_once(
+                f"GatheredParameters at {user_line()}: parameter {names[0]!r}{more} was changed in the block, and the "
+                "change is lost, because no modifier_rank is given and the values are sharded. Pass modifier_rank=0 to "
+                "give rank 0's values to all ranks; if the values are changed for the block only, ignore this"
+            )
 
     def _put_back(self, src: int | None) -> None:
         while self._gathered:

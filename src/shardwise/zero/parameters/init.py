@@ -29,6 +29,7 @@ from shardwise.compat import without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import cut, keep_elsewhere, part_of, set_aside
 from shardwise.zero.units import released
+from shardwise.zero.units.unit import same_bits
 
 _HOST = torch.device("cpu")
 
@@ -259,20 +260,35 @@ class PartStore:
     def end_touch(self, parameter: nn.Parameter, token: Any, result: Any) -> None:
         """Nothing: the values stay until another module registers or touches its parameters."""
 
-    def gather(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """See `released.Owner`."""
+    def gather(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, int]]:
+        """See `released.Owner`; parameters with their version counters."""
         wanted = [p for p in parameters if released.is_released(p)]
         for parameter in wanted:
             self._restore(parameter)
-        return wanted
+        return [(parameter, parameter._version) for parameter in wanted]
 
-    def put_back(self, parameters: Iterable[nn.Parameter], gathered: list[nn.Parameter], src: int | None) -> None:
+    def discarded(self, gathered: list[tuple[nn.Parameter, int]]) -> list[str]:
+        """See `released.Owner`."""
+        changed = [p for p, version in gathered if p._version != version or self._differs(p)]
+        return [self.names.get(parameter, f"of shape {tuple(parameter.shape)}") for parameter in changed]
+
+    def _differs(self, parameter: nn.Parameter) -> bool:
+        part = self._parts[parameter]
+        if parameter in self._narrowed or part.device != parameter.device:
+            return False
+        start = self.comm.rank * part.numel()
+        own = parameter.data.reshape(-1)[start : start + part.numel()]
+        return own.dtype is part.dtype and not same_bits(own, part[: own.numel()])
+
+    def put_back(
+        self, parameters: Iterable[nn.Parameter], gathered: list[tuple[nn.Parameter, int]], src: int | None
+    ) -> None:
         """See `released.Owner`.
 
         Raises:
             UsageError: parameters have been changed that are parts of tensors.
         """
-        for parameter in gathered:
+        for parameter, _ in gathered:
             narrowed = parameter in self._narrowed
             if src is None or narrowed:
                 parameter.data = released.blank_of(parameter)

@@ -39,6 +39,12 @@ class Owner(Protocol):
     def put_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
         """End a `gather`; values of global rank `src`, if given, become everybody's, otherwise changes are lost."""
 
+    def discarded(self, gathered: Any) -> list[str]:
+        """Return the names of gathered parameters that were changed and whose changes `put_back` without `src` loses.
+
+        Changes in place are seen by version counters, changes through aliases (`p.data`) in this rank's range.
+        """
+
     def kept(self, parameter: nn.Parameter) -> int:
         """Return how many elements of `parameter` this rank keeps while its values are not gathered."""
 

@@ -837,12 +837,7 @@ class Unit:
         if not self._versions or self._versions == self._read_versions():
             return
         if self.rounded:
-            now = self._read_versions()
-            self.dropped += [
-                self.registry[tensor.index].name
-                for tensor, before, after in zip(self.tensors, self._versions, now, strict=True)
-                if before != after
-            ]
+            self.dropped += self._changed_in_place()
             return
         second = self.second_valid
         self.store_shard()
@@ -850,6 +845,31 @@ class Unit:
             self._store_second()
         if self.take_over is not None:
             self.take_over(self)
+
+    def _changed_in_place(self) -> list[str]:
+        now = zip(self.tensors, self._versions, self._read_versions(), strict=True)
+        return [tensor.name for tensor, before, after in now if before != after]
+
+    def changed(self) -> list[str]:
+        """Return the names of parameters whose whole values were changed since `note`, of a sharded unit.
+
+        Changes in place are seen by version counters, changes through aliases in this rank's range of the values.
+        """
+        names = self._changed_in_place()
+        for section in self.sections:
+            if not section.sharded or section.shard_loans.away:
+                continue
+            own = section.full[section.shard_range]
+            if same_bits(own, section.shard):
+                continue
+            for piece in section.layout.pieces(section.shard_range.start, section.shard_range.stop):
+                name, place = (
+                    self.registry[piece.index].name,
+                    slice(piece.offset, piece.offset + piece.stop - piece.start),
+                )
+                if name not in names and not same_bits(own[place], section.shard[place]):
+                    names.append(name)
+        return names
 
     def borrowing(self) -> list[Borrowed]:
         """Return what has to be borrowed to write any of the unit's state.
@@ -902,3 +922,8 @@ class Unit:
         for section in self.trainable:
             for lane in section.layout.segments(section.master_start, section.master_stop):
                 yield section, lane
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Returns True if two 1-D tensors of one dtype and device have equal bytes, so that NaN equals itself."""
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
