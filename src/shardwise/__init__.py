@@ -6,10 +6,38 @@ Public names are loaded when they are first used, so that importing the package 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise._allocator import set_allocator
 from shardwise._version import __version__
+
+# Type checkers and editors read these imports; at run time `__getattr__` loads a name when it is first used.
+if TYPE_CHECKING:
+    from shardwise import (
+        checkpoint,
+        comm,
+        config,
+        data,
+        errors,
+        memory,
+        moe,
+        optim,
+        parallel,
+        profile,
+        schedules,
+        utils,
+        zero,
+    )
+    from shardwise import recompute as checkpointing
+    from shardwise.comm.setup import init_distributed
+    from shardwise.data import RepeatingLoader
+    from shardwise.dropin import install_as_deepspeed
+    from shardwise.engine import Engine, initialize, initialize_engine
+    from shardwise.launch.arguments import add_config_arguments
+    from shardwise.offload import offload_activations
+    from shardwise.parallel import tp_model_init
+    from shardwise.registry import declare_part
+    from shardwise.schedules import add_tuning_arguments
 
 _PUBLIC = {
     "initialize": "shardwise.engine",
@@ -49,26 +77,42 @@ __all__ = [
     "__version__",
     "add_config_arguments",
     "add_tuning_arguments",
+    "checkpoint",
+    "checkpointing",
+    "comm",
+    "config",
+    "data",
     "declare_part",
+    "errors",
     "init_distributed",
     "initialize",
     "initialize_engine",
     "install_as_deepspeed",
+    "memory",
+    "moe",
     "offload_activations",
+    "optim",
+    "parallel",
+    "profile",
+    "schedules",
     "tp_model_init",
+    "utils",
+    "zero",
 ]
 
 
 set_allocator()  # before the first tensor is made
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
-    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            return getattr(importlib.import_module(_PUBLIC[name]), name)
+        if name in _MODULES:
+            return importlib.import_module(_MODULES[name])
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_MODULES})
+    return sorted({*globals(), *__all__})

@@ -108,7 +108,8 @@ def test_accelerate(ranks: Ranks, tmp_path: Path, world: int, how: str) -> None:
         if state is not None:
             assert state.keys() == weights.keys()
             for name, value in state.items():
-                torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-5)
+                # 1 % of a step of 1e-2: where a gradient is nearly 0, AdamW makes a step of its rounding error.
+                torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=1e-4)
 
 
 def miscounted() -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.engine.getters import GETTERS
+from shardwise.engine.getters import GETTERS, ConfigGetters
 from tests.harness import run_ranks
 
 
@@ -37,7 +37,7 @@ def parts() -> None:
 
 
 def test_an_engine_is_made_of_parts_that_do_not_know_it() -> None:
-    assert shardwise.Engine.__bases__ == (nn.Module,)
+    assert shardwise.Engine.__bases__ == (ConfigGetters, nn.Module)
     run_ranks(parts, 1)
 
 

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from shardwise.config import Resolution, resolve
-from shardwise.engine.getters import GETTERS, reads_config
+from shardwise.engine.getters import GETTERS, ConfigGetters
 
 
-@reads_config
-class Reader:
+class Reader(ConfigGetters):
     def __init__(self, resolution: Resolution) -> None:
         self._resolution = resolution
 

@@ -29,7 +29,7 @@ from shardwise.device.ranges import named
 from shardwise.engine.attributes import Held, OfOptimizer
 from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.experts import release_experts
-from shardwise.engine.getters import reads_config
+from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.recovery import Resumed
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
 from shardwise.engine.states import check_device, give_methods, kinds_of, take_methods
@@ -79,8 +79,7 @@ _LIKE: dict[str, str] = {}
 """Name that no engine has -> the question whether another one was meant."""
 
 
-@reads_config
-class Engine(nn.Module):
+class Engine(ConfigGetters, nn.Module):
     """A model, its optimizer and its schedule, sharded as the configuration says. Made by `shardwise.initialize`.
 
     Attributes:
@@ -192,22 +191,24 @@ class Engine(nn.Module):
 
     # -- what clients read ---------------------------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is not None and name != "module":
-                try:
-                    return getattr(module, name)
-                except AttributeError:
-                    pass
-            reason = ENGINE.get(name)
-            if reason is not None:
-                raise AbsentAttributeError(f"engine.{name} is not in shardwise {__version__}: {reason}") from None
-            raise AttributeError(
-                f"neither the engine nor its module has an attribute {name!r}{self._like(name)}"
-            ) from None
+    if not TYPE_CHECKING:  # For type checkers an unknown name is one of `nn.Module`.
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                module = self.__dict__.get("_modules", {}).get("module")
+                if module is not None and name != "module":
+                    try:
+                        return getattr(module, name)
+                    except AttributeError:
+                        pass
+                reason = ENGINE.get(name)
+                if reason is not None:
+                    raise AbsentAttributeError(f"engine.{name} is not in shardwise {__version__}: {reason}") from None
+                raise AttributeError(
+                    f"neither the engine nor its module has an attribute {name!r}{self._like(name)}"
+                ) from None
 
     def _like(self, name: str) -> str:
         """Return the question whether another member was meant, or nothing. Scripts ask for what is not there again

@@ -8,7 +8,7 @@ configuration (batch sizes, which may change; learning rates; ranks) is not here
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -19,7 +19,6 @@ from shardwise.zero.units.plan import TABLE
 if TYPE_CHECKING:
     from shardwise.config import Config
 
-Owner = TypeVar("Owner")
 Read = str | Callable[["Config"], Any]
 """Dotted path of a key, or a function of the configuration."""
 
@@ -250,21 +249,61 @@ def _getter(name: str, read: Read) -> Callable[[Any], Any]:
 
         method.__doc__ = f"Return `{read}` of the configuration."
     method.__name__ = name
+    method.__qualname__ = f"ConfigGetters.{name}"
     return method
 
 
-def reads_config(owner: type[Owner]) -> type[Owner]:
-    """Give a class, whose instances have a `Resolution` as `_resolution`, one method per entry of `GETTERS`.
+class ConfigGetters:
+    """One method for each entry of `GETTERS`; the class that inherits has a `Resolution` as `_resolution`.
 
     >>> from shardwise.config import resolve
-    >>> @reads_config
-    ... class Reader:
+    >>> class Reader(ConfigGetters):
     ...     def __init__(self, resolution): self._resolution = resolution
     >>> Reader(resolve({"train_batch_size": 8, "zero_optimization": {"stage": 2}})).zero_optimization_stage()
     2
     """
-    for name, read in GETTERS.items():
-        method = _getter(name, read)
-        method.__qualname__ = f"{owner.__qualname__}.{name}"
-        setattr(owner, name, method)
-    return owner
+
+    if TYPE_CHECKING:
+        # Type checkers and editors read the names here.
+        _ANY = cast(Any, None)
+        aio_config = amp_enabled = amp_params = autotp_size = autotuning_enabled = autotuning_end_profile_step = _ANY
+        autotuning_metric = autotuning_metric_path = autotuning_model_info_path = _ANY
+        autotuning_profile_model_info = autotuning_start_profile_step = bf16_master_weights_and_gradients = _ANY
+        bf16_optimizer_states = bfloat16_enabled = checkpoint_serialization_enabled = _ANY
+        checkpoint_tag_validation_enabled = checkpoint_tag_validation_fail = checkpoint_writer_enabled = _ANY
+        compile_autosp = compile_autotp = cpuadam_cores_perc = curriculum_enabled_legacy = _ANY
+        curriculum_learning_config = curriculum_learning_enabled = curriculum_params_legacy = _ANY
+        data_efficiency_config = data_efficiency_enabled = data_sampling_config = data_sampling_enabled = _ANY
+        dataloader_drop_last = dynamic_loss_scale = dynamic_loss_scale_args = eigenvalue_enabled = _ANY
+        eigenvalue_gas_boundary_resolution = eigenvalue_layer_name = eigenvalue_layer_num = _ANY
+        eigenvalue_max_iter = eigenvalue_stability = eigenvalue_tol = eigenvalue_verbose = elasticity_enabled = _ANY
+        flops_profiler_detailed = flops_profiler_enabled = flops_profiler_module_depth = _ANY
+        flops_profiler_output_file = flops_profiler_profile_step = flops_profiler_recompute_fwd_factor = _ANY
+        flops_profiler_top_modules = fp16_auto_cast = fp16_enabled = fp16_master_weights_and_gradients = _ANY
+        get_data_types = gradient_clipping = gradient_predivide_factor = graph_harvesting = _ANY
+        initial_dynamic_scale = is_elastic_model_parallel_supported = is_sanity_checks_enabled = _ANY
+        load_universal_checkpoint = log_level = loss_scale = managed_gradient_accumulation = memory_breakdown = _ANY
+        mics_shard_size = optimizer_legacy_fusion = optimizer_name = optimizer_params = pld_enabled = _ANY
+        pld_gamma = pld_params = pld_theta = postscale_gradients = quantize_training = random_ltd_config = _ANY
+        random_ltd_enabled = scheduler_name = scheduler_params = sparse_gradients_enabled = steps_per_print = _ANY
+        super_offload = swap_tensor_config = tensor_parallel_config = torch_autocast_dtype = _ANY
+        torch_autocast_enabled = torch_autocast_lower_precision_safe_modules = use_node_local_storage = _ANY
+        wall_clock_breakdown = zenflow_config = zero_allgather_bucket_size = zero_allgather_partitions = _ANY
+        zero_allgather_sequential = zero_allow_untested_optimizer = zero_compute_grad_norm = _ANY
+        zero_contiguous_gradients = zero_cpu_offload = zero_elastic_checkpoint = zero_force_ds_cpu_optimizer = _ANY
+        zero_gather_16bit_weights_on_model_save = zero_grad_hooks = zero_hpz_partition_size = _ANY
+        zero_ignore_unused_parameters = zero_legacy_stage1 = zero_load_from_fp32_weights = _ANY
+        zero_log_trace_cache_warnings = zero_max_live_parameters = zero_max_reuse_distance = _ANY
+        zero_model_persistence_threshold = zero_module_granularity_threshold = _ANY
+        zero_multi_rank_bucket_allreduce = zero_nvme_offload_optimizer = zero_offload_optimizer = _ANY
+        zero_offload_param = zero_optimization = zero_optimization_partition_gradients = _ANY
+        zero_optimization_partition_weights = zero_optimization_stage = zero_overlap_comm = _ANY
+        zero_param_persistence_threshold = zero_parameter_alignment = zero_partial_offload = _ANY
+        zero_prefetch_bucket_size = zero_quantized_gradients = zero_quantized_nontrainable_weights = _ANY
+        zero_quantized_weights = zero_reduce_bucket_size = zero_reduce_scatter = zero_round_robin_gradients = _ANY
+        zero_save_muon_momentum_buffer_in_memory = zero_sub_group_size = zero_use_cpu_optimizer = _ANY
+        zeropp_loco_param = _ANY
+
+
+for _name, _read in GETTERS.items():
+    setattr(ConfigGetters, _name, _getter(_name, _read))
