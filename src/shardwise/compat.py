@@ -340,6 +340,22 @@ def version_counter(tensor: torch.Tensor) -> torch.Tensor:
     return counter
 
 
+def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return True if in-place changes of either tensor are counted for both, as those of a tensor and its views are.
+
+    Equal numbers do not tell: pieces of one storage (`torch.unsafe_split`) may have counters of their own.
+    """
+    version = one._version
+    if other._version != version:
+        return False
+    set_version = torch._C._autograd._unsafe_set_version_counter
+    set_version((one,), (version + 1,))
+    try:
+        return other._version != version
+    finally:
+        set_version((one,), (version,))
+
+
 def check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) -> None:
     """Raise as autograd does where a saved tensor has been changed since; with hooks it leaves the check to them.
 

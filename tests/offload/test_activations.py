@@ -119,6 +119,34 @@ def test_views_and_dtypes(least: int, dtype: torch.dtype) -> None:
     assert (accountant.peak_total_in(Tier.HOST) > 0) == (least < 1 << 20)
 
 
+class Pieces(nn.Module):
+    """Writes pieces of one storage in place, which have version counters of their own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layer = nn.GRU(5, 5, batch_first=True) if kind == "GRU" else nn.Linear(5, 15)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if self.kind == "GRU":
+            return (y[0] * torch.arange(1.0, 6.0)).tanh().sum()
+        first, second, third = torch.unsafe_chunk(y, 3, -1) if self.kind == "chunk" else y.unsafe_split(5, -1)
+        found = first.sigmoid_() * second.tanh_() + third.sigmoid_() * first
+        for _ in range(4):  # what was saved first leaves the device
+            found = found.sin() * found.cos()
+        return found.square().sum()
+
+
+def test_pieces_of_one_storage_that_are_written_in_place() -> None:
+    for kind in ("GRU", "chunk", "split"):
+        torch.manual_seed(0)
+        model, x = Pieces(kind), torch.randn(2, 4, 5, requires_grad=True)
+        plain = gradients(model, nullcontext(), x)
+        moved = gradients(model, offload_activations(min_bytes=1), x)
+        assert all(torch.equal(one, other) for one, other in zip(plain, moved, strict=True)), kind
+
+
 def test_a_tensor_that_several_nodes_save_is_copied_once() -> None:
     accountant = Accountant()
     x = torch.randn(32, 32, requires_grad=True)

@@ -35,6 +35,7 @@ from shardwise.compat import (
     number_now,
     reason_against_saved_hooks,
     saved_hooks_in_force,
+    share_version_counter,
     transforming,
     version_counter,
 )
@@ -194,7 +195,7 @@ class ActivationOffload:
         else:
             start, stop = first - first % _ALIGNMENT, last
         known = self._known.get(id(storage))
-        if known is not None and known.has(storage, tensor._version, start, last, size):
+        if known is not None and known.has(storage, tensor, first, last, size):
             known.stay_near(tensor)
             return known
         moved = _Moved(self, self._lane(tensor.device), tensor, start, stop)
@@ -425,6 +426,7 @@ class _Moved:
         self._offload = offload
         self._lane = lane
         self._storage = weakref.ref(tensor.untyped_storage())
+        self._counter = version_counter(tensor)
         self._version = tensor._version
         self.start = start
         self.size = stop - start
@@ -448,10 +450,15 @@ class _Moved:
         lane.out.copy(self._values, near)
         self._copied = lane.out.mark()
 
-    def has(self, storage: torch.UntypedStorage, version: int, start: int, stop: int, alignment: int) -> bool:
-        """Whether the bytes of a storage, as they are at a version, are here."""
-        same = self._storage() is storage and self._version == version and self.start % alignment == 0
-        return same and self.start <= start and stop <= self.start + self.size and self.size % alignment == 0
+    def has(self, storage: torch.UntypedStorage, tensor: torch.Tensor, start: int, stop: int, alignment: int) -> bool:
+        """Return True if the bytes `start` to `stop` of a storage are here as `tensor`, which lies in it, has them now.
+
+        Because tensors of one storage may count changes separately, theirs must be one counter.
+        """
+        if self._storage() is not storage or self.start % alignment or self.size % alignment:
+            return False
+        inside = self.start <= start and stop <= self.start + self.size
+        return inside and tensor._version == self._version and share_version_counter(self._counter, tensor)
 
     def stay_near(self, tensor: torch.Tensor) -> torch.Tensor:
         """Keep the memory in which a tensor has just been saved on the device, until no group near the pass has it.
