@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.checkpoint import copies as module
+from shardwise.checkpoint import directory
+from shardwise.checkpoint.newest import listing
 from shardwise.checkpoint.shipping import Shipment, ship
 from shardwise.checkpoint.tensorfile import TensorFile
 from shardwise.comm.communicator import Communicator
@@ -257,8 +259,14 @@ def memory_and_disk(root: str) -> None:
     run.engine.save_checkpoint(runs, tag="second")
     assert resumed(4) == ("memory", 2, {"at": 2})  # of equal ones that in memory
     run.step()
-    run.engine.save_checkpoint(runs, tag="third", client_state={"on": "disk"}, save_latest=False)
-    assert resumed(5) == ("disk", 3, {"on": "disk"})  # complete, though `latest` does not name it
+    run.engine.save_checkpoint(runs, tag="aside", save_latest=False)
+    assert resumed(5) == ("memory", 2, {"at": 2})  # what was not to become `latest` is not gone on from
+    run.engine.save_checkpoint(runs, tag="third", client_state={"on": "disk"})
+    if dist.get_rank() == 0:
+        directory.write_latest(runs, "second", listing(runs).heads[1].sequence)
+    barrier()
+    # Complete, though the job ended before `latest` named it.
+    assert resumed(6) == ("disk", 3, {"on": "disk"})
     barrier()
     if dist.get_rank() == 0:
         change_a_byte(next(Path(runs, "third").glob("rank00001*")))
@@ -266,7 +274,7 @@ def memory_and_disk(root: str) -> None:
     run.step()
     shutil.rmtree(f"{node}/engine0", ignore_errors=True)
     barrier()
-    assert resumed(6) == ("disk", 2, {})  # the newest is damaged; `latest` names the one before
+    assert resumed(7) == ("disk", 2, {})  # the newest is damaged; `latest` names the one before
 
 
 def test_the_newest_complete_state_is_taken(tmp_path: Path) -> None:

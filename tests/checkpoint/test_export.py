@@ -286,7 +286,7 @@ def test_values_beyond_float16_are_reported(tmp_path: Path) -> None:
 
 def test_of_a_run_the_latest_complete_checkpoint_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number, name in enumerate(("old", "new", "broken")):
-        save_by_hand(str(tmp_path / name), weights(number), created=number + 1)
+        save_by_hand(str(tmp_path / name), weights(number), sequence=number + 1)
     (tmp_path / "latest").write_text("broken")
     shutil.rmtree(tmp_path / "broken")
     logger.propagate = True

@@ -165,7 +165,7 @@ def test_another_job_in_the_same_directory_is_said_once(tmp_path: Path) -> None:
     told = on_ranks(saves_by_turns, 1, str(tmp_path))[0]
     # Once about each of the two.
     assert len(told) == 2 and "it has made 't0'" in told[0] and "it has made 't1'" in told[1]
-    assert newest.made_by(str(tmp_path)).job == "0123abcd"
+    assert newest.latest_head(str(tmp_path)).job == "0123abcd"
 
 
 def test_two_jobs_may_save_into_one_directory(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.checkpoint import directory
-from shardwise.checkpoint.newest import newest
+from shardwise.checkpoint.newest import listing
 from shardwise.errors import CheckpointError, CheckpointPathError
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.checkpoint.test_copies import barrier, change_a_byte, copying, start
@@ -120,8 +119,8 @@ def going_back(root: str) -> None:
     steps(run, 4)
     assert fresh(place, runs, 3, every=4) == ("memory", 4)
     # What `latest` is made to name by hand counts, too.
-    first_rank(directory.write_latest, runs, "global_step9")
-    assert newest(runs).tags == ["global_step9", "global_step3", "global_step2"]  # type: ignore[union-attr]
+    first_rank(Path(runs, "latest").write_text, "global_step9\n")
+    assert listing(runs).tags == ["global_step9", "global_step3", "global_step2"]
     assert fresh(place, runs, 4, every=4) == ("memory", 4)
     first_rank(shutil.rmtree, f"{place}/engine0")
     assert fresh(place, runs, 5, every=4) == ("disk", 9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,12 +17,14 @@ from shardwise.checkpoint.retention import prune
 from tests.checkpoint.job import Run, config, on_ranks
 
 
-def make(parent: Path, tag: str, steps: int, created: float, finite: bool = True) -> None:
+def make(parent: Path, tag: str, steps: int, number: int, finite: bool = True, created: float = 0.0) -> None:
     """Put down a checkpoint with one small file."""
     path = parent / tag
     path.mkdir(parents=True)
     facts = write_bytes(str(path / "rank00000of00001-01234567.safetensors"), memoryview(b"data"))
-    layout = {} if finite else {"finite": False}
+    layout: dict[str, Any] = {"sequence": number} if number else {}
+    if not finite:
+        layout["finite"] = False
     found = Manifest(tag, created, {}, layout, {}, {"rank00000of00001-01234567.safetensors": facts}, [])
     found.counters["global_steps"] = steps
     (path / "manifest.json").write_bytes(manifestfile.to_bytes(found))
@@ -51,7 +54,7 @@ def test_what_stays_is_the_newest_the_multiples_and_the_latest(
     with tempfile.TemporaryDirectory() as folder:
         parent = Path(folder)
         for age, steps in enumerate(saved):
-            make(parent, f"global_step{steps}", steps, 100.0 + age)
+            make(parent, f"global_step{steps}", steps, 100 + age, created=100.0 - age)
         for steps in damaged:
             next((parent / f"global_step{steps}").glob("*.safetensors")).write_bytes(b"")
         directory.write_latest(folder, f"global_step{latest}")
@@ -71,17 +74,17 @@ def test_what_stays_is_the_newest_the_multiples_and_the_latest(
 
 def test_what_is_no_checkpoint_of_the_series_stays(tmp_path: Path) -> None:
     for steps in range(1, 6):
-        make(tmp_path, f"step-{steps:03}", steps, float(steps))
-    make(tmp_path, "best", 1, 1.0)
-    make(tmp_path, "best-2", 2, 2.0)  # a series of its own
-    make(tmp_path, "step-900", 1, 1.0)  # was named by hand: it is of step 1
-    make(tmp_path, "copy", 2, 1.0)
+        make(tmp_path, f"step-{steps:03}", steps, steps)
+    make(tmp_path, "best", 1, 1)
+    make(tmp_path, "best-2", 2, 2)  # a series of its own
+    make(tmp_path, "step-900", 1, 1)  # was named by hand: it is of step 1
+    make(tmp_path, "copy", 2, 1)
     os.rename(tmp_path / "copy", tmp_path / "step-002-copy-2")
     (tmp_path / "step-007").mkdir()
     (tmp_path / "step-008").write_text("a file")
     (tmp_path / "step-009").mkdir()
     (tmp_path / "step-009" / "manifest.json").write_text("{}")
-    make(tmp_path / "elsewhere", "step-010", 10, 0.0)
+    make(tmp_path / "elsewhere", "step-010", 10, 1)
     os.symlink(tmp_path / "elsewhere" / "step-010", tmp_path / "step-010")
     before = set(left(tmp_path))
     assert prune(str(tmp_path), "best", {"global_steps": 1}, 1, None) == []
@@ -95,7 +98,7 @@ def test_what_is_no_checkpoint_of_the_series_stays(tmp_path: Path) -> None:
 
 def test_what_is_being_read_or_written_stays_until_later(tmp_path: Path) -> None:
     for steps in range(1, 5):
-        make(tmp_path, f"{steps}", steps, float(steps))
+        make(tmp_path, f"{steps}", steps, steps)
     draft = directory.Draft(str(tmp_path), "2")
     with Checkpoint(str(tmp_path / "1")):
         notes = prune(str(tmp_path), "4", {"global_steps": 4}, 1, None)
@@ -109,7 +112,7 @@ def test_what_is_being_read_or_written_stays_until_later(tmp_path: Path) -> None
 
 def test_without_knowing_the_latest_nothing_is_removed(tmp_path: Path) -> None:
     for steps in (1, 2):
-        make(tmp_path, f"{steps}", steps, float(steps))
+        make(tmp_path, f"{steps}", steps, steps)
     (tmp_path / "latest").write_bytes(b"\xff")
     (note,) = prune(str(tmp_path), "2", {"global_steps": 2}, 1, None)
     assert "no older checkpoint is removed" in note
@@ -120,7 +123,7 @@ def test_what_cannot_be_removed_is_told_and_a_killed_removal_is_finished_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for steps in (1, 2):
-        make(tmp_path, f"{steps}", steps, float(steps))
+        make(tmp_path, f"{steps}", steps, steps)
     with monkeypatch.context() as patch:
 
         def fail(source: str, target: str) -> None:

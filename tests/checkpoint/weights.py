@@ -18,7 +18,7 @@ def save_by_hand(
     aliases: Mapping[str, Sequence[str]] | None = None,
     frozen: Sequence[str] = (),
     cuts: int = 1,
-    created: float = 1.0,
+    sequence: int = 1,
 ) -> None:
     """Write a checkpoint whose parameters are cut into several runs, in two files."""
     os.makedirs(path)
@@ -50,9 +50,9 @@ def save_by_hand(
     files = {name: write_tensors(os.path.join(path, name), part) for name, part in zip(names, parts, strict=True)}
     made = Manifest(
         tag=os.path.basename(path),
-        created=created,
+        created=1.0,
         versions={"shardwise": "0"},
-        layout={"world": 2},
+        layout={"sequence": sequence, "world": 2},
         config={},
         files=files,
         tensors=stored,

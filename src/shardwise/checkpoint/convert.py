@@ -14,6 +14,7 @@ from shardwise.checkpoint import codec, directory, manifest, manifestfile
 from shardwise.checkpoint.collect import Part
 from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, recognised
 from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor
+from shardwise.checkpoint.newest import StateNumbers
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.tensorfile import FileFacts, Spec
 from shardwise.checkpoint.tensorwriter import TensorWriter, file_order
@@ -78,11 +79,12 @@ def convert(
         part = Part(f"rank00000of00001-{draft.token}.safetensors")
         trees = _trees(saved, part, described)
         stored, facts = _write(saved, draft.path, part, tensors)
-        made = _manifest(saved, tag, trees, stored, {part.file: facts})
+        number = StateNumbers().after(target)
+        made = _manifest(saved, tag, number, trees, stored, {part.file: facts})
         directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(made))
         draft.publish()
         draft = None
-        directory.write_latest(target, tag)
+        directory.write_latest(target, tag, made.sequence)
     except OSError as error:
         raise CheckpointError(
             f"{error.filename or path}: cannot be written: {error.strerror} (errno {error.errno}); what was there "
@@ -169,7 +171,12 @@ def _write(
 
 
 def _manifest(
-    saved: Checkpoint, tag: str, trees: dict[str, Any], tensors: list[StoredTensor], files: dict[str, FileFacts]
+    saved: Checkpoint,
+    tag: str,
+    number: int,
+    trees: dict[str, Any],
+    tensors: list[StoredTensor],
+    files: dict[str, FileFacts],
 ) -> Manifest:
     old = saved.manifest
     versions = {"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()}
@@ -177,7 +184,7 @@ def _manifest(
         tag=tag,
         created=time.time(),
         versions={**versions, **old.versions},
-        layout=old.layout,
+        layout={"sequence": number, **old.layout},
         config=old.config,
         files=files,
         tensors=manifest.in_order(tensors, [[tensor.name for tensor in old.of_kind(PARAMETER)]]),

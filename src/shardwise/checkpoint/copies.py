@@ -37,6 +37,7 @@ from shardwise._version import __version__
 from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import Part, TrainingState, add_shared, collect, holdings
+from shardwise.checkpoint.newest import StateNumbers
 from shardwise.checkpoint.protocols import CheckpointedModel, Run
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.shipping import Hold, Shipment, ship
@@ -61,14 +62,14 @@ class Generation:
     Attributes:
         name: of its directory on every node.
         steps: `global_steps` at that time.
-        created: when, in seconds since 1970.
+        sequence: number of the state; see `shardwise.checkpoint.newest`.
         world: number of ranks that made it.
         places: for each of these ranks the nodes that have its part.
     """
 
     name: str
     steps: int
-    created: float
+    sequence: int
     world: int
     places: dict[int, set[int]]
 
@@ -135,6 +136,7 @@ class MemoryCopies:
         every: steps between two copies.
         replicas: number of other nodes that get a rank's part.
         hold: is told of buffers for sending.
+        numbers: gives states their numbers.
 
     Attributes:
         nodes: the ranks of each node.
@@ -147,7 +149,15 @@ class MemoryCopies:
         CheckpointError: the directory cannot be used on some rank.
     """
 
-    def __init__(self, model: CheckpointedModel, directory: str, every: int, replicas: int, hold: Hold) -> None:
+    def __init__(
+        self,
+        model: CheckpointedModel,
+        directory: str,
+        every: int,
+        replicas: int,
+        hold: Hold,
+        numbers: StateNumbers | None = None,
+    ) -> None:
         self.every = every
         self.path = directory
         self.last: MemoryCopy | None = None
@@ -156,6 +166,7 @@ class MemoryCopies:
         self._model = model
         self._comm = model.comm
         self._hold = hold
+        self._numbers = numbers or StateNumbers()
         self.nodes = nodes_of(self._comm, directory)
         self.node = next(number for number, ranks in enumerate(self.nodes) if self._comm.rank in ranks)
         self.replicas = min(replicas, len(self.nodes) - 1)
@@ -199,7 +210,7 @@ class MemoryCopies:
                 state, header = prepare()
                 part = collect(self._model, file, state, frozenset(), check_finite=self.check_finite)
                 collected.said = holdings(self._model)
-            steps = state.counters["global_steps"]
+            steps, number = state.counters["global_steps"], self._numbers.next()
             name = f"step{steps}-{self._token}-{self._count}"
             draft = os.path.join(self.path, f".{name}{_PARTIAL}")
             with phase(comm, what):
@@ -208,7 +219,7 @@ class MemoryCopies:
                     self._remove(keep=(self._newest, os.path.basename(draft)))
             with phase(comm, what) as written:
                 add_shared(part, self._model, collected.heard)
-                written.said = [self._write(part, draft, steps, header), part.not_finite]
+                written.said = [self._write(part, draft, steps, number, header), part.not_finite]
             self._check_finite([name for said in written.heard for name in said[1]])
             sizes: list[list[int]] = [said[0] for said in written.heard]
             shipments = self._shipments(sizes)
@@ -223,6 +234,7 @@ class MemoryCopies:
             if draft and self._leads:
                 shutil.rmtree(draft, ignore_errors=True)
         self._newest = name
+        self._numbers.copied(number, state.counters)
         self._made = [*self._made[-1:], name]
         own = sum(sizes[comm.rank])
         held = own + sum(shipment.size for shipment in shipments if shipment.dst == comm.rank)
@@ -237,20 +249,19 @@ class MemoryCopies:
                 return
         os.mkdir(draft)
 
-    def _write(self, part: Part, draft: str, steps: int, header: dict[str, Any]) -> list[int]:
+    def _write(self, part: Part, draft: str, steps: int, number: int, header: dict[str, Any]) -> list[int]:
         """Write this rank's part; return the sizes of its two files."""
         size = sum(tensor.nbytes for tensor in part.tensors.values())
-        created = time.time()
         try:
             facts = write_tensors(os.path.join(draft, part.file), part.tensors, over=True, bring=part.bring)
             told: dict[str, Any] = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
             if self._comm.rank == 0:
-                told["header"] = {**header, "optimizer": self._optimizer_name()}
+                told["header"] = {**header, "optimizer": self._optimizer_name(), "created": time.time()}
             body = json.dumps(told).encode()
             with open(os.path.join(draft, _text_name(part.file)), "wb") as stream:
                 stream.write(_digest(body) + b"\n" + body)
             if self._leads:
-                found = {"steps": steps, "created": created, "world": self._comm.world, "run": self.run}
+                found = {"steps": steps, "sequence": number, "world": self._comm.world, "run": self.run}
                 with open(os.path.join(draft, _FACTS), "w", encoding="utf-8") as text:
                     json.dump(found, text)
         except OSError as error:
@@ -306,21 +317,23 @@ class MemoryCopies:
             looked.said = list(self._on_this_node()) if self._leads else []
         found: dict[str, Generation] = {}
         for number, ranks in enumerate(self.nodes):
-            for name, steps, created, world, there in looked.heard[ranks[0]]:
-                one = found.setdefault(name, Generation(name, steps, created, world, {}))
+            for name, steps, sequence, world, there in looked.heard[ranks[0]]:
+                one = found.setdefault(name, Generation(name, steps, sequence, world, {}))
                 for rank in there:
                     one.places.setdefault(rank, set()).add(number)
         complete = [one for one in found.values() if one.complete]
-        return sorted(complete, key=lambda one: -one.created)
+        for one in complete:
+            self._numbers.see(one.sequence)
+        return sorted(complete, key=lambda one: -one.sequence)
 
-    def _on_this_node(self) -> Iterator[tuple[str, int, float, int, list[int]]]:
+    def _on_this_node(self) -> Iterator[tuple[str, int, int, int, list[int]]]:
         for name in sorted(os.listdir(self.path)):
             if name.startswith((".", _RESTORED)):
                 continue
             try:
                 with open(os.path.join(self.path, name, _FACTS), encoding="utf-8") as text:
                     facts = json.load(text)
-                steps, created, world = int(facts["steps"]), float(facts["created"]), int(facts["world"])
+                steps, sequence, world = int(facts["steps"]), int(facts["sequence"]), int(facts["world"])
                 there = set(os.listdir(os.path.join(self.path, name)))
                 run = facts["run"]
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -338,7 +351,7 @@ class MemoryCopies:
                 continue
             files = [_file_name(rank, world) for rank in range(world)]
             ranks = [rank for rank, file in enumerate(files) if file in there and _text_name(file) in there]
-            yield name, steps, created, world, ranks
+            yield name, steps, sequence, world, ranks
 
     # -- putting together --------------------------------------------------------------------------------------------
 
@@ -449,9 +462,9 @@ class MemoryCopies:
             optimizer = {"class": header["optimizer"], "groups": groups, "values": values}
         return manifest.Manifest(
             tag=generation.name,
-            created=generation.created,
+            created=header["created"],
             versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            layout={"world": generation.world, **header["layout"]},
+            layout={"sequence": generation.sequence, **header["layout"], "world": generation.world},
             config=header["config"],
             files={
                 _file_name(rank, generation.world): manifest.FileFacts(part["facts"][0], tuple(part["facts"][1]))

@@ -38,6 +38,8 @@ _YOUNG_S = 60.0
 """A draft without such a file may just have been begun, and a new `latest` is about to be renamed."""
 _WRITTEN = "user.shardwise.latest"
 """Extended attribute of `latest`: what was written into it."""
+_NUMBER = "user.shardwise.sequence"
+"""Extended attribute of `latest`: number of the state that was saved when it was written."""
 _TAG = re.compile(r"[^/\\\x00-\x1f\x7f]{1,200}")
 
 
@@ -363,13 +365,15 @@ def sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
-def write_latest(parent: str, tag: str) -> None:
-    """Let `latest` name another checkpoint, in one step."""
+def write_latest(parent: str, tag: str, number: int | None = None) -> None:
+    """Let `latest` name another checkpoint, in one step; `number` is that of its state."""
     temporary = os.path.join(parent, f".{LATEST}.{secrets.token_hex(4)}-{os.getpid()}-{_machine()}{_PARTIAL}")
     try:
         write_file(temporary, tag.encode())
         with contextlib.suppress(OSError, AttributeError):  # where files have no attributes, it is not checked
             os.setxattr(temporary, _WRITTEN, tag.encode())
+            if number is not None:
+                os.setxattr(temporary, _NUMBER, str(number).encode())
         os.replace(temporary, os.path.join(parent, LATEST))
     except OSError:
         with contextlib.suppress(OSError):
@@ -381,7 +385,8 @@ def write_latest(parent: str, tag: str) -> None:
 def read_latest(parent: str) -> str | None:
     """Return the tag that `latest` names, or None if there is no such file.
 
-    It is one line of text, which people and other programs may change. That it is not what was written is logged.
+    It is the first line of a text, which people and other programs may change. That it is not what was written is
+    logged.
 
     Raises:
         CheckpointError: the file cannot be read or does not hold a tag.
@@ -389,7 +394,7 @@ def read_latest(parent: str) -> str | None:
     path = os.path.join(parent, LATEST)
     try:
         with open(open_to_read(path), encoding="utf-8") as file:
-            tag = file.read(1000).strip()
+            tag = file.read(1000).partition("\n")[0].strip()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -409,6 +414,20 @@ def read_latest(parent: str) -> str | None:
                 checked,
             )
     return checked
+
+
+def number_of_latest(parent: str) -> int | None:
+    """Return the number of the state that was saved when `latest` was written.
+
+    None: it was changed by hand since, or the file system has no extended attributes.
+    """
+    path = os.path.join(parent, LATEST)
+    try:
+        with open(open_to_read(path), "rb") as file:
+            found = file.read(1000)
+        return int(os.getxattr(path, _NUMBER)) if os.getxattr(path, _WRITTEN) == found else None
+    except (OSError, AttributeError, ValueError, CheckpointError):
+        return None
 
 
 def tags(parent: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, name_of
+from shardwise.checkpoint.newest import head_of
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.source import Progress, SourceTensor, holds_checkpoint, looks_interrupted, verify_blocks
@@ -203,7 +204,7 @@ def describe_run(path: str) -> dict[str, Any]:
             continue
         short = {key: facts[key] for key in ("created", "counters", "layout", "parameters", "bytes")}
         complete.append({"tag": name, "complete": True, **short})
-    found["checkpoints"] = [*broken, *sorted(complete, key=lambda entry: entry["created"])]
+    found["checkpoints"] = [*broken, *sorted(complete, key=lambda entry: head_of(path, entry["tag"]).order)]
     return found
 
 

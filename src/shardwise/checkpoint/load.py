@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import directory, manifest, manifestfile
+from shardwise.checkpoint import directory, manifest
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.deepspeed.directory import recognised
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, Manifest, StoredTensor
 from shardwise.checkpoint.match import Elsewhere, Matched, StateOf, match_module, match_optimizer, names_of
+from shardwise.checkpoint.newest import listing
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Checkpoint, Run
 from shardwise.checkpoint.report import LoadReport
@@ -40,6 +41,10 @@ from shardwise.utils.logging import logger
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Group settings that say how the step is computed on a device, not what; the engine keeps its own."""
+
+
+class NoCompleteCheckpointError(CheckpointError):
+    """All checkpoints that were tried are incomplete or damaged."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +59,8 @@ class Options:
         settings: load the settings of parameter groups with the optimizer's state.
         selection: what is loaded, and under which names.
         verify: compare bytes with their checksums; somebody else has if not.
-        order: checkpoints to be tried one after the other, on rank 0, where no tag is given; None: `latest` and then
-            the newest.
+        order: checkpoints to be tried one after the other, on rank 0, where no tag is given; None: those of
+            `shardwise.checkpoint.newest.listing`.
     """
 
     strict: bool = True
@@ -109,13 +114,13 @@ def find(
     Args:
         model: the model to be loaded.
         parent: directory of checkpoints.
-        tag: which one; None: the one that `latest` names, or if that is damaged the newest one that is not.
+        tag: which one; None: the first one that is whole, in the order of `shardwise.checkpoint.newest.listing`.
         options: what will be loaded.
         opened: opens the checkpoint at a path.
         check: raises a CheckpointError if something else than the model cannot go on from a checkpoint.
 
     Returns:
-        The checkpoint, verified, and what goes where, for `read`; None if `tag` is None and there is no `latest`.
+        The checkpoint, verified, and what goes where, for `read`; None if `tag` is None and there is none.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is incomplete, damaged, or of another model.
@@ -123,24 +128,26 @@ def find(
     """
     what = f"loading a checkpoint from {parent}"
     skipped: list[str] = []
-    candidates = _candidates(parent, tag) if options.order is None else iter(options.order)
+    candidates: Iterator[str] | None = None
     while True:
         with phase(model.comm, what) as choice:
             if model.comm.rank == 0:
+                if candidates is None:
+                    candidates = iter(_candidates(parent, tag) if options.order is None else options.order)
                 choice.said = next(candidates, None)
         chosen = choice.heard[0]
         if chosen is None and not skipped:
             if model.comm.rank == 0:
                 logger.warning(
-                    "%s: there is no %r file, so no checkpoint is loaded. Checkpoints there: %s; name one by its tag "
-                    "to load it",
+                    "%s: there is neither a checkpoint nor a file %r, so nothing is loaded. Checkpoints of other "
+                    "libraries there: %s; name one by its tag to load it",
                     parent,
                     directory.LATEST,
                     manifest.outline(_tags(parent)) or "none",
                 )
             return None
         if chosen is None:
-            raise CheckpointError(f"{parent}: no checkpoint can be loaded. " + " | ".join(skipped))
+            raise NoCompleteCheckpointError(f"{parent}: no checkpoint can be loaded. " + " | ".join(skipped))
         result = _try(model, os.path.join(parent, chosen), what, options, opened, check)
         if not isinstance(result, CheckpointError):
             if skipped and model.comm.rank == 0:
@@ -268,31 +275,14 @@ def _tags(parent: str) -> list[str]:
     return []
 
 
-def _candidates(parent: str, tag: str | None) -> Iterator[str]:
+def _candidates(parent: str, tag: str | None) -> list[str]:
+    """Return the tags that are tried one after the other, and log why in this order."""
     if tag is not None:
-        yield tag
-        return
-    damaged: CheckpointError | None = None
-    latest: str | None = None
-    try:
-        latest = directory.read_latest(parent)
-        if latest is None:
-            return
-        yield latest
-    except CheckpointError as error:
-        damaged = error
-        logger.warning("%s; the newest complete checkpoint is looked for", error)
-    ages: dict[str, float] = {}
-    for name in directory.other_tags(parent):
-        try:
-            ages[name] = manifestfile.load(os.path.join(parent, name)).created
-        except CheckpointError as error:
-            if name != latest:
-                logger.warning("%s", error)
-    ages.pop(latest or "", None)
-    yield from sorted(ages, key=lambda name: -ages[name])
-    if damaged is not None and not ages:
-        raise damaged
+        return [tag]
+    found = listing(parent)
+    for note in found.notes:
+        logger.warning("%s", note)
+    return found.tags
 
 
 def _verify(

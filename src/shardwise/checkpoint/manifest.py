@@ -215,8 +215,10 @@ class Manifest:
         tag: name of the checkpoint.
         created: seconds since 1970.
         versions: of shardwise, torch and Python.
-        layout: stage, number of ranks and dtype it was written with; for information. "job" is a random name of the
-            job; "finite" is false where values are infinite or NaN, and "not_finite" then names some.
+        layout: stage, number of ranks and dtype it was written with; for information. "sequence" is the number of the
+            state, "copy" that of the copy in memory of the same state; "latest" is false if it was not to become
+            `latest`; "job" is a random name of the job; "finite" is false where values are infinite or NaN, and
+            "not_finite" then names some.
         config: the effective configuration; for information.
         files: size and checksums by file name.
         tensors: every logical tensor.
@@ -250,6 +252,12 @@ class Manifest:
     def finite(self) -> bool:
         """Whether trained parameters and optimizer state were finite, or nobody has looked."""
         return self.layout.get("finite") is not False
+
+    @property
+    def sequence(self) -> int:
+        """Number of the state, which is larger in newer ones; 0 in manifests of earlier versions."""
+        found = self.layout.get("sequence", 0)
+        return found if type(found) is int and found >= 0 else 0
 
     def of_kind(self, kind: str) -> list[StoredTensor]:
         """Return the tensors of one kind (`optimizer/` means all optimizer state)."""

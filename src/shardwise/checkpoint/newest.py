@@ -1,122 +1,257 @@
-"""The newest checkpoint of a run: for resuming without being told which."""
+"""The order of the checkpoints of a directory: one rule for loading, resuming, exporting, inspecting and retention.
+
+Every state that is saved or copied has a number, one more than the highest that its engine has seen in the directory,
+in the copies in memory, or given itself. Numbers order states; clocks do not: they jump, and differ between machines.
+Manifests of earlier versions have no number and come before those that have one, by their steps.
+
+Without a tag, checkpoints are tried in this order:
+
+1. checkpoints that were to become `latest` and were completed after `latest` was written: the job ended between these
+2. the checkpoint that `latest` names
+3. all others, the highest number first
+
+Within this order checkpoints with infinite or NaN values come after all others. The first that is whole is taken.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.errors import CheckpointError
-from shardwise.utils.logging import logger
+
+_HEAD = 8192
+"""Bytes at a manifest's beginning that hold what orders it; a tag takes at most 2,400 of them."""
+_LAYOUT = re.compile(rb'^"layout": \{\n(.*?)\},?\n"config"', re.MULTILINE | re.DOTALL)
+_FACT = {
+    name: re.compile(rb'^"%b":(%b)(?:,|\}|$)' % (name.encode(), value), re.MULTILINE)
+    for name, value in {
+        "sequence": rb"[0-9]{1,16}",
+        "latest": rb"true|false",
+        "job": rb'"[0-9a-f]{8}"',
+        "finite": rb"true|false",
+        "copy": rb"[0-9]{1,16}",
+    }.items()
+}
 
 
-class OnDisk(NamedTuple):
-    """The checkpoints of a directory that have a manifest; their files have not been looked at.
+@dataclass(frozen=True)
+class Head:
+    """What the first lines of a manifest say.
 
     Attributes:
-        tags: their names, in the order in which they are to be tried; none if what is there has no manifest of ours.
-        steps: `global_steps` of the first.
-        created: when its state was taken, in seconds since 1970.
-    """
-
-    tags: list[str]
-    steps: int
-    created: float
-
-
-class Made(NamedTuple):
-    """Who has made the checkpoint that `latest` names.
-
-    Attributes:
-        tag: its name.
-        created: when its state was taken, in seconds since 1970.
-        job: random name of the job; None if it does not say.
+        tag: name of the checkpoint.
+        sequence: number of its state; 0 in manifests of earlier versions, -1 if the manifest cannot be read.
+        steps: `global_steps`; known, and needed, only if `sequence` is 0.
+        latest: it was saved in order to become `latest`.
+        finite: its values are finite, or nothing is said about that.
+        job: random name of the job; None if the manifest does not say.
+        copy: number of the copy in memory of the same state; None if there was none.
     """
 
     tag: str
-    created: float
-    job: str | None
+    sequence: int
+    steps: int = 0
+    latest: bool = True
+    finite: bool = True
+    job: str | None = None
+    copy: int | None = None
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """Key that is larger for a newer state."""
+        return self.sequence, self.steps, self.tag
 
 
-_HEAD = 4096
-"""Bytes at a manifest's beginning in which it says when and by whom it was made; a tag has at most 200 characters."""
-_CREATED = re.compile(rb'^"created": ([0-9.]+),$', re.MULTILINE)
-_JOB = re.compile(rb'^"job":"([0-9a-f]{8})"', re.MULTILINE)
-
-
-def head_of(path: str) -> tuple[float, str | None] | None:
-    """Return when a checkpoint was made and by which job, without reading all of its manifest; None if it says not."""
+def head_of(parent: str, tag: str) -> Head:
+    """Return what orders a checkpoint, from the first lines of its manifest."""
+    path = os.path.join(parent, tag)
     try:
         with open(os.path.join(path, manifest.NAME), "rb") as file:
-            head = file.read(_HEAD)
+            layout = _LAYOUT.search(file.read(_HEAD))
     except OSError:
-        return None
-    created, job = _CREATED.search(head), _JOB.search(head)
-    return None if created is None else (float(created.group(1)), None if job is None else job.group(1).decode())
+        return Head(tag, -1)
+    said: dict[str, bytes] = {}
+    if layout is not None:
+        found = {name: pattern.search(layout.group(1)) for name, pattern in _FACT.items()}
+        said = {name: match.group(1) for name, match in found.items() if match is not None}
+    if "sequence" not in said:
+        return _earlier(path, tag)
+    return Head(
+        tag,
+        int(said["sequence"]),
+        latest=said.get("latest") != b"false",
+        finite=said.get("finite") != b"false",
+        job=said["job"][1:-1].decode() if "job" in said else None,
+        copy=int(said["copy"]) if "copy" in said else None,
+    )
 
 
-def made_by(parent: str) -> Made | None:
-    """Return who has made the checkpoint that `latest` names; None if that cannot be told."""
+def _earlier(path: str, tag: str) -> Head:
+    """Return the same of a manifest of an earlier version, or one whose layout is longer than `_HEAD`."""
     try:
-        tag = directory.read_latest(parent)
+        found = manifestfile.load(path, read_later=False)
     except CheckpointError:
-        return None
-    found = None if tag is None else head_of(os.path.join(parent, tag))
-    return None if tag is None or found is None else Made(tag, *found)
+        return Head(tag, -1)
+    layout = found.layout
+    return Head(
+        tag,
+        found.sequence,
+        found.counters.get("global_steps", 0),
+        latest=layout.get("latest") is not False,
+        finite=found.finite,
+        job=layout.get("job"),
+        copy=layout.get("copy"),
+    )
 
 
-def newest(parent: str) -> OnDisk | None:
-    """Return the checkpoints of a directory, the newest first; None if there is nothing.
+@dataclass(frozen=True)
+class Listing:
+    """The checkpoints of a directory, in the order in which they are to be tried.
 
-    The newest is the one that `latest` names, unless others were made since then: a job that ends after a checkpoint
-    has appeared and before `latest` names it has saved it. The number of steps does not count: whoever goes back to an
-    earlier checkpoint, and on from there, does not want to go on from where the former way has led. Checkpoints of
-    values that are infinite or NaN come after all others.
+    Attributes:
+        heads: of each checkpoint; that which `latest` names has one even if it is not there or of another library.
+        latest: what `latest` names; None: it names nothing.
+        notes: what people should know of the choice.
+    """
+
+    heads: list[Head] = field(default_factory=list)
+    latest: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tags(self) -> list[str]:
+        """Names of the checkpoints."""
+        return [head.tag for head in self.heads]
+
+    @property
+    def highest(self) -> int:
+        """The highest number; 0 if there is none."""
+        return max((head.sequence for head in self.heads), default=0)
+
+
+def listing(parent: str) -> Listing:
+    """Return the checkpoints of a directory in the order in which they are to be tried (see the module).
+
+    Only the first lines of manifests are read: whether a checkpoint is whole is found out when it is tried.
 
     Raises:
-        CheckpointError: it cannot be told what is there.
+        CheckpointError: the directory cannot be listed, or holds nothing but a `latest` that is damaged.
 
     >>> import tempfile
-    >>> newest(tempfile.mkdtemp()) is None
-    True
+    >>> listing(tempfile.mkdtemp()).tags
+    []
     """
     try:
         names = directory.tags(parent)
     except FileNotFoundError:
-        return None
+        return Listing()
     except OSError as error:
         raise CheckpointError(
-            f"{parent}: cannot be listed: {error.strerror}. Whether there is a state to resume from is unknown, so "
+            f"{parent}: cannot be listed: {error.strerror}. Whether there is a state to go on from is unknown, so "
             "no new run is started"
         ) from error
-    found: dict[str, manifest.Manifest] = {}
-    for tag in names:
-        try:
-            found[tag] = manifestfile.load(os.path.join(parent, tag))
-        except CheckpointError as error:
-            logger.warning("%s", error)
-    latest, named = None, 0.0
+    heads = {tag: head_of(parent, tag) for tag in names}
+    notes: list[str] = []
+    latest, written = None, None
     try:
         latest = directory.read_latest(parent)
-        if latest in found:
-            named = max(found[latest].created, os.stat(os.path.join(parent, directory.LATEST)).st_mtime)
-    except (CheckpointError, OSError) as error:
-        logger.warning("%s", error)
-        latest = directory.LATEST  # there is one
+        written = directory.number_of_latest(parent)
+    except CheckpointError as error:
+        if not heads:
+            raise
+        notes.append(f"{error}; the newest complete checkpoint is looked for")
+    if latest is not None:
+        heads.setdefault(latest, Head(latest, -1))
+
+    def place(head: Head) -> tuple[bool, bool, tuple[int, int, str]]:
+        later = written is not None and head.latest and head.sequence > written
+        return later, head.tag == latest, head.order
+
+    found = sorted(heads.values(), key=place, reverse=True)
     if not found:
-        return OnDisk([], 0, 0.0) if names or latest is not None else None
-    order = sorted(found, key=lambda tag: (found[tag].created > named, tag == latest, found[tag].created), reverse=True)
-    good = [tag for tag in order if found[tag].finite]
-    if good and good[0] != order[0]:
-        passed = order[: order.index(good[0])]
-        logger.warning(
-            "%s: %s has values that are infinite or NaN (%s); %s is the newest checkpoint without",
-            parent,
-            ", ".join(passed),
-            manifest.outline(found[order[0]].layout.get("not_finite") or ["no names are given"]),
-            good[0],
+        return Listing(notes=notes)
+    first = found[0]
+    if latest is None and not notes:
+        notes.append(f"{parent}: there is no file {directory.LATEST!r}; the newest checkpoint, {first.tag}, is taken")
+    elif latest is not None and first.tag != latest:
+        notes.append(
+            f"{parent}: {first.tag} was completed after {directory.LATEST!r} was made to name {latest}, so it is taken"
         )
-        order = good + [tag for tag in order if not found[tag].finite]
-    first = found[order[0]]
-    return OnDisk(order, first.counters.get("global_steps", 0), first.created)
+    good = [head for head in found if head.finite]
+    if good and not first.finite:
+        passed = [head.tag for head in found[: found.index(good[0])]]
+        notes.append(
+            f"{parent}: {', '.join(passed)} has values that are infinite or NaN ({_names(parent, passed[0])}); "
+            f"{good[0].tag} is the newest checkpoint without"
+        )
+        found = good + [head for head in found if not head.finite]
+    return Listing(found, latest, notes)
+
+
+def _names(parent: str, tag: str) -> str:
+    """Return which values of a checkpoint are infinite or NaN, in words."""
+    try:
+        names = manifestfile.load(os.path.join(parent, tag), read_later=False).layout.get("not_finite")
+    except CheckpointError:
+        names = None
+    return manifest.outline(names or ["no names are given"])
+
+
+def latest_head(parent: str) -> Head | None:
+    """Return the head of the checkpoint that `latest` names; None if there is none of ours."""
+    try:
+        tag = directory.read_latest(parent)
+    except CheckpointError:
+        return None
+    found = None if tag is None else head_of(parent, tag)
+    return None if found is None or found.sequence < 0 else found
+
+
+class StateNumbers:
+    """Gives the states of one engine their numbers. All ranks have the same `value`.
+
+    Attributes:
+        value: the highest number that is known.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0
+        self._copy: tuple[int, dict[str, int]] | None = None
+        self._read: set[str] = set()
+
+    def see(self, number: int) -> None:
+        """Take note of a number that another engine has given."""
+        self.value = max(self.value, number)
+
+    def next(self) -> int:
+        """Return the number of a state that is taken now."""
+        self.value += 1
+        return self.value
+
+    def after(self, parent: str) -> int:
+        """Return the number of a state that is saved into a directory (rank 0; it is noted with `see`)."""
+        known = os.path.abspath(parent)
+        if known in self._read:
+            head = latest_head(parent)  # of another job, it may be
+            highest = 0 if head is None else head.sequence
+        else:
+            highest = max((head_of(parent, tag).sequence for tag in directory.other_tags(parent)), default=0)
+            self._read.add(known)
+        return max(self.value, highest) + 1
+
+    def copied(self, number: int, counters: Mapping[str, int]) -> None:
+        """A copy in memory has been made of the state with these counters."""
+        self._copy = number, dict(counters)
+
+    def loaded(self) -> None:
+        """Another state has been loaded."""
+        self._copy = None
+
+    def layout(self, counters: Mapping[str, int]) -> dict[str, Any]:
+        """Return what the manifest of the state with these counters says of the copy in memory of it."""
+        return {"copy": self._copy[0]} if self._copy is not None and self._copy[1] == dict(counters) else {}

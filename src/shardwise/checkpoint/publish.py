@@ -114,7 +114,7 @@ def publish(draft: directory.Draft, whole: Whole) -> list[str]:
     try:
         draft.publish()
         if whole.latest:
-            directory.write_latest(whole.directory, whole.tag)
+            directory.write_latest(whole.directory, whole.tag, joined.sequence)
     except OSError as error:
         if not draft.published:
             raise
@@ -148,7 +148,7 @@ def _join(whole: Whole, parts: list[dict[str, Any]], files: dict[str, FileFacts]
         tag=whole.tag,
         created=whole.created,
         versions=whole.versions,
-        layout={"world": whole.world, **whole.layout},
+        layout={**whole.layout, "world": whole.world},
         config=whole.config,
         files=files,
         tensors=manifest.in_order(manifest.combine(stored), [part["order"] for part in parts]),

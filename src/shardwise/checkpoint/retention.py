@@ -101,15 +101,13 @@ def _steps(name: str) -> int:
 
 
 def _newest_first(parent: str, words: str) -> list[str]:
-    """Return the tags of a series by the age of their checkpoints."""
-    ages: dict[str, float] = {}
+    """Return the tags of a series, the newest state first; see `shardwise.checkpoint.newest`."""
+    heads = []
     for name in directory.other_tags(parent):
-        path = os.path.join(parent, name)
         found = series(name)
-        head = None if found is None or found[0] != words or os.path.islink(path) else head_of(path)
-        if head is not None:
-            ages[name] = head[0]
-    return sorted(ages, key=lambda name: -ages[name])
+        if found is not None and found[0] == words and not os.path.islink(os.path.join(parent, name)):
+            heads.append(head_of(parent, name))
+    return [head.tag for head in sorted(heads, key=lambda head: head.order, reverse=True) if head.sequence >= 0]
 
 
 def _complete(parent: str, tag: str, steps: int) -> manifest.Manifest | None:

@@ -29,7 +29,7 @@ from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import Part, TrainingState, add_shared, collect, holdings
 from shardwise.checkpoint.manifest import outline
-from shardwise.checkpoint.newest import made_by
+from shardwise.checkpoint.newest import StateNumbers, latest_head
 from shardwise.checkpoint.patience import told_if_long
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import FACTS, Whole, beside, file_name, publish, unwritable
@@ -39,7 +39,8 @@ from shardwise.utils.logging import logger, warn_once
 
 _JOB = secrets.token_hex(4)
 """Random name of this job: rank 0's."""
-_BEGAN = time.time()
+_SEEN: dict[str, tuple[str | None, int]] = {}
+"""By directory: job and number of the checkpoint that `latest` named at the save before."""
 
 _MOST_NAMES = 20
 """Names of values that are not finite in the manifest."""
@@ -61,6 +62,7 @@ class SaveRequest:
         keep_last, keep_every: which older checkpoints stay; see `shardwise.checkpoint.retention.prune`.
         check_finite: look for values that are infinite or NaN, and mark the checkpoint if there are any.
         latest_if_not_finite: let `latest` name this one even then.
+        numbers: gives the state its number.
     """
 
     directory: str
@@ -75,6 +77,7 @@ class SaveRequest:
     keep_every: int | None = None
     check_finite: bool = True
     latest_if_not_finite: bool = True
+    numbers: StateNumbers = field(default_factory=StateNumbers)
 
     @property
     def what(self) -> str:
@@ -143,9 +146,11 @@ def drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState
             if comm.rank == 0:
                 draft = directory.Draft(request.directory, request.tag)
                 _tell_of_another_job(request.directory)
-            begin.said = {"tag": request.tag, "draft": [draft.path, draft.token] if draft else None}
+            number = request.numbers.after(request.directory) if draft else 0
+            begin.said = {"tag": request.tag, "draft": [draft.path, draft.token, number] if draft else None}
         _compare_tags(request, [said["tag"] for said in begin.heard], comm.rank)
-        path, token = begin.heard[0]["draft"]
+        path, token, number = begin.heard[0]["draft"]
+        request.numbers.see(number)
         model.share_changes()
         with phase(comm, what) as collected:
             file = file_name(comm.rank, comm.world, token)
@@ -178,13 +183,15 @@ def _tell_not_finite(request: SaveRequest, names: Sequence[str]) -> None:
 
 
 def _tell_of_another_job(parent: str) -> None:
-    """Say once if another job that runs now saves into the same directory."""
-    found = made_by(parent)
-    if found is not None and found.job not in (None, _JOB) and found.created > _BEGAN:
+    """Log once that another job has saved into the same directory since the save before."""
+    known, found = os.path.abspath(parent), latest_head(parent)
+    now = (None, 0) if found is None else (found.job, found.sequence)
+    before = _SEEN.get(known, now)
+    _SEEN[known] = now
+    if found is not None and found.job not in (None, _JOB) and before != now:
         warn_once(
-            f"{os.path.abspath(parent)}: another job saves here, too: it has made {found.tag!r} since this one has "
-            f"begun. {directory.LATEST!r} and checkpoint.keep_last are then of both; give each job a directory of its "
-            "own"
+            f"{known}: another job saves here, too: it has made {found.tag!r} since this one has saved or begun. "
+            f"{directory.LATEST!r} and checkpoint.keep_last are then of both; give each job a directory of its own"
         )
 
 
@@ -215,6 +222,8 @@ def _write(part: Part, path: str, request: SaveRequest) -> None:
 
 def whole_of(model: CheckpointedModel, request: SaveRequest, not_finite: Sequence[str]) -> Whole:
     """Return what is known of the checkpoint besides the ranks' parts."""
+    # First: these are read from the beginning of the file.
+    order = {"sequence": request.numbers.value, **({} if request.latest else {"latest": False})}
     marks = {"finite": False, "not_finite": list(not_finite[:_MOST_NAMES])} if not_finite else {}
     return Whole(
         directory=request.directory,
@@ -222,7 +231,7 @@ def whole_of(model: CheckpointedModel, request: SaveRequest, not_finite: Sequenc
         latest=request.latest and (request.latest_if_not_finite or not not_finite),
         world=model.comm.world,
         versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        layout={**request.layout, "job": _JOB, **marks},
+        layout={**order, **request.layout, "job": _JOB, **marks},
         config=request.config,
         optimizer=None if model.optimizer is None else type(model.optimizer).__name__,
         created=time.time(),

@@ -18,6 +18,7 @@ import torch
 from shardwise.boxes import Region, overlap, whole
 from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.manifest import BUFFER, PARAMETER, StoredTensor
+from shardwise.checkpoint.newest import listing
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.strided import read_patch
 from shardwise.checkpoint.tensorfile import Spec
@@ -244,8 +245,8 @@ def find_checkpoint(path: str, tag: str | None = None) -> str | None:
 
     Args:
         path: a checkpoint, or a directory of checkpoints.
-        tag: one of these. None: the one that `latest` names; if that is not complete, the newest one that is, and what
-            is passed over is logged.
+        tag: one of these. None: the first one that is complete, in the order of
+            `shardwise.checkpoint.newest.listing`; what is passed over is logged.
 
     Returns:
         None if there is no checkpoint of ours.
@@ -268,35 +269,22 @@ def find_checkpoint(path: str, tag: str | None = None) -> str | None:
         return found if holds_checkpoint(found) else None
     if looks_interrupted(path):
         manifestfile.load(path)
-    tags = directory.other_tags(path)
-    if not tags:
+    if not directory.other_tags(path):
         return None
+    there = listing(path)
+    for note in there.notes:
+        logger.warning("%s", note)
     skipped: list[str] = []
-    latest: str | None = None
-    try:
-        latest = directory.read_latest(path)
-    except CheckpointError as error:
-        skipped.append(str(error))
-    if latest is not None and _saved_at(path, latest, skipped) is not None:
-        return os.path.join(path, latest)
-    ages = {name: _saved_at(path, name, skipped) for name in tags if name != latest}
-    complete = [(age, name) for name, age in ages.items() if age is not None]
-    if not complete:
-        raise CheckpointError(f"{path}: no checkpoint is complete. " + " | ".join(skipped))
-    chosen = max(complete)[1]
-    for line in skipped:
-        logger.warning("%s", line)
-    if latest is not None:
-        logger.warning("%s: %r names %r; %s is taken instead", path, directory.LATEST, latest, chosen)
-    return os.path.join(path, chosen)
-
-
-def _saved_at(parent: str, tag: str, skipped: list[str]) -> float | None:
-    """Return when a checkpoint was saved; if it is not complete, None, with the reason in `skipped`."""
-    try:
-        with Checkpoint(os.path.join(parent, tag)) as saved:
-            saved.check_sizes(saved.manifest.files)
-            return saved.manifest.created
-    except CheckpointError as error:
-        skipped.append(str(error))
-        return None
+    for tag in there.tags:
+        try:
+            with Checkpoint(os.path.join(path, tag)) as saved:
+                saved.check_sizes(saved.manifest.files)
+        except CheckpointError as error:
+            skipped.append(str(error))
+            continue
+        for line in skipped:
+            logger.warning("%s", line)
+        if skipped and there.latest is not None:
+            logger.warning("%s: %r names %r; %s is taken instead", path, directory.LATEST, there.latest, tag)
+        return os.path.join(path, tag)
+    raise CheckpointError(f"{path}: no checkpoint is complete. " + " | ".join(skipped))

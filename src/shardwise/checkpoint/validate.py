@@ -38,6 +38,8 @@ def check(manifest: Manifest) -> None:
         value = getattr(manifest, name)
         _expect(isinstance(value, dict), name, value)
     _expect(_natural(manifest.layout.get("world", 0)), "layout.world", manifest.layout)
+    numbers = [manifest.layout.get(name, 0) for name in ("sequence", "copy")]
+    _expect(all(_natural(number) and number <= _MOST for number in numbers), "numbers of states", numbers)
     countable = all(_natural(count) and count <= _MOST for count in manifest.counters.values())
     _expect(countable, "counters", manifest.counters)
     _expect(codec.is_mapping(manifest.client), "client: expected a dictionary", manifest.client)

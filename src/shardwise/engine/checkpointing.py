@@ -19,6 +19,7 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import TrainingState
 from shardwise.checkpoint.load import Loaded, Options, find, read
 from shardwise.checkpoint.manifest import Manifest, name_of
+from shardwise.checkpoint.newest import StateNumbers
 from shardwise.checkpoint.report import LoadReport
 from shardwise.checkpoint.save import SaveRequest, save
 from shardwise.checkpoint.selection import Patterns, Rename, Selection
@@ -54,6 +55,7 @@ class Checkpoints:
 
     Attributes:
         background: saves that are written while training goes on.
+        numbers: gives the states of this engine their numbers.
         last_load: what the last `load` has done, and what differed; None before.
     """
 
@@ -62,6 +64,7 @@ class Checkpoints:
     ) -> None:
         self.background = BackgroundSaves(sharded, resolution.config, job)
         self.last_load: LoadReport | None = None
+        self.numbers = StateNumbers()
         self._sharded = sharded
         self._resolution = resolution
         self._job = job
@@ -103,11 +106,13 @@ class Checkpoints:
                 keep_every=config.checkpoint.keep_every,
                 check_finite=config.non_finite != "ignore",
                 latest_if_not_finite=on_non_finite(config) in ("warn", "ignore"),
+                numbers=self.numbers,
             )
             self.check_can_save()
             self._sharded.interruptions.check_whole("save_checkpoint()", self.known() or "the last checkpoint")
             self._tell_of_window()
             state = self.training_state({} if client_state is None else dict(client_state))
+            request = replace(request, layout={**self.numbers.layout(state.counters), **request.layout})
             begun.said = [parent, background]
         request = replace(request, directory=_one_directory([said[0] for said in begun.heard], self._job.rank))
         check_same_way([said[1] for said in begun.heard])
@@ -143,7 +148,7 @@ class Checkpoints:
         if self.background.saving is not None:
             self.background.saving.wait()  # if it has failed, that is raised where saving is the matter
         self._sharded.hooks.settle()
-        with phase(self._job, "load_checkpoint"):
+        with phase(self._job, "load_checkpoint") as agreed:
             parent = directory.check_directory(load_dir, "load_dir")
             if custom_load_fn is not None and not (include is exclude is rename is None):
                 raise UsageError(
@@ -159,6 +164,8 @@ class Checkpoints:
                 Selection.of(include, exclude, rename),
             )
             checked = None if tag is None else directory.check_tag(tag)
+            agreed.said = self.numbers.after(parent) - 1 if self._job.rank == 0 else 0
+        self.numbers.see(agreed.heard[0])  # what is saved from now on is newer than all that is there
         return self.restore(parent, checked, options, load_lr_scheduler_states, custom_load_fn)
 
     def restore(
@@ -192,6 +199,8 @@ class Checkpoints:
             if custom_load_fn is not None:
                 load_custom(self._sharded, self._job, custom_load_fn, saved.module_values())
         self._step.drop_gradients()
+        self.numbers.loaded()
+        self.numbers.see(loaded.manifest.sequence)
         if not options.module_only:
             self._sharded.interruptions.loaded()
         if self._sharded.compressor is not None:

@@ -880,8 +880,8 @@ class Engine(ConfigGetters, nn.Module):
 
         Args:
             load_dir: directory of the run's checkpoints.
-            tag: which one; None: the one that `latest` names, or, if that is incomplete or damaged, the newest that
-                is not (what is skipped and why is logged).
+            tag: which one; None: the newest that is whole: the one that `latest` names, unless one was completed
+                after that. What is skipped and why is logged.
             load_module_strict: names of parameters and buffers must be the same in model and checkpoint, and every
                 pattern and rule must match one. Otherwise what both have is loaded. Shapes must fit in any case.
             load_optimizer_states: also load optimizer state, settings of parameter groups, and the loss scale.
@@ -899,7 +899,7 @@ class Engine(ConfigGetters, nn.Module):
                 be in any groups.
 
         Returns:
-            (path of the checkpoint, client_state), or (None, None) if `tag` is None and there is no `latest`.
+            (path of the checkpoint, client_state), or (None, None) if `tag` is None and there is no checkpoint.
 
         Raises:
             CheckpointPathError: `load_dir` or `tag` cannot be used.
@@ -1148,10 +1148,10 @@ class Engine(ConfigGetters, nn.Module):
         """Go on from the newest complete state there is: copies in memory, or a checkpoint on disk.
 
         A script that calls this before its loop can be started again after any failure, and goes on by itself; so it
-        does under `shardwise run --max-restarts`. The state that was taken last is used, on disk the one that `latest`
-        names unless there is a newer one; of the same step the one in memory. Incomplete and damaged ones are passed
-        over, and the log says why. Stage and number of ranks may have changed; learning rate and schedule go on as
-        they were.
+        does under `shardwise run --max-restarts`. The state that was taken last is used, on disk the one that
+        `load_checkpoint` without a tag takes; of the same state the copy in memory. Incomplete and damaged ones are
+        passed over, and the log says why. Stage and number of ranks may have changed; learning rate and schedule go on
+        as they were.
 
         Args:
             save_dir: the directory that is passed to `save_checkpoint`. It need not exist yet.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ import torch
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.copies import GENERATIONS, Generation, MemoryCopies, MemoryCopy
-from shardwise.checkpoint.load import Options
-from shardwise.checkpoint.newest import OnDisk, newest
+from shardwise.checkpoint.load import NoCompleteCheckpointError, Options
+from shardwise.checkpoint.newest import Head, Listing, listing
 from shardwise.comm.communicator import members_of
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.comm.stalls import StallWatch, stop_watching, watch
@@ -118,6 +118,7 @@ class FaultTolerance:
                 wanted.every,
                 wanted.replicas,
                 lambda buffer: self._sharded.accountant.hold(Category.BUFFERS, buffer),
+                self._checkpoints.numbers,
             )
             self.copies.check_finite = self._resolution.config.non_finite != "ignore"
             self._tell_where()
@@ -383,16 +384,17 @@ class FaultTolerance:
         began = time.perf_counter()
         with phase(self._job, "resume") as looked:
             parent = directory.check_directory(save_dir, "save_dir")
-            looked.said = [parent, newest(parent) if self._job.rank == 0 else None]
+            on_disk = listing(parent) if self._job.rank == 0 else Listing()
+            looked.said = [parent, on_disk.highest]
         if any(said[0] != looked.heard[0][0] for said in looked.heard):
             raise CheckpointPathError(
                 f"engine.resume(save_dir): ranks name different directories "
                 f"({', '.join(sorted({repr(said[0]) for said in looked.heard}))}); pass the same on every rank"
             )
-        on_disk = None if looked.heard[0][1] is None else OnDisk(*looked.heard[0][1])
+        self._checkpoints.numbers.see(looked.heard[0][1])
         if self.copies is not None:
             self.copies.run = os.path.abspath(parent)
-        found = self._resume_from_memory(on_disk) or self._resume_from_disk(parent, on_disk)
+        found = self._resume_newest(parent, on_disk)
         if found is None:
             self._first_step.found_nothing()
             return None
@@ -404,17 +406,37 @@ class FaultTolerance:
             logger.info("resumed at step %d from %s (%s) in %.2f s", self._step.global_steps, source, path, seconds)
         return client
 
-    def _resume_from_memory(self, on_disk: OnDisk | None) -> tuple[str, str, dict[str, Any]] | None:
+    def _resume_newest(self, parent: str, on_disk: Listing) -> tuple[str, str, dict[str, Any]] | None:
+        """Try copies in memory and checkpoints in turn, the newest first; rank 0 knows those on disk."""
         copies = self.copies
-        if copies is None:
-            return None
-        for generation in copies.generations():
-            # Of the same step, that in memory is as new: it is copied at the end of step(), and then saved.
-            if on_disk is not None and generation.steps != on_disk.steps and generation.created < on_disk.created:
-                break
-            with copies.assembled(generation) as name:
+        generations = [] if copies is None else copies.generations()
+        with phase(self._job, "resume") as agreed:
+            turns = in_turn(generations, on_disk.heads)
+            # Other ranks need not know the names.
+            agreed.said = [turn if isinstance(turn, int) else None for turn in turns]
+            if self._job.rank == 0:
+                for note in on_disk.notes:
+                    logger.warning("%s", note)
+        failure: CheckpointError | None = None
+        for number, index in enumerate(agreed.heard[0]):
+            if index is None:
+                order = turns[number] if self._job.rank == 0 else ()
+                assert not isinstance(order, int)
+                try:
+                    path, client = self._checkpoints.restore(parent, None, Options(order=order))
+                except NoCompleteCheckpointError as error:  # on all ranks alike
+                    failure = error
+                    continue
+                assert path is not None
+                return "disk", path, {} if client is None else client
+            assert copies is not None
+            with copies.assembled(generations[index]) as name:
                 if name is not None:
-                    return "memory", copies.path, self._load_generation(copies, generation, name)
+                    return "memory", copies.path, self._load_generation(copies, generations[index], name)
+        if failure is not None:
+            raise CheckpointError(
+                f"{failure}. There are checkpoints, and none of them can be used; remove them to begin anew"
+            )
         return None
 
     def _load_generation(self, copies: MemoryCopies, generation: Generation, name: str) -> dict[str, Any]:
@@ -422,17 +444,23 @@ class FaultTolerance:
         assert self._step.global_steps == generation.steps
         return {} if client is None else client
 
-    def _resume_from_disk(self, parent: str, on_disk: OnDisk | None) -> tuple[str, str, dict[str, Any]] | None:
-        if on_disk is None:
-            return None
-        if on_disk.tags:
-            path, client = self._checkpoints.restore(parent, None, Options(order=tuple(on_disk.tags)))
-        else:
-            path, client = self._checkpoints.load(parent)  # of another library, or damaged, which it says
-            if path is None:
-                raise CheckpointError(
-                    f"{parent}: there are checkpoints, and none of them can be used (the log says why). Remove them to "
-                    "begin anew"
-                )
-        assert path is not None
-        return "disk", path, {} if client is None else client
+
+def in_turn(generations: Sequence[Generation], heads: Sequence[Head]) -> list[int | tuple[str, ...]]:
+    """Return what is tried in turn: the place of a generation, or tags of checkpoints.
+
+    Of the same state, the copy in memory comes first.
+
+    Args:
+        generations: copies in memory, the newest first.
+        heads: checkpoints, in the order in which they are tried.
+    """
+    turns: list[int | tuple[str, ...]] = []
+    waiting = list(range(len(generations)))
+    tags: list[str] = []
+    for head in heads:
+        while waiting and generations[waiting[0]].sequence >= (head.sequence if head.copy is None else head.copy):
+            turns += [tuple(tags)] if tags else []
+            turns.append(waiting.pop(0))
+            tags = []
+        tags.append(head.tag)
+    return [*turns, *([tuple(tags)] if tags else []), *waiting]

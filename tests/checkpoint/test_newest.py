@@ -1,0 +1,101 @@
+"""Which checkpoint is the newest: one order for loading, resuming, exporting, inspecting and retention."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.checkpoint import directory, open_source
+from shardwise.checkpoint.inspection import describe_run
+from shardwise.checkpoint.newest import head_of, listing
+from tests.checkpoint.job import on_ranks
+from tests.checkpoint.test_retention import make
+
+
+def ordered(parent: Path) -> list[str]:
+    return listing(str(parent)).tags
+
+
+def test_numbers_order_and_times_do_not(tmp_path: Path) -> None:
+    for number, (tag, created) in enumerate([("a", 300.0), ("b", 9e9), ("c", 100.0)], 1):
+        make(tmp_path, tag, 1, number, created=created)
+        os.utime(tmp_path / tag, (9e9 - created, 9e9 - created))
+    assert ordered(tmp_path) == ["c", "b", "a"]
+    directory.write_latest(str(tmp_path), "b", 2)
+    os.utime(tmp_path / "latest", (0, 0))
+    found = listing(str(tmp_path))
+    if directory.number_of_latest(str(tmp_path)) is not None:  # the file system has attributes
+        assert found.tags == ["c", "b", "a"] and "c was completed after 'latest'" in found.notes[0]
+    (tmp_path / "latest").write_text("b\nchanged by hand")
+    assert ordered(tmp_path) == ["b", "c", "a"]
+
+
+def test_manifests_without_numbers_come_first_in_time_and_go_by_steps(tmp_path: Path) -> None:
+    for tag, steps, number in (("old9", 9, 0), ("old80", 80, 0), ("new1", 1, 1)):
+        make(tmp_path, tag, steps, number)
+    assert ordered(tmp_path) == ["new1", "old80", "old9"]
+    assert head_of(str(tmp_path), "old80").steps == 80
+
+
+def test_what_is_not_finite_or_not_readable_comes_last(tmp_path: Path) -> None:
+    for number, tag in enumerate(("a", "b", "c"), 1):
+        make(tmp_path, tag, 1, number, finite=tag != "c")
+    os.truncate(tmp_path / "b" / "manifest.json", 60)
+    assert ordered(tmp_path) == ["a", "b", "c"]
+
+
+def every_reader(root: str) -> list[Any]:
+    """Save with a clock that goes back; return what each reader takes for the newest."""
+    right = time.time
+
+    def engine() -> Any:
+        settings = {
+            "train_batch_size": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "checkpoint": {"keep_last": 3},
+        }
+        return shardwise.initialize(model=torch.nn.Linear(4, 4), config=settings)[0]
+
+    first = engine()
+    for step in range(1, 9):
+        first.backward(first(torch.ones(1, 4)).square().mean())
+        first.step()
+        time.time = (lambda: right() + 7200) if step <= 2 else right
+        try:
+            first.save_checkpoint(root)
+        finally:
+            time.time = right
+    first.destroy()
+    found: list[Any] = [sorted(os.listdir(root))]
+    for read in ("resume", "load_checkpoint"):
+        other = engine()
+        getattr(other, read)(root)
+        found.append(other.global_steps)
+        other.destroy()
+    os.unlink(f"{root}/latest")
+    with open_source(root) as source:
+        found.append(os.path.basename(source.path))
+    found.append(describe_run(root)["checkpoints"][-1]["tag"])
+    other = engine()
+    found.append(other.load_checkpoint(root)[0])
+    other.destroy()
+    return found
+
+
+def test_every_reader_takes_the_same_after_a_clock_that_went_back(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    names, *readers = on_ranks(every_reader, 1, root)[0]
+    assert names == ["global_step6", "global_step7", "global_step8", "latest"]
+    assert readers == [8, 8, "global_step8", "global_step8", f"{root}/global_step8"]
+
+
+def test_a_latest_that_is_damaged_and_alone_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_bytes(b"\xff")
+    with pytest.raises(shardwise.errors.CheckpointError, match="latest"):
+        listing(str(tmp_path))
