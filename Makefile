@@ -34,8 +34,8 @@ $(DEMO_STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 $(STAMP): $(DEMO_STAMP)
-	@echo "installing shardwise[dev,hf,clients] into $(VENV)"
-	@$(PIP) -e ".[demo,dev,hf,clients]"
+	@echo "installing shardwise[dev,hf,clients,monitors] into $(VENV)"
+	@$(PIP) -e ".[demo,dev,hf,clients,monitors]"
 	@touch $@
 
 $(DOCS_STAMP): $(STAMP)

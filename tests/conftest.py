@@ -10,11 +10,13 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 import faulthandler
 import gc
+import re
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +113,32 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+MISSING_PACKAGE = re.compile(r"could not import '(?!triton)|not installed: |No module named '(?!triton)")
+"""Reasons of skips that `SHARDWISE_TESTS_NEED_EXTRAS` makes failures. Builds of torch for CPUs come without Triton."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Iterator[None]:
+    """Make a skip because of a missing package a failure where all extras have to be installed."""
+    report = yield
+    return _needs_extras(report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
+    """Do the same for files that are skipped as a whole."""
+    report = yield
+    return _needs_extras(report)
+
+
+def _needs_extras(report: Any) -> Any:
+    needed = os.environ.get("SHARDWISE_TESTS_NEED_EXTRAS") == "1"
+    if needed and report.outcome == "skipped" and MISSING_PACKAGE.search(str(report.longrepr)):
+        report.outcome = "failed"
+        report.longrepr = f"A package of an extra is missing, and all have to be installed here. {report.longrepr}"
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -38,7 +38,9 @@ def test_published_sizes() -> None:
 @pytest.mark.thorough
 def test_the_table_of_a_published_case(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run(capsys, "bloom-560m", "--ranks", "8").splitlines()
-    assert lines[0] == "bloom-560m: 559,214,592 parameters, 8 ranks"
+    assert lines[0] == (
+        "bloom-560m: 559,214,592 parameters, 8 ranks, fp32, micro-batch of 1 x 512 tokens, accumulation 1"
+    )
     table = {row.split()[0]: [float(cell) for cell in row.split()[1:]] for row in lines[2:6]}
     assert list(table) == ["0", "1", "2", "3"]
     assert table["0"][:3] == [2.24, 2.24, 4.47]
@@ -82,10 +84,13 @@ def test_state_elsewhere_and_what_it_costs(capsys: pytest.CaptureFixture[str], t
     assert plan["moved"]["disk"]["read"] >= plan["elsewhere"]["disk"] * 0.9
     text = run(capsys, *given, *limits[:-1], "8", "--disk-speed", "2,0.5")
     assert "fits" in text.splitlines()[1] and text.splitlines()[2].endswith(" no")  # the disk is shared by more
-    assert "GB on host: a step reads " in text
-    assert "GB on disk: a step reads " in text and "at 2.00 and 0.50 GB/s" in text
+    assert "kB on host: a step reads " in text
+    assert "kB on disk: a step reads " in text and "at 2.00 and 0.50 GB/s" in text
+    unknown = run(capsys, *given, "--device-limit", "1MB", "--host-limit", "1MB")
+    assert unknown.splitlines()[2].endswith(" ?") and "--disk-limit" in unknown  # the column says why
+    assert unknown.splitlines()[1].split()[-2] == "kB"
     without = run(capsys, *given)
-    assert "fits" not in without and "GB on disk: a step reads " in without
+    assert "fits" not in without and "kB on disk: a step reads " in without
 
 
 @pytest.mark.parametrize(
@@ -94,6 +99,7 @@ def test_state_elsewhere_and_what_it_costs(capsys: pytest.CaptureFixture[str], t
         (["gpt-9"], "gpt-9 is not known; give bloom-560m"),
         (["nowhere:model"], "nowhere:model: No module named"),
         (["builtins:dict"], "has returned dict; it must return a torch.nn.Module"),
+        (["torch.nn:Linear"], "torch.nn:Linear() has raised TypeError: Linear.__init__() missing 2 required"),
         (["bloom-560m", "--stages", "4"], "--stages 4: give some of"),
         (["bloom-560m", "--precision", "int8"], "--precision int8: give fp32"),
         (["bloom-560m", "--host-limit", "much"], "--host-limit much: expected bytes or a size such as"),

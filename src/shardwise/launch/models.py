@@ -32,11 +32,18 @@ def named_model(name: str, recompute: bool) -> nn.Module:
             raise CommandLineError(f"{name} is not known; give {', '.join(SHAPES)}, or module:function.")
         sys.path.insert(0, str(Path.cwd()))
         try:
-            made = getattr(importlib.import_module(module), function)()
+            build = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError) as error:
             raise CommandLineError(f"{name}: {error}.") from error
         finally:
             sys.path.pop(0)
+        try:
+            made = build()
+        except Exception as error:
+            raise CommandLineError(
+                f"{name}() has raised {type(error).__name__}: {error}. It is called without arguments and has to "
+                "return a torch.nn.Module; write a function that gives the model its arguments."
+            ) from error
     if not isinstance(made, nn.Module):
         raise CommandLineError(f"{name} has returned {type(made).__name__}; it must return a torch.nn.Module.")
     return made

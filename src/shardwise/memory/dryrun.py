@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -171,13 +172,20 @@ def _device_of(tensor: torch.Tensor, default: torch.device | None = None) -> tor
 
 @contextlib.contextmanager
 def undisturbed(devices: Collection[int] | None = None) -> Iterator[None]:
-    """Keep the random state, and run compiled modules as they were written.
+    """Keep the random state, run compiled modules as they were written, and leave errors to the exception.
 
     Args:
         devices: the CUDA devices whose random state is kept; None: of all.
     """
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
-        yield
+    # Because torch logs a traceback of each failing operator before it raises the error, which the caller words.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -34,7 +34,7 @@ def plan(
         list[str],
         typer.Argument(
             help="bloom-560m, bloom-1b1, bloom-7b1, llama-7b, llama-13b, llama-70b, or module:function of your own, "
-            "which returns a module.",
+            "which is called without arguments and returns a module that takes token numbers.",
             metavar="MODEL...",
         ),
     ],
@@ -64,10 +64,11 @@ def plan(
 ) -> None:
     """Print the memory of one rank at each ZeRO stage, by running a window of training on tensors without memory.
 
-    No rank and no device is needed. The tensors are taken to lie on the CPU. 1 GB is 10^9 bytes. Where state lives on
-    the host or on a disk (a configuration says so), what it takes there and what a step moves is printed, too.
+    No rank and no device is needed. The tensors are taken to lie on the CPU. Sizes are in powers of 10, and the unit is
+    in the heading. Where state lives on the host or on a disk (a configuration says so), what it takes there and what a
+    step moves is printed, too. A module of your own is called with token numbers of shape (sequences, tokens).
     """
-    from shardwise.config import load
+    from shardwise.config import load, resolve
     from shardwise.engine.plans import plan_model
     from shardwise.errors import CommandLineError
     from shardwise.launch.models import named_model, tokens
@@ -101,7 +102,14 @@ def plan(
         if as_json:
             found[name] = {"parameters": numel, "plans": [_as_dict(one) for one in plans]}
         else:
-            _show(f"{name}: {numel:,} parameters, {ranks} rank{'s' * (ranks > 1)}", plans, speeds, bool(rooms))
+            resolved = resolve(settings, world_size=ranks).config
+            enabled = [kind for kind in ("bf16", "fp16") if getattr(resolved, kind).enabled]
+            sizes = f"{micro_batch} x {length} tokens" if length else "no activations"
+            title = (
+                f"{name}: {numel:,} parameters, {ranks} rank{'s' * (ranks > 1)}, {(enabled or ['fp32'])[0]}, "
+                f"micro-batch of {sizes}, accumulation {accumulation}"
+            )
+            _show(title, plans, speeds, bool(rooms))
     if as_json:
         typer.echo(json.dumps(found, indent=2))
 
@@ -149,7 +157,7 @@ def _speeds(written: str | None) -> tuple[float, float] | None:
     return read, write
 
 
-def _elsewhere(one: SettingPlan, speeds: tuple[float, float] | None) -> Iterator[str]:
+def _elsewhere(one: SettingPlan, speeds: tuple[float, float] | None, unit: str, scale: float) -> Iterator[str]:
     """Yield what a setting takes off the device, and what it costs."""
     from shardwise.engine.traffic import Traffic
 
@@ -157,28 +165,35 @@ def _elsewhere(one: SettingPlan, speeds: tuple[float, float] | None) -> Iterator
         moved = one.moved.get(tier, {"read": 0, "written": 0})
         if tier == "disk" and speeds is not None:
             costs = str(Traffic(tier, moved["read"], moved["written"], *speeds, moved["written"]))
-            yield f"stage {one.setting.stage}: {size / 1e9:.2f} GB on {costs}"
+            yield f"stage {one.setting.stage}: {size / scale:.2f} {unit} on {costs}"
         else:
-            sizes = f"reads {moved['read'] / 1e9:.2f} GB and writes {moved['written'] / 1e9:.2f} GB"
-            yield f"stage {one.setting.stage}: {size / 1e9:.2f} GB on {tier}: a step {sizes} on each rank."
+            sizes = f"reads {moved['read'] / scale:.2f} {unit} and writes {moved['written'] / scale:.2f} {unit}"
+            yield f"stage {one.setting.stage}: {size / scale:.2f} {unit} on {tier}: a step {sizes} on each rank."
 
 
 def _show(
     title: str, plans: tuple[SettingPlan, ...], speeds: tuple[float, float] | None = None, judged: bool = False
 ) -> None:
+    largest = max((one.total or 0 for one in plans), default=0)
+    unit, scale = ("GB", 1e9) if largest >= 1e8 else ("MB", 1e6) if largest >= 1e5 else ("kB", 1e3)
     typer.echo(title)
-    typer.echo(f"{'stage':>5}" + "".join(f"{name:>12}" for name in (*PARTS, "total")) + "  GB" + "  fits" * judged)
+    typer.echo(f"{'stage':>5}" + "".join(f"{name:>12}" for name in (*PARTS, "total")) + f"  {unit}" + "  fits" * judged)
     for one in plans:
         sizes = [
             sum(one.peaks[category] for category in part) if set(part) <= one.peaks.keys() else None
             for part in PARTS.values()
         ]
-        cells = ("-" if size is None else f"{size / 1e9:.2f}" for size in (*sizes, one.total))
+        cells = ("-" if size is None else f"{size / scale:.2f}" for size in (*sizes, one.total))
         fits = {True: "yes", False: "no", None: "?"}[one.fits]
         typer.echo(f"{one.setting.stage:>5}" + "".join(f"{cell:>12}" for cell in cells) + f"{fits:>10}" * judged)
     for one in plans:
-        for line in _elsewhere(one, speeds):
+        for line in _elsewhere(one, speeds, unit, scale):
             typer.echo(line)
+    if judged and any(one.fits is None for one in plans):
+        typer.echo(
+            "fits ?: some of what is needed, or some of what there is, is not known. Give --device-limit, --host-limit "
+            "and, where state is on a disk, --disk-limit; a length above 0 for activations."
+        )
     for note in dict.fromkeys(one.note for one in plans if one.note):
         typer.echo(note)
     typer.echo("")

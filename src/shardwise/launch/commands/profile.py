@@ -23,7 +23,7 @@ def profile(
         list[str],
         typer.Argument(
             help="bloom-560m, bloom-1b1, bloom-7b1, llama-7b, llama-13b, llama-70b, or module:function of your own, "
-            "which returns a module.",
+            "which is called without arguments and returns a module that takes token numbers.",
             metavar="MODEL...",
         ),
     ],
