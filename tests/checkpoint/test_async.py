@@ -317,8 +317,8 @@ def counted(path: str) -> tuple[int, int]:
     engine, *_ = shardwise.initialize(model=torch.nn.Linear(1000, 700), config=settings)
     planned = engine._checkpoints.background.snapshot_bytes(700 * 1001 * 8 // 2)
     report = engine.memory_report()
-    assert report.row(Category.OTHER).planned >= planned
-    assert any("The snapshot of asynchronous saves takes" in note for note in report.notes)
+    assert report.row(Category.OTHER).planned >= planned > report.row(Category.OTHER).floor  # none has been saved
+    assert any("its snapshot takes" in note for note in report.notes)
     engine.backward(engine(torch.randn(1, 1000)).sum())
     engine.step()
     before = engine.accountant.live[Category.OTHER]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,18 @@ def test_a_table_and_one_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (begin["ph"], begin["pid"], begin["ts"]) == ("s", 1, 3 * US)
     assert (end["ph"], end["pid"], end["id"]) == ("f", 0, begin["id"])
     assert 1 * US < end["ts"] < 4 * US  # inside of the event that it points to
+
+
+def test_a_narrow_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    put_two(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(str(tmp_path)) == 0
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    table = out[: out.index("hidden: while")]
+    assert all(len(line.rstrip()) <= 80 for line in table.splitlines())
+    cells = {" ".join(line.split()[:-2]): line.split()[-2:] for line in table.splitlines() if line.strip()}
+    assert cells["whole (s)"] == ["5.000", "5.000"] and cells["caused (s)"] == ["0.000", "2.000"]
 
 
 def test_numbers_as_json_and_a_file_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,7 +104,7 @@ class MemoryReporting:
         snapshot = 0 if plan is None else self._checkpoints.background.snapshot_bytes(plan.peaks[Category.OPTIMIZER])
         if snapshot:
             where = "counted under other" if self.device.type == "cpu" else "on the host and not in the table"
-            notes.append(f"The snapshot of asynchronous saves takes {readable(snapshot)}, {where}.")
+            notes.append(f"From the first asynchronous save on, its snapshot takes {readable(snapshot)}, {where}.")
         if self.device.type != "cpu":
             snapshot = 0
         notes += self._faults.notes_on_copies(plan)
@@ -125,13 +125,13 @@ class MemoryReporting:
                 at_least = None if plan is None else plan.floor[category]
                 expected = None if plan is None else plan.peaks[category]
                 if category is Category.OTHER and snapshot:
-                    at_least, expected = (at_least or 0) + snapshot, (expected or 0) + snapshot
+                    expected = (expected or 0) + snapshot
                 rows.append(MemoryRow(category.value, expected, measured[category], at_least))
         total = MemoryRow(
             "total",
             None if plan is None else plan.total + snapshot,
             self.accountant.peak_total,
-            None if plan is None else plan.least + snapshot,
+            None if plan is None else plan.least,
         )
         cuda = self.device.type == "cuda"
         return MemoryReport(

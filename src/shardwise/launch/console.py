@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import CheckpointError
@@ -37,6 +38,36 @@ def table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     for name in columns:
         made.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
     return made
+
+
+def print_numbers(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table of numbers. Where the terminal is too narrow, rows become columns, as many side by side as fit.
+
+    Args:
+        head: titles; the first is that of the rows' names.
+        rows: cells, each row's name first.
+    """
+    screen = output()
+    shown = table(*head, numbers=tuple(head))
+    for row in rows:
+        shown.add_row(*row)
+    if _width(head, rows) <= screen.width:
+        screen.print(shown)
+        return
+    room = screen.width - max(map(len, head))
+    beside = max(1, room // (2 + max(len(cell) for row in rows for cell in row)))
+    for first in range(0, len(rows), beside):
+        some = rows[first : first + beside]
+        titles = [head[0], *(row[0] for row in some)]
+        shown = table(*titles, numbers=tuple(titles[1:]))
+        for place, title in enumerate(head[1:], 1):
+            shown.add_row(title, *(row[place] for row in some))
+        screen.print(shown)
+
+
+def _width(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Return the columns of a table in which nothing is wrapped."""
+    return sum(2 + max(len(row[place]) for row in (head, *rows)) for place in range(len(head)))
 
 
 def in_bytes(size: int) -> str:

@@ -30,8 +30,7 @@ def trace(
     from pathlib import Path
 
     from shardwise.errors import TimelineError
-    from shardwise.launch.console import output as console
-    from shardwise.launch.console import table
+    from shardwise.launch.console import print_numbers
     from shardwise.profile.trace import read, rows, summarize, write_merged
 
     timelines = read(directory)
@@ -45,10 +44,7 @@ def trace(
         typer.echo(json.dumps({"file": str(file), **summary.as_dict()}, indent=2))
         return
     head, *cells = rows(summary)
-    shown = table(*head, numbers=tuple(head))
-    for row in cells:
-        shown.add_row(*row)
-    console().print(shown)
+    print_numbers(head, cells)
     unknown = 1e3 * summary.stragglers.uncertainty
     typer.echo(
         "hidden: while gathers and reductions were under way, the rank did not wait for them; caused: others waited for"
