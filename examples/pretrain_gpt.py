@@ -11,6 +11,7 @@ Ctrl-C saves and stops; the same command then goes on, bit by bit as if it had n
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -187,7 +188,10 @@ def held_out_loss(engine: Any, windows: Windows) -> float:
 
 
 def draw(losses: list[float], held_out: list[tuple[int, float]], path: Path) -> None:
-    """Save the loss curve as a picture."""
+    """Save the loss curve as a picture; without matplotlib there is none."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print('no loss curve: matplotlib is not installed (pip install "shardwise[demo]")')
+        return
     import matplotlib
 
     matplotlib.use("agg")
@@ -296,7 +300,7 @@ def main() -> None:
         print(f"training loss {first:.3f} -> {sum(last_ones) / len(last_ones):.3f} (mean of the last {len(last_ones)})")
         print(f"held-out loss {checks[0][1]:.3f} -> {checks[-1][1]:.3f}")
         print(f"in {os.path.relpath(args.out)}: the checkpoint global_step{engine.global_steps}, ", end="")
-        print("loss.png, sample.txt, memory.json")
+        print(", ".join(sorted(p.name for p in args.out.iterdir() if p.suffix in (".png", ".txt", ".json"))))
     engine.destroy()
 
 

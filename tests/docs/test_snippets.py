@@ -46,3 +46,17 @@ def test_the_printed_program_runs(page, printed, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(printed, done.stdout)
+
+
+def test_before_and_after_of_ddp_print_the_same(tmp_path):
+    page = (ROOT / "docs/from-ddp.md").read_text()
+    printed = []
+    for name in ("before", "after"):
+        script = tmp_path / f"{name}.py"
+        script.write_text(re.search(rf"```python\n(# {name}.py.*?)```", page, re.DOTALL)[1])
+        command = [sys.executable, "-m", "shardwise.launch", "run", "-q", "--nproc", "2", str(script)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed.append(re.findall(r"epoch \d: loss [\d.]+", done.stdout))
+    assert printed[0] == printed[1] and len(printed[0]) == 2
+    assert (tmp_path / "weights.safetensors").exists()

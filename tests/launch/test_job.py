@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import subprocess
 import sys
 
 import pytest
@@ -96,6 +98,19 @@ def test_ranks_are_told_of_progress() -> None:
     assert told(Job("train.py", progress="auto")) == "auto"
     assert told(Job("train.py", progress="auto"), **{PROGRESS: "off"}) == "off"
     assert told(Job("train.py", progress="off"), **{PROGRESS: "auto"}) == "off"
+
+
+def test_a_quiet_run_logs_warnings_and_errors_only() -> None:
+    def level(job: Job, **env: str) -> str | None:
+        return worker_environment(job, Placement(1, None), env).get("SHARDWISE_LOG_LEVEL")
+
+    assert level(Job("train.py")) is None and level(Job("train.py", quiet=True)) == "warning"
+    assert level(Job("train.py", quiet=True), SHARDWISE_LOG_LEVEL="debug") == "debug"
+    code = "from shardwise.utils import logger; print(logger.level)"
+    for name, expected in (("warning", logging.WARNING), ("nonsense", logging.INFO)):
+        env = {**os.environ, "SHARDWISE_LOG_LEVEL": name}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert int(done.stdout) == expected
 
 
 @pytest.mark.parametrize(("options", "told"), [([], "auto"), (["-q"], "off")])

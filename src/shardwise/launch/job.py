@@ -58,7 +58,7 @@ class Job:
         bind_cores: divide this machine's cores among the processes, each of which stays on its own.
         core_list: bind, and to these CPUs only ("0,4-6").
         log_dir: directory that gets every rank's output as files.
-        quiet: print nothing but the ranks' output and errors.
+        quiet: print nothing but the ranks' output, warnings and errors.
         tags: whose lines get `[rank N]` in front; "auto" leaves rank 0 as it is on a terminal.
         grace: seconds that processes have to end after the first signal; None: 60 s where they handle it, else 5 s.
         device_limit: most bytes of each rank on its device; None: as configured.
@@ -225,6 +225,8 @@ def worker_environment(
         variables[PROGRESS] = "off"
     elif job.progress is not None:
         variables.setdefault(PROGRESS, job.progress)
+    if job.quiet:
+        variables.setdefault("SHARDWISE_LOG_LEVEL", "warning")
     # torch takes all cores for each process; together they would take nproc times as many.
     variables.setdefault("OMP_NUM_THREADS", str(cores or max(1, _cores() // placement.nproc)))
     if is_loopback(job.master_addr) and any(name == "lo" for _, name in socket.if_nameindex()):

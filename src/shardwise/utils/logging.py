@@ -1,8 +1,9 @@
-"""The package's logger. It is quiet unless asked: one line per event, on rank 0."""
+"""The package's logger: one line per event, on rank 0. `SHARDWISE_LOG_LEVEL` sets its level at the start."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from functools import lru_cache
 
@@ -11,7 +12,8 @@ if not logger.handlers:
     _handler = logging.StreamHandler(sys.stderr)
     _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s", "%H:%M:%S"))
     logger.addHandler(_handler)
-    logger.setLevel(logging.INFO)
+    _level = getattr(logging, os.environ.get("SHARDWISE_LOG_LEVEL", "info").upper(), None)
+    logger.setLevel(_level if isinstance(_level, int) else logging.INFO)
     logger.propagate = False
 
 

@@ -101,7 +101,7 @@ class Config(ConfigSection):
 
     communication_data_type: DType | None = key(None, "Type of gradients on the wire; null: the model's type.")
     seq_parallel_communication_data_type: DType | None = key(
-        None, "The same within sequence-parallel groups.", no_effect="there are no sequence-parallel groups"
+        None, "The same within sequence-parallel groups.", no_effect="activations are exchanged in their own type"
     )
     prescale_gradients: bool = key(False, "Divide gradients before summing over ranks rather than after.")
     gradient_predivide_factor: float = key(1.0, "Divide by this before summing over ranks and by the rest after.", gt=0)

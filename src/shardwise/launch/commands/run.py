@@ -122,7 +122,7 @@ def run(
         ),
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print nothing but what the script prints, and errors: no progress.")
+        bool, typer.Option("--quiet", "-q", help="Print what the script prints, warnings and errors only.")
     ] = False,
 ) -> None:
     """Run SCRIPT as several processes on this machine, and end with the code of the first that fails."""
