@@ -105,7 +105,7 @@ def in_generations(node: str) -> dict[str, list[str]]:
     return {
         path.name.split("-")[0]: sorted(entry.name for entry in path.iterdir())
         for path in folder.iterdir()
-        if not path.name.startswith(".")
+        if path.name.startswith("step")
     }
 
 
@@ -136,7 +136,7 @@ def bounded_checked_and_replaced(root: str) -> None:
         nonlocal most
         facts = original(path, tensors, **options)
         places.append(os.stat(path).st_ino)
-        most = max(most, len(os.listdir(f"{node}/engine0")))
+        most = max(most, len(os.listdir(f"{node}/engine0")) - 1)  # and a marker
         return facts
 
     module.write_tensors = counting

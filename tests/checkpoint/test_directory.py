@@ -21,7 +21,9 @@ def content(parent: Path, tag: str) -> str:
     return (parent / tag / (parent / tag / "manifest.json").read_text()).read_text()
 
 
-@pytest.mark.parametrize("tag", ["", ".", "..", ".a", "a/b", "a\\b", "latest", "a\nb", "x" * 201, " a"])
+@pytest.mark.parametrize(
+    "tag", ["", ".", "..", ".a", "a/b", "a\\b", "latest", "a\nb", "x" * 201, "é" * 101, "\ud800", " a"]
+)
 def test_tags_that_name_no_directory_are_refused(tag: str) -> None:
     with pytest.raises(CheckpointPathError, match="checkpoint tag"):
         directory.check_tag(tag)
@@ -86,25 +88,91 @@ def test_a_failed_replacement_leaves_the_old_one(tmp_path: Path, monkeypatch: py
     assert os.listdir(tmp_path) == ["a"]
 
 
+def killed(parent: Path, tag: str) -> Path:
+    """Leave a draft as a killed writer does."""
+    draft = directory.Draft(str(parent), tag)
+    write(draft, "half")
+    draft._unlock()
+    return Path(draft.path)
+
+
 def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
     living = directory.Draft(str(tmp_path), "a")
     write(living, "one")
-    (tmp_path / ".b.01234567.partial").mkdir()
-    (tmp_path / ".b.01234567.partial" / "x").write_text("")
-    os.utime(tmp_path / ".b.01234567.partial", (0, 0))
-    (tmp_path / ".latest.01234567.partial").write_text("")
-    os.utime(tmp_path / ".latest.01234567.partial", (0, 0))
-    (tmp_path / ".latest.89abcdef.partial").write_text("another job is about to rename it")
+    killed(tmp_path, "b.c")
+    gone = killed(tmp_path, "d")
+    gone.rename(gone.with_name(gone.name.replace(".partial", ".gone.partial")))
     ended = subprocess.Popen(["true"])
     ended.wait()
     (tmp_path / f".latest.01234567-{ended.pid}-{directory._machine()}.partial").write_text("")
-    (tmp_path / ".mine").mkdir()
+    about = f".latest.01234567-{os.getpid()}-{directory._machine()}.partial"
+    (tmp_path / about).write_text("another job is about to rename it")
     other = directory.Draft(str(tmp_path), "c")
-    found = {name for name in os.listdir(tmp_path)}
-    assert found == {".mine", ".latest.89abcdef.partial", os.path.basename(living.path), os.path.basename(other.path)}
+    assert set(os.listdir(tmp_path)) == {about, os.path.basename(living.path), os.path.basename(other.path)}
     other.discard()
     living.publish()
     assert content(tmp_path, "a") == "one"
+
+
+STRANGE = [
+    *(".gone.partial", ".my-backup.gone.partial", ".rsync.partial", ".x.writer.partial", ".a.01234567.partial"),
+    *(".a.01234567.gone.partial", "visible.partial", ".hidden", ".latest.01234567.partial", ".latest.mine.partial"),
+    ".latest.01234567-1-01234567.partial",
+]
+
+
+def test_what_others_have_left_stays(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    for path in (outside, *(tmp_path / "runs" / name for name in STRANGE)):
+        (path / "sub").mkdir(parents=True)
+        (path / "sub" / "thesis.tex").write_text("mine")
+        (path / "writer.lock").write_text("")
+        os.utime(path, (0, 0))
+    for name in (".file.01234567.partial", ".latest.89abcdef-1-89abcdef.partial"):
+        (tmp_path / "runs" / name).write_text("mine")
+    for name in (".link.01234567.partial", ".link.01234567.gone.partial"):
+        (tmp_path / "runs" / name).symlink_to(killed(tmp_path / "elsewhere", "a"))
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    directory.remove_leftovers(str(tmp_path / "runs"))
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_removal_that_was_interrupted_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = killed(tmp_path, "a")
+    unlink = os.unlink
+    done: list[str] = []
+
+    def interrupted(name: str) -> None:
+        if done:
+            raise OSError(5, "Input/output error")
+        done.append(name)
+        unlink(name)
+
+    (path / "more").write_text("")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", interrupted)
+        directory.remove_leftovers(str(tmp_path))
+    assert done and len(os.listdir(tmp_path)) == 1
+    directory.remove_leftovers(str(tmp_path))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_draft_of_another_tag_keeps_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "manifest.json").write_text("{}")
+    draft = directory.Draft(str(tmp_path), "a.b")
+    assert directory.remove(str(tmp_path), "a")
+    draft.discard()
+
+
+def test_a_draft_that_cannot_be_locked_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(source: str, target: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        directory.Draft(str(tmp_path), "a")
+    assert os.listdir(tmp_path) == []
 
 
 def test_latest_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,15 +206,6 @@ def test_drafts_of_living_writers_stay(tmp_path: Path) -> None:
     draft._unlock()
     directory.remove_leftovers(str(tmp_path))
     assert os.listdir(tmp_path) == []
-
-
-def test_a_draft_without_a_lock_may_be_young(tmp_path: Path) -> None:
-    young, old = tmp_path / ".a.01234567.partial", tmp_path / ".b.01234567.partial"
-    young.mkdir()
-    old.mkdir()
-    os.utime(old, (0, 0))
-    directory.remove_leftovers(str(tmp_path))
-    assert os.listdir(tmp_path) == [young.name]
 
 
 def test_what_is_read_is_not_removed(tmp_path: Path) -> None:

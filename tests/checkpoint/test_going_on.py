@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardwise.checkpoint.copies import make_own
 from shardwise.checkpoint.newest import listing
 from shardwise.errors import CheckpointError, CheckpointPathError
 from tests.checkpoint.job import Run, config, differences, on_ranks
@@ -142,7 +143,7 @@ def in_process(root: str) -> None:
 
     def write(*args: Any) -> Any:
         result = original(*args)
-        seen.append(sorted(name[:5] for name in os.listdir(copies.path) if not name.startswith(".")))
+        seen.append(sorted(name[:5] for name in os.listdir(copies.path) if name.startswith("step")))
         return result
 
     copies._write = write  # type: ignore[method-assign]
@@ -161,7 +162,7 @@ def refusing(root: str) -> None:
     run = start(place, copying(2, every=1), seed=1)
     steps(run, 3)
     before = sorted(os.listdir(f"{place}/engine0"))
-    assert [name[:5] for name in before] == ["step2", "step3"]
+    assert [name[:5] for name in before if name.startswith("step")] == ["step2", "step3"]
 
     def refuse() -> dict[str, Any]:
         if dist.get_rank() == 1:
@@ -277,3 +278,48 @@ def mistaken(root: str) -> None:
 
 def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
     on_ranks(mistaken, 2, str(tmp_path))
+
+
+# -- whose directory it is ---------------------------------------------------------------------------------------------
+
+
+def test_copies_are_made_in_a_directory_of_this_user_only(tmp_path: Path) -> None:
+    first = tmp_path / "a" / "engine0"
+    make_own(str(first))
+    make_own(str(first))  # after a restart
+    assert first.stat().st_mode & 0o777 == 0o700 and len(list(first.parent.iterdir())) == 1
+    first.chmod(0o777)
+    with pytest.raises(CheckpointError, match=r"engine0: belongs to user .* that others cannot write to"):
+        make_own(str(first))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "engine0").symlink_to(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="engine0: belongs to user"):
+        make_own(str(tmp_path / "b" / "engine0"))
+    (tmp_path / "c" / "engine0").mkdir(parents=True)
+    (tmp_path / "c" / "engine0" / "thesis.tex").write_text("mine")
+    with pytest.raises(CheckpointError, match="was not made for copies"):
+        make_own(str(tmp_path / "c" / "engine0"))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d").chmod(0o777)
+    with pytest.raises(CheckpointError, match="everybody can write to it"):
+        make_own(str(tmp_path / "d" / "engine0"))
+    if os.geteuid() == 0:
+        first.chmod(0o700)
+        os.chown(first, 1, -1)
+        with pytest.raises(CheckpointError, match="belongs to user 1 "):
+            make_own(str(first))
+
+
+def foreign_files(root: str) -> list[str]:
+    place = f"{root}/memory"
+    run = start("unused", own(place), seed=1)
+    steps(run, 1)
+    first_rank(os.makedirs, f"{place}/engine0/results/sub")
+    steps(run, 3)
+    run.engine.destroy()
+    barrier()
+    return sorted(os.listdir(f"{place}/engine0"))
+
+
+def test_what_others_have_put_beside_copies_stays(tmp_path: Path) -> None:
+    assert on_ranks(foreign_files, 1, str(tmp_path)) == [["results", "shardwise.copies"]]

@@ -24,8 +24,10 @@ import hashlib
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,6 +55,9 @@ GENERATIONS = 2
 _FACTS = "generation.json"
 _PARTIAL = ".partial"
 _RESTORED = "restored-"
+_MARK = "shardwise.copies"
+"""File that marks a directory as made for copies; only directories with names of ours are removed from it."""
+_NAME = re.compile(r"(\.step[0-9]+-[0-9a-f]{8}-[0-9]+\.partial|(restored-)?step[0-9]+-[0-9a-f]{8}-[0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ def nodes_of(comm: Communicator, directory: str) -> list[list[int]]:
     sign = os.path.join(directory, f".here-{secrets.token_hex(8)}")
     try:
         with phase(comm, what) as met:
-            os.makedirs(directory, mode=0o700, exist_ok=True)
+            make_own(directory)
             with open(sign, "xb"):
                 pass
             met.said = os.path.basename(sign)
@@ -125,6 +130,48 @@ def nodes_of(comm: Communicator, directory: str) -> list[list[int]]:
     for rank, first in enumerate(seen.heard):
         nodes.setdefault(first, []).append(rank)
     return list(nodes.values())
+
+
+def make_own(directory: str) -> None:
+    """Make a directory of this user's, which others cannot write to, or check that it is one.
+
+    Several ranks may do this at a time: it appears with its marker.
+
+    Raises:
+        CheckpointError: another user could change or remove copies in it, or it was made for another purpose.
+        OSError: it cannot be made.
+    """
+    parent = os.path.dirname(os.path.abspath(directory))
+    os.makedirs(parent, exist_ok=True)
+    new = f"{directory}.{secrets.token_hex(4)}.new"
+    os.mkdir(new, mode=0o700)
+    mark = os.path.join(new, _MARK)
+    try:
+        with open(mark, "xb"):
+            pass
+        os.rename(new, directory)  # also over one that is empty
+    except OSError:  # it is there
+        with contextlib.suppress(OSError):
+            os.unlink(mark)
+        os.rmdir(new)
+    advice = "name a directory of the job's own in checkpoint.memory_copies.directory"
+    above, found = os.stat(parent), os.lstat(directory)
+    if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+        raise CheckpointError(
+            f"{parent}: everybody can write to it (mode {stat.filemode(above.st_mode)}), and so replace copies of the "
+            f"training state in it; {advice}, or set the sticky bit (chmod +t)"
+        )
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise CheckpointError(
+            f"{directory}: belongs to user {found.st_uid} (mode {stat.filemode(found.st_mode)}), and copies of the "
+            f"training state need a directory of user {os.geteuid()} that others cannot write to; remove it, or "
+            f"{advice}"
+        )
+    if not os.path.isfile(os.path.join(directory, _MARK)):
+        raise CheckpointError(
+            f"{directory}: is there and was not made for copies of the training state (it has no file {_MARK!r}); "
+            f"{advice}"
+        )
 
 
 class MemoryCopies:
@@ -300,13 +347,17 @@ class MemoryCopies:
     def _remove(self, keep: tuple[str | None, ...]) -> None:
         for name in os.listdir(self.path):
             path = os.path.join(self.path, name)
-            if name not in keep and os.path.isdir(path):
+            if name not in keep and _NAME.fullmatch(name) and stat.S_ISDIR(os.lstat(path).st_mode):
                 shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
         """Remove everything of this node's; all ranks call this together, when no more copies are made."""
         if self._leads:
-            shutil.rmtree(self.path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._remove(keep=())
+                if os.listdir(self.path) == [_MARK]:
+                    os.unlink(os.path.join(self.path, _MARK))
+                    os.rmdir(self.path)
         self._newest, self._made = None, []
 
     # -- finding -----------------------------------------------------------------------------------------------------
@@ -328,7 +379,7 @@ class MemoryCopies:
 
     def _on_this_node(self) -> Iterator[tuple[str, int, int, int, list[int]]]:
         for name in sorted(os.listdir(self.path)):
-            if name.startswith((".", _RESTORED)):
+            if name == _MARK or name.startswith((".", _RESTORED)):
                 continue
             try:
                 with open(os.path.join(self.path, name, _FACTS), encoding="utf-8") as text:

@@ -3,7 +3,8 @@
 New files are written into a hidden directory next to the target, flushed to disk, and published by one rename.
 Where a checkpoint of that tag exists, the new data files (whose names are unique) are moved in beside the old ones and
 then the manifest is replaced by one rename: at every moment the manifest that is there belongs to complete files.
-The process that writes holds a lock, so that directories left behind by killed ones can be told and removed.
+The process that writes holds a lock, so that directories left behind by killed ones can be told and removed: those
+whose name and marker are ours. Nothing else in the directory is touched, and no time is looked at.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import platform
 import re
 import secrets
 import shutil
-import time
+import stat
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -32,15 +33,21 @@ DATA = re.compile(r"rank\d+of\d+-[0-9a-f]{8}\.safetensors")
 _PARTIAL = ".partial"
 _GONE = f".gone{_PARTIAL}"
 """Ending of what is being removed."""
+_HIDDEN = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}(?P<gone>\.gone)?\.partial", re.DOTALL)
+"""Names of drafts and of what is being removed."""
+_NEW_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}-(?P<pid>[0-9]+)-(?P<machine>[0-9a-f]{{8}})\.partial")
+"""Names of a `latest` that is about to be renamed."""
 _LOCK = "writer.lock"
 """File in a draft that its writer has locked. Network file systems know locks of files, and not of directories."""
-_YOUNG_S = 60.0
-"""A draft without such a file may just have been begun, and a new `latest` is about to be renamed."""
+_MARK = b"This directory is a draft of a checkpoint of shardwise.\n"
+"""Content of that file."""
 _WRITTEN = "user.shardwise.latest"
 """Extended attribute of `latest`: what was written into it."""
 _NUMBER = "user.shardwise.sequence"
 """Extended attribute of `latest`: number of the state that was saved when it was written."""
-_TAG = re.compile(r"[^/\\\x00-\x1f\x7f]{1,200}")
+_TAG = re.compile(r"[^/\\\x00-\x1f\x7f]+")
+_LONGEST_TAG = 200
+"""Bytes. File systems take names of 255, of which those of drafts need some more than the tag."""
 
 
 def check_tag(tag: Any) -> str:
@@ -50,11 +57,16 @@ def check_tag(tag: Any) -> str:
         CheckpointPathError: it cannot.
     """
     text = str(tag)
-    if _TAG.fullmatch(text) is None or text.startswith(".") or text == LATEST or text != text.strip():
+    plain = _TAG.fullmatch(text) is not None and not text.startswith(".") and text != LATEST and text == text.strip()
+    try:
+        fits = len(text.encode()) <= _LONGEST_TAG
+    except UnicodeEncodeError:
+        fits = False
+    if not plain or not fits:
         raise CheckpointPathError(
-            f"checkpoint tag {text!r}: a tag names a directory, so it must be 1 to 200 characters without slashes, "
-            f"control characters, or space around it, and neither begin with a dot nor be {LATEST!r}; for example "
-            "'global_step100'"
+            f"checkpoint tag {text!r:.300}: a tag names a directory, so it must be text of 1 to {_LONGEST_TAG} bytes "
+            "without slashes, control characters, or space around it, and neither begin with a dot nor be "
+            f"{LATEST!r}; for example 'global_step100'"
         )
     return text
 
@@ -100,7 +112,12 @@ class Draft:
         self.path = os.path.join(parent, f".{tag}.{self.token}{_PARTIAL}")
         os.mkdir(self.path)
         self.published = False
-        self._lock: int | None = lock_file(os.path.join(self.path, _LOCK))
+        try:
+            self._lock: int | None = lock_file(os.path.join(self.path, _LOCK), _MARK)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.path)
+            raise
         self._moved: list[str] = []
 
     @classmethod
@@ -188,7 +205,7 @@ def lock_directory(path: str) -> int | None:
     return descriptor
 
 
-def lock_file(path: str) -> int:
+def lock_file(path: str, content: bytes = b"") -> int:
     """Create a file and lock it; the lock holds until the descriptor returned, and every copy of it, is closed.
 
     Raises:
@@ -199,9 +216,12 @@ def lock_file(path: str) -> int:
     with contextlib.suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
+        os.write(descriptor, content)
         os.rename(new, path)  # who sees it sees it locked
     except OSError:
         os.close(descriptor)
+        with contextlib.suppress(OSError):
+            os.unlink(new)
         raise
     return descriptor
 
@@ -266,8 +286,8 @@ def remove(parent: str, tag: str) -> bool:
         OSError: it cannot be renamed.
     """
     path = os.path.join(parent, tag)
-    drafts = (name for name in os.listdir(parent) if name.endswith(_PARTIAL) and not name.endswith(_GONE))
-    if any(name.startswith(f".{tag}.") for name in drafts):
+    drafts = filter(None, map(_HIDDEN.fullmatch, os.listdir(parent)))
+    if any(draft["tag"] == tag and not draft["gone"] for draft in drafts):
         return False
     lock = _lock_alone(os.path.join(path, manifests.NAME))
     if lock is None:
@@ -276,7 +296,7 @@ def remove(parent: str, tag: str) -> bool:
         hidden = _hidden(path)
         os.rename(path, hidden)
         sync_directory(parent)
-        shutil.rmtree(hidden, ignore_errors=True)
+        _remove_hidden(hidden)
     finally:
         os.close(lock)
     return True
@@ -296,7 +316,35 @@ def _remove_draft(path: str) -> None:
         os.rename(path, hidden)
     except OSError:
         hidden = path
-    shutil.rmtree(hidden, ignore_errors=True)
+    _remove_hidden(hidden)
+
+
+def _remove_hidden(path: str) -> None:
+    """Remove a hidden directory as far as it can be, its markers last: the next call finishes it."""
+    markers = (manifests.NAME, _LOCK)
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(path)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name not in markers:
+                os.unlink(entry.path)
+        if set(os.listdir(path)) <= set(markers):
+            for name in markers:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(path, name))
+        os.rmdir(path)
+
+
+def _is_marked(path: str) -> bool:
+    """Whether a hidden directory is a draft of ours, or was a checkpoint of ours."""
+    for name, expected in ((_LOCK, _MARK), (manifests.NAME, manifests.BEGINNING)):
+        try:
+            with open(open_to_read(os.path.join(path, name)), "rb") as file:
+                if file.read(len(expected)) == expected:
+                    return True
+        except (OSError, CheckpointError):
+            continue
+    return False
 
 
 def _machine() -> str:
@@ -304,13 +352,10 @@ def _machine() -> str:
     return hashlib.blake2b(platform.node().encode(), digest_size=4).hexdigest()
 
 
-def _is_of_dead(name: str) -> bool:
-    """Whether a new `latest` is of a process of this machine that has ended."""
-    _, pid, machine = [*name.removesuffix(_PARTIAL).split("-"), "", ""][:3]
-    if machine != _machine() or not pid.isdigit():
-        return False
+def _is_dead(process: int) -> bool:
+    """Whether a process of this machine has ended."""
     try:
-        os.kill(int(pid), 0)
+        os.kill(process, 0)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):
@@ -319,30 +364,32 @@ def _is_of_dead(name: str) -> bool:
 
 
 def remove_leftovers(parent: str, tag: str | None = None) -> None:
-    """Remove drafts whose writers have been killed; only those of one tag, if it is given."""
+    """Remove what killed writers have left: drafts of all tags, or of one, and a `latest` that was not renamed.
+
+    That are directories with a name and a marker of ours whose lock is free, and files with a name of ours whose
+    process, which the name gives, was one of this machine and has ended.
+    """
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
-        if tag is not None and not name.startswith(f".{tag}."):
-            continue
-        if name.startswith(f".{LATEST}.") and name.endswith(_PARTIAL):
-            with contextlib.suppress(OSError):
-                # Another job may be about to rename it; what a dead process has left is removed at once.
-                if _is_of_dead(name) or time.time() - os.stat(path).st_mtime > _YOUNG_S:
+        new_latest, hidden = _NEW_LATEST.fullmatch(name), _HIDDEN.fullmatch(name)
+        with contextlib.suppress(OSError):
+            if new_latest is not None and tag is None:
+                is_file = stat.S_ISREG(os.lstat(path).st_mode)
+                if is_file and new_latest["machine"] == _machine() and _is_dead(int(new_latest["pid"])):
                     os.unlink(path)
-        elif name.startswith(".") and name.endswith(_GONE):
-            shutil.rmtree(path, ignore_errors=True)
-        elif name.startswith(".") and name.endswith(_PARTIAL) and os.path.isdir(path):
-            with contextlib.suppress(OSError):
-                lock = os.path.join(path, _LOCK)
-                if not os.path.lexists(lock):
-                    if time.time() - os.stat(path).st_mtime > _YOUNG_S:
-                        _remove_draft(path)
+            elif hidden is not None and (tag is None or hidden["tag"] == tag):
+                if not stat.S_ISDIR(os.lstat(path).st_mode) or not _is_marked(path):
+                    continue
+                if hidden["gone"]:
+                    _remove_hidden(path)
                     continue
                 # The lock of a living writer cannot be had; that of a dead one is gone with it.
-                descriptor = _lock_alone(lock)
+                descriptor = _lock_alone(os.path.join(path, _LOCK))
                 if descriptor is not None:
-                    _remove_draft(path)
-                    os.close(descriptor)
+                    try:
+                        _remove_draft(path)
+                    finally:
+                        os.close(descriptor)
 
 
 def write_file(path: str, data: bytes) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # imported where it is needed: the process that writes in the
 NAME = "manifest.json"
 """Of its file."""
 
+BEGINNING = b'{"blake2b": "'
+"""First bytes of that file."""
+
 PARAMETER = "parameter"
 BUFFER = "buffer"
 OPTIMIZER = "optimizer/"

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from shardwise.checkpoint.blocks import BLOCK, FileFacts, open_to_read
-from shardwise.checkpoint.manifest import NAME, Manifest, tensor_from_json
+from shardwise.checkpoint.manifest import BEGINNING, NAME, Manifest, tensor_from_json
 from shardwise.errors import CheckpointError
 
 LARGEST = 2 << 30
@@ -37,7 +37,7 @@ def to_bytes(manifest: Manifest) -> bytes:
     # One line a field, and a line each for tensors and files, so that the file can be read and compared by eye.
     lines = [f"{json.dumps(name)}: {_lines(value)}" for name, value in fields.items()]
     body = (",\n".join(lines) + "}\n").encode()
-    return b'{"blake2b": "' + _digest(body).encode() + b'",\n' + body
+    return BEGINNING + _digest(body).encode() + b'",\n' + body
 
 
 def _lines(value: Any) -> str:
