@@ -491,7 +491,7 @@ SECTIONS = [
         "Groups of ranks",
         "GPT of 26 million parameters, bf16, 4 micro-batches a step, 4 ranks in groups of two (nodes, so to say; all "
         "are on one machine). *within*, *between*: bytes that a rank sends per parameter and step in its group and to "
-        "the other, as if it sent directly to each rank ([Groups of ranks](hsdp.md)).",
+        "the other, as if it sent directly to each rank ([HSDP and MiCS](hsdp.md)).",
         [GROUPS],
         compare(
             ("step, ms", GROUPS, "median_ms"),
@@ -518,7 +518,7 @@ SECTIONS = [
         "(Ulysses); *tensor*: all ranks have a copy of the model among them, its loss divided by words, and with "
         "*tokens* share the tokens outside of its layers. *DeepSpeed*: its `DistributedAttention`, stage 3, and for "
         "the tiles the `sequence_tiled_compute` of its ALST. Steps are single ones of that length, of one run, and say "
-        "little about speed ([Long sequences](sequence.md)).",
+        "little about speed ([Sequence and context parallelism](sequence.md)).",
         list(LONGEST.values()),
         longest,
     ),

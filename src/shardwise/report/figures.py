@@ -419,7 +419,7 @@ def timeline(summary: Summary) -> Figure | None:
                 }
             )
     left = len(summary.run.spans) - len(spans)
-    said = "What each rank did when: the same moment is above itself."
+    said = "What each rank did at each time."
     if left:
         said += f" {left:,} parts before and after are left out; the file has all (open it in ui.perfetto.dev)."
     layout = {
