@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.exporting import Exported, export
+    from shardwise.checkpoint.kinds import register_type
     from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
     from shardwise.checkpoint.opening import open_source
     from shardwise.checkpoint.reader import Checkpoint, verify
@@ -30,6 +31,7 @@ _PUBLIC = {
     "WrongShape": "shardwise.checkpoint.report",
     "export": "shardwise.checkpoint.exporting",
     "open_source": "shardwise.checkpoint.opening",
+    "register_type": "shardwise.checkpoint.kinds",
     "verify": "shardwise.checkpoint.reader",
 }
 
@@ -45,6 +47,7 @@ __all__ = [
     "WrongShape",
     "export",
     "open_source",
+    "register_type",
     "verify",
 ]
 

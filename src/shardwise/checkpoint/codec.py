@@ -1,9 +1,9 @@
 """Nested Python values as JSON, and back without loss.
 
 Checkpoints hold no pickle: what JSON cannot say by itself is written as an object with one key that begins with
-`$` (a tuple, a dictionary with numbers as keys, a number that is not finite), and tensors are put aside and
-referred to. Reading gives equal values of the same types and cannot run code. Anything else is refused by name
-before a byte is written, not changed in silence.
+`$` (a tuple, a dictionary with numbers as keys, a number that is not finite; `shardwise.checkpoint.kinds` has further
+ones), and tensors are put aside and referred to. Reading gives equal values of the same types and cannot run code.
+Anything else is refused by name before a byte is written, not changed in silence.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint import kinds
 from shardwise.errors import CheckpointError
 
 PutAside = Callable[[str, torch.Tensor], Any]
@@ -25,6 +26,8 @@ Fetch = Callable[[Any], torch.Tensor]
 """Takes a reference as `PutAside` returned it; returns the tensor."""
 
 _DEEPEST = 100
+_LEVELS = 4
+"""Levels of JSON at most for one of the value that it stands for."""
 _SCALARS = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -45,15 +48,17 @@ _MAPPINGS: dict[type, str] = {
     collections.OrderedDict: "$ordered",
     collections.Counter: "$counter",
 }
-_KEYS = (str, int, float, bool, type(None), tuple)
+_RAW = "biufcmMSU"
+"""Kinds of numpy's dtypes whose values are nothing but bytes."""
 
 
 def encode(value: Any, path: str, put_aside: PutAside) -> Any:
     """Return JSON for a nested value.
 
     Args:
-        value: None, bool, int, float, str, bytes, tensors, numpy arrays and numbers, and lists, tuples, dict,
-            OrderedDict and Counter of these. Subclasses count as other types.
+        value: None, bool, int, float, str, bytes, tensors, numpy arrays and scalars, values of
+            `shardwise.checkpoint.kinds`, and lists, tuples, dict, OrderedDict and Counter of these. Subclasses count as
+            other types.
         path: how messages call the value, as in `client_state`.
         put_aside: called for every tensor that is not a single number.
 
@@ -81,18 +86,33 @@ def _encode(value: Any, path: str, put_aside: PutAside, depth: int) -> Any:
         return items if kind is list else {"$tuple": items}
     if kind in _MAPPINGS:
         return _encode_mapping(value, path, put_aside, depth)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not kinds.is_registered(kind):
         return _encode_tensor(value, path, put_aside)
-    return _encode_numpy(value, path, put_aside)
+    try:
+        found = kinds.to_plain(value)
+    except CheckpointError:
+        raise
+    except Exception as error:  # of a function of the script, too
+        raise CheckpointError(f"{path}: {_name_of(kind)} cannot be saved: {error}") from error
+    if found is None:
+        return _encode_numpy(value, path, put_aside)
+    tag, plain = found
+    if tag == "$registered" and type(plain[1]) is kind:
+        raise CheckpointError(f"{path}: the function registered for {_name_of(kind)} returns an object of that class")
+    return {tag: _encode(plain, path, put_aside, depth + 1)}
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _encode_mapping(value: dict[Any, Any], path: str, put_aside: PutAside, depth: int) -> Any:
     kind = type(value)
     for key in value:
-        if type(key) not in _KEYS:
+        if not kinds.is_key(key):
             raise CheckpointError(
-                f"{path}: a key of type {type(key).__name__} ({key!r}) cannot be saved; use str, int, float, bool, "
-                "None or a tuple of these"
+                f"{path}: a key of type {type(key).__name__} ({key!r:.100}) cannot be saved; use str, int, float, "
+                "bool, None, bytes, an enumeration's member, or a tuple of these"
             )
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {k: _encode(v, f"{path}[{k!r}]", put_aside, depth + 1) for k, v in value.items()}
@@ -121,17 +141,23 @@ def _encode_tensor(value: torch.Tensor, path: str, put_aside: PutAside) -> Any:
 def _encode_numpy(value: Any, path: str, put_aside: PutAside) -> Any:
     import numpy
 
-    if isinstance(value, numpy.generic) and value.dtype.kind in "biuf":
+    if isinstance(value, numpy.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         return {"$numpy_scalar": [value.dtype.str, _encode(value.item(), path, put_aside, 0)]}
+    if isinstance(value, numpy.generic) and value.dtype.kind in _RAW:
+        return {"$numpy_raw": [value.dtype.str, None, base64.b64encode(value.tobytes()).decode()]}
+    if isinstance(value, numpy.dtype) and value.kind in _RAW:
+        return {"$numpy_dtype": value.str}
     if type(value) is numpy.ndarray:
         try:
             return {"$numpy": put_aside(path, torch.from_numpy(numpy.ascontiguousarray(value)).view(value.shape))}
         except (TypeError, ValueError) as error:
+            if value.dtype.kind in _RAW:
+                return {"$numpy_raw": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
             raise CheckpointError(f"{path}: a numpy array of dtype {value.dtype} cannot be saved: {error}") from None
     raise CheckpointError(
-        f"{path}: {type(value).__module__}.{type(value).__qualname__} cannot be saved; checkpoints hold None, bool, "
-        "int, float, str, bytes, tensors, numpy arrays, and lists, tuples and plain dictionaries of these. Convert "
-        "it (dict(x), vars(x), sorted(x), ...) or leave it out"
+        f"{path}: {_name_of(type(value))} cannot be saved. Checkpoints hold plain values, dataclasses, enumerations, "
+        "and of objects that have state_dict() and load_state_dict() that state. Convert it (dict(x), vars(x), ...), "
+        "leave it out, or call shardwise.checkpoint.register_type() for its class"
     )
 
 
@@ -192,10 +218,43 @@ def _decode_tagged(tag: str, content: Any, fetch: Fetch) -> Any:
         if dtype.kind not in "biuf":
             raise ValueError(f"{name} is not a type of numbers")
         return dtype.type(_number(_decode(number, fetch)))
+    if tag == "$numpy_raw":
+        return _decode_raw(*content)
+    if tag == "$numpy_dtype":
+        return _raw_dtype(content)
     for kind, name in _MAPPINGS.items():
         if tag == name:
-            return kind({_decode(k, fetch): _decode(v, fetch) for k, v in content})
-    raise ValueError(f"{tag} is not known to this version")
+            return kind({_key(_decode(k, fetch)): _decode(v, fetch) for k, v in content})
+    if not kinds.is_known(tag):
+        raise ValueError(f"{tag} is not known to this version")
+    return kinds.from_plain(tag, _decode(content, fetch))
+
+
+def _key(value: Any) -> Any:
+    if not kinds.is_key(value):
+        raise TypeError(f"a key of type {type(value).__name__}")
+    return value
+
+
+def _raw_dtype(name: Any) -> Any:
+    import numpy
+
+    dtype = numpy.dtype(_text(name))
+    if dtype.kind not in _RAW:
+        raise ValueError(f"{name} is not a type of plain bytes")
+    return dtype
+
+
+def _decode_raw(name: Any, shape: Any, text: Any) -> Any:
+    import numpy
+
+    dtype, data = _raw_dtype(name), base64.b64decode(_text(text), validate=True)
+    if shape is None:
+        return numpy.frombuffer(data, dtype, 1)[0] if dtype.itemsize else dtype.type()
+    sizes = [_number(size) for size in shape]
+    if len(data) != math.prod(sizes) * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes are not {sizes} of {name}")
+    return numpy.frombuffer(bytearray(data), dtype).reshape(sizes) if data else numpy.zeros(sizes, dtype)
 
 
 def _text(value: Any) -> str:
@@ -222,7 +281,7 @@ def references(value: Any) -> Iterator[Any]:
     waiting = [(value, 0)]
     while waiting:
         item, depth = waiting.pop()
-        if depth > _DEEPEST:
+        if depth > _DEEPEST * _LEVELS:
             raise CheckpointError("a value is nested deeper than any that was written")
         if isinstance(item, dict):
             tag = next(iter(item), "")

@@ -369,9 +369,21 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options:
     """Read a checkpoint that `find` has returned into the model and its optimizer; all ranks call this together.
 
     Raises:
-        CheckpointError: a file can no longer be read. The engine is then partly loaded and must not be used.
+        CheckpointError: a value is of a class that is not there, and the engine is as it was; or a file can no longer
+            be read: the engine is then partly loaded and must not be used.
     """
     what = f"loading checkpoint {saved.path}"
+    loaded = Loaded(saved.path, saved.manifest)
+    with phase(model.comm, what):
+        loaded.client = saved.decode(saved.manifest.client)
+        extra = [(module, saved.decode(tree)) for module, tree in matched.extra]
+        if not options.module_only:
+            ranks = saved.manifest.ranks
+            loaded.scheduler = saved.decode(saved.manifest.scheduler)
+            loaded.scaler = saved.decode(saved.manifest.scaler)
+            loaded.rank = saved.decode(ranks[model.comm.rank]) if model.comm.rank < len(ranks) else None
+            if len(ranks) != model.comm.world:
+                loaded.first = saved.decode(ranks[0])
     model.finish_gathers()
     with phase(model.comm, what), torch.no_grad():
         values = model.value_runs()
@@ -388,21 +400,12 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options:
         for buffer, stored in matched.buffers:
             if not buffer.is_contiguous():
                 buffer.copy_(saved.read(stored))
-        for module, tree in matched.extra:
-            module.set_extra_state(saved.decode(tree))
+        for module, state in extra:
+            module.set_extra_state(state)
     model.publish()
-    loaded = Loaded(saved.path, saved.manifest)
     with phase(model.comm, what):
         if matched.states is not None:
             _read_optimizer(model, saved, matched.states, matched.left, options)
-        loaded.client = saved.decode(saved.manifest.client)
-        if not options.module_only:
-            ranks = saved.manifest.ranks
-            loaded.scheduler = saved.decode(saved.manifest.scheduler)
-            loaded.scaler = saved.decode(saved.manifest.scaler)
-            loaded.rank = saved.decode(ranks[model.comm.rank]) if model.comm.rank < len(ranks) else None
-            if len(ranks) != model.comm.world:
-                loaded.first = saved.decode(ranks[0])
     return loaded
 
 

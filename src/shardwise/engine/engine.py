@@ -822,8 +822,9 @@ class Engine(ConfigGetters, nn.Module):
         Args:
             save_dir: directory of the run's checkpoints; on a file system that all ranks share. Rank 0's counts.
             tag: name of this checkpoint; `global_step<N>` if None.
-            client_state: state of the script: nested lists, tuples and dictionaries of None, bool, int, float, str,
-                bytes, tensors and numpy arrays. Rank 0's is saved.
+            client_state: state of the script: nested collections of numbers, strings, tensors, arrays, dates, paths,
+                enumerations, dataclasses and objects of classes for which `shardwise.checkpoint.register_type` was
+                called. Rank 0's is saved.
             save_latest: let the file `latest` name this checkpoint.
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
             asynchronous: write while training goes on; None: as `checkpoint.async_save` says. The same on every rank.

@@ -1,0 +1,324 @@
+"""Kinds of Python values that checkpoints hold besides JSON's own: how each becomes plain values, and back.
+
+A kind is a type, the name that stands in the file, and a pair of functions to and from plain values (values that are
+plain themselves, or of other kinds). Reading calls functions of this table and those that the script has registered. It
+imports nothing and calls no method of a class that a file names: enumerations give their members, and dataclasses are
+filled field by field, without `__init__`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import fractions
+import pathlib
+import sys
+import types
+import uuid
+import zoneinfo
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from shardwise.errors import CheckpointError, UsageError
+
+T = TypeVar("T")
+
+
+class Kind(NamedTuple):
+    """A kind of values.
+
+    Attributes:
+        name: what stands in the file.
+        to_plain: returns plain values for one of the kind.
+        from_plain: returns the value, or raises a TypeError, ValueError or LookupError.
+    """
+
+    name: str
+    to_plain: Callable[[Any], Any]
+    from_plain: Callable[[Any], Any]
+
+
+_FACTORIES = {
+    kind.__name__: kind for kind in (int, float, complex, str, bytes, bool, list, tuple, dict, set, frozenset)
+}
+_PATHS = {
+    kind.__name__: kind
+    for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
+}
+
+
+def _from_attributes(kind: type) -> Callable[[Any], Any]:
+    def made(attributes: Any) -> Any:
+        value = kind()
+        for name, content in _checked(attributes, dict).items():
+            vars(value)[_checked(name, str)] = content
+        return value
+
+    return made
+
+
+def _checked(value: Any, *kinds: type) -> Any:
+    if type(value) not in kinds:
+        expected = " or ".join(kind.__name__ for kind in kinds)
+        raise TypeError(f"expected {expected}, found {type(value).__name__}")
+    return value
+
+
+def _number(value: Any) -> Any:
+    return _checked(value, int, float)
+
+
+def _default_to_plain(value: collections.defaultdict[Any, Any]) -> Any:
+    factory = value.default_factory
+    name = next((name for name, known in _FACTORIES.items() if known is factory), None)
+    if factory is not None and name is None:
+        raise TypeError(f"its default_factory is {factory!r:.100}; use one of {', '.join(_FACTORIES)}, or dict(x)")
+    return [name, dict(value)]
+
+
+def _default_from_plain(plain: Any) -> Any:
+    name, items = plain
+    return collections.defaultdict(None if name is None else _FACTORIES[name], _checked(items, dict))
+
+
+def _deque_from_plain(plain: Any) -> Any:
+    most, items = plain
+    return collections.deque(_checked(items, list), most if most is None else _checked(most, int))
+
+
+def _date_to_plain(value: datetime.datetime) -> Any:
+    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, value.tzinfo]
+
+
+def _date_from_plain(plain: Any) -> Any:
+    text, fold, zone = plain
+    return datetime.datetime.fromisoformat(_checked(text, str)).replace(tzinfo=zone, fold=fold)
+
+
+def _time_to_plain(value: datetime.time) -> Any:
+    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, value.tzinfo]
+
+
+def _time_from_plain(plain: Any) -> Any:
+    text, fold, zone = plain
+    return datetime.time.fromisoformat(_checked(text, str)).replace(tzinfo=zone, fold=fold)
+
+
+def _zone_to_plain(value: zoneinfo.ZoneInfo) -> Any:
+    if value.key is None:
+        raise TypeError("it has no key")
+    return value.key
+
+
+def _elements(values: Any) -> list[Any]:
+    for value in _checked(values, list):
+        if not is_key(value):
+            raise TypeError(f"it has an element of type {type(value).__name__}; use a list")
+    return list(values)
+
+
+def _path(name: Any, text: Any) -> pathlib.PurePath:
+    kind = _PATHS[_checked(name, str)]
+    if isinstance(pathlib.Path(), pathlib.PosixPath) and kind is pathlib.WindowsPath:
+        kind = pathlib.PureWindowsPath  # of another system
+    elif isinstance(pathlib.Path(), pathlib.WindowsPath) and kind is pathlib.PosixPath:
+        kind = pathlib.PurePosixPath
+    return kind(_checked(text, str))
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, _checked(name, str), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found
+
+
+_KINDS: dict[type, Kind] = {
+    argparse.Namespace: Kind("namespace", lambda value: dict(vars(value)), _from_attributes(argparse.Namespace)),
+    types.SimpleNamespace: Kind("simple", lambda value: dict(vars(value)), _from_attributes(types.SimpleNamespace)),
+    collections.defaultdict: Kind("defaultdict", _default_to_plain, _default_from_plain),
+    collections.deque: Kind("deque", lambda value: [value.maxlen, list(value)], _deque_from_plain),
+    set: Kind("set", lambda value: _elements(list(value)), lambda plain: set(_elements(plain))),
+    frozenset: Kind("frozenset", lambda value: _elements(list(value)), lambda plain: frozenset(_elements(plain))),
+    complex: Kind("complex", lambda value: [value.real, value.imag], lambda plain: complex(*map(_number, plain))),
+    bytearray: Kind("bytearray", bytes, lambda plain: bytearray(_checked(plain, bytes))),
+    range: Kind("range", lambda value: [value.start, value.stop, value.step], lambda plain: range(*plain)),
+    slice: Kind("slice", lambda value: [value.start, value.stop, value.step], lambda plain: slice(*plain)),
+    datetime.datetime: Kind("datetime", _date_to_plain, _date_from_plain),
+    datetime.date: Kind("date", lambda value: value.isoformat(), datetime.date.fromisoformat),
+    datetime.time: Kind("time", _time_to_plain, _time_from_plain),
+    datetime.timedelta: Kind(
+        "timedelta",
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda plain: datetime.timedelta(*map(_number, plain)),
+    ),
+    datetime.timezone: Kind(
+        "timezone", lambda value: list(value.__getinitargs__()), lambda plain: datetime.timezone(*plain)
+    ),
+    zoneinfo.ZoneInfo: Kind("zone", _zone_to_plain, lambda plain: zoneinfo.ZoneInfo(_checked(plain, str))),
+    decimal.Decimal: Kind("decimal", str, lambda plain: decimal.Decimal(_checked(plain, str))),
+    fractions.Fraction: Kind(
+        "fraction",
+        lambda value: [value.numerator, value.denominator],
+        lambda plain: fractions.Fraction(*(_checked(part, int) for part in plain)),
+    ),
+    uuid.UUID: Kind("uuid", lambda value: value.hex, lambda plain: uuid.UUID(_checked(plain, str))),
+    torch.Size: Kind("size", list, lambda plain: torch.Size([_checked(part, int) for part in plain])),
+    torch.dtype: Kind("dtype", lambda value: str(value).removeprefix("torch."), _dtype),
+    torch.device: Kind("device", str, lambda plain: torch.device(_checked(plain, str))),
+    **{
+        kind: Kind("path", lambda value: [type(value).__name__, str(value)], lambda plain: _path(*plain))
+        for kind in _PATHS.values()
+    },
+}
+_BY_NAME = {kind.name: kind for kind in _KINDS.values()}
+_registered: dict[type, Kind] = {}
+
+
+def register_type(
+    cls: type[T], to_plain: Callable[[T], Any], from_plain: Callable[[Any], T], *, name: str | None = None
+) -> None:
+    """Let checkpoints hold objects of a class of yours in `client_state`.
+
+    Call it before saving and before loading, as where the class is defined. Registering a class again replaces it.
+
+    Args:
+        cls: the class. Objects of subclasses are not meant.
+        to_plain: returns what is saved of an object: None, numbers, strings, bytes, tensors, arrays, lists,
+            dictionaries, or objects of other registered classes.
+        from_plain: returns the object that `to_plain` was given, or one like it.
+        name: stands in the file; None: module and name of the class.
+
+    Raises:
+        UsageError: an argument is of another kind, the class needs no registration, or the name is another class's.
+
+    Example:
+        >>> class Meter:
+        ...     def __init__(self, total: float) -> None:
+        ...         self.total = total
+        >>> register_type(Meter, lambda meter: meter.total, Meter)
+    """
+    if not isinstance(cls, type) or not callable(to_plain) or not callable(from_plain):
+        raise UsageError(
+            f"register_type(cls, to_plain, from_plain): expected a class and two functions, found {cls!r:.100}, "
+            f"{to_plain!r:.100} and {from_plain!r:.100}"
+        )
+    if cls in _KINDS or cls in _BUILT_IN:
+        raise UsageError(f"register_type(): checkpoints hold {cls.__name__} as it is; leave the call out")
+    called = f"{cls.__module__}.{cls.__qualname__}" if name is None else name
+    other = next((known for known, kind in _registered.items() if kind.name == called and known is not cls), None)
+    if other is not None and (name is not None or f"{other.__module__}.{other.__qualname__}" != called):
+        raise UsageError(f"register_type(): the name {called!r} is that of {other!r} already; pass another name")
+    if other is not None:
+        del _registered[other]  # the same class, defined anew
+    _registered[cls] = Kind(called, to_plain, from_plain)
+
+
+_BUILT_IN = (type(None), bool, int, float, str, bytes, list, tuple, dict, collections.OrderedDict, collections.Counter)
+
+
+def to_plain(value: Any) -> tuple[str, Any] | None:
+    """Return (tag, plain values) for a value of a kind; None if it is of none.
+
+    Raises:
+        TypeError: it is of a kind, and cannot be kept; the message says why.
+    """
+    cls = type(value)
+    if cls in _registered:
+        kind = _registered[cls]
+        return "$registered", [kind.name, kind.to_plain(value)]
+    if cls in _KINDS:
+        kind = _KINDS[cls]
+        return f"${kind.name}", kind.to_plain(value)
+    if isinstance(value, enum.Enum):
+        member = value.value if isinstance(value, enum.Flag) else value.name
+        return "$enum", [cls.__module__, cls.__qualname__, member]
+    if dataclasses.is_dataclass(cls):
+        return "$dataclass", [cls.__module__, cls.__qualname__, _contents(value)]
+    if not isinstance(value, type) and all(callable(getattr(cls, name, None)) for name in _STATE):
+        return "$state", value.state_dict()
+    return None
+
+
+def is_registered(cls: type) -> bool:
+    """Whether the script has registered a class."""
+    return cls in _registered
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value may be a key or an element of a set: it is hashed, which must run no code of the script."""
+    if type(value) in (tuple, frozenset):
+        return all(map(is_key, value))
+    cls = type(value)
+    plain = isinstance(value, enum.Enum) or cls in _KINDS or cls in _BUILT_IN or cls.__module__ == "numpy"
+    return plain and cls.__hash__ is not None
+
+
+def is_known(tag: str) -> bool:
+    """Whether `from_plain` knows a tag."""
+    return tag in ("$registered", "$enum", "$dataclass", "$state") or tag.removeprefix("$") in _BY_NAME
+
+
+_STATE = ("state_dict", "load_state_dict")
+
+
+def _contents(value: Any) -> dict[str, Any]:
+    """Return all attributes of an object of a dataclass, in `__dict__` or slots."""
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    return {**{name: getattr(value, name) for name in names}, **getattr(value, "__dict__", {})}
+
+
+def from_plain(tag: str, plain: Any) -> Any:
+    """Return the value of which `to_plain` has made this.
+
+    Raises:
+        LookupError: there is no such tag.
+        CheckpointError: it is of a class that is not there.
+        TypeError, ValueError, LookupError, ArithmeticError: the plain values are not those of the kind.
+    """
+    if tag == "$registered":
+        name, content = plain
+        kind = next((kind for kind in _registered.values() if kind.name == name), None)
+        if kind is None:
+            raise CheckpointError(
+                f"the checkpoint holds an object of {name!r:.200}, which is not registered here; call "
+                "shardwise.checkpoint.register_type() for its class before loading"
+            )
+        return kind.from_plain(content)
+    if tag == "$enum":
+        module, name, member = plain
+        cls = _class(module, name, enum.Enum)
+        if issubclass(cls, enum.Flag):
+            return cls(_checked(member, int))
+        return vars(cls)["_member_map_"][member]
+    if tag == "$dataclass":
+        module, name, contents = plain
+        cls = _class(module, name, object)
+        if "__dataclass_fields__" not in vars(cls) or any("__del__" in vars(base) for base in cls.__mro__):
+            raise ValueError(f"{module}.{name} is no dataclass, or does something when it is deleted")
+        value = object.__new__(cls)
+        for key, content in _checked(contents, dict).items():
+            object.__setattr__(value, _checked(key, str), content)
+        return value
+    if tag == "$state":
+        return plain
+    return _BY_NAME[tag.removeprefix("$")].from_plain(plain)
+
+
+def _class(module: Any, name: Any, base: type) -> Any:
+    """Return a class that the script has imported, without importing or calling anything."""
+    found: Any = sys.modules.get(_checked(module, str))
+    for part in _checked(name, str).split("."):
+        found = None if found is None else vars(found).get(part)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise CheckpointError(
+            f"the checkpoint holds an object of the class {module}.{name}, which is not defined here; import it before "
+            "loading"
+        )
+    return found
