@@ -216,3 +216,21 @@ def test_what_is_read_is_not_removed(tmp_path: Path) -> None:
     held.release()
     assert directory.remove(str(tmp_path), "a")
     assert os.listdir(tmp_path) == []
+
+
+def test_files_of_a_checkpoint_that_is_read_stay_when_its_tag_is_saved_again(tmp_path: Path) -> None:
+    names = []
+    held = None
+    for text in ("one", "two", "three"):
+        draft = directory.Draft(str(tmp_path), "a")
+        names.append(write(draft, text))
+        draft.publish()
+        held = held or directory.Hold(str(tmp_path / "a"))
+    assert held is not None and not held.is_current()
+    assert set(names) < set(os.listdir(tmp_path / "a")) and content(tmp_path, "a") == "three"
+    assert not directory.remove(str(tmp_path), "a")
+    held.release()
+    draft = directory.Draft(str(tmp_path), "a")
+    last = write(draft, "four")
+    draft.publish()
+    assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", last]

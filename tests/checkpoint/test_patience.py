@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -52,10 +53,32 @@ def frozen(path: str) -> tuple[list[str], list[str]]:
 def test_a_frozen_process_that_writes_is_said_and_given_up(tmp_path: Path) -> None:
     for told, lines in on_ranks(frozen, 2, str(tmp_path)):
         for error in told:
-            assert "which writes the part of rank 1" in error and "is stopped (by SIGSTOP" in error
+            assert (
+                "failed on rank 1: " in error
+                and "which writes the part of rank 1" in error
+                and "is stopped (by SIGSTOP" in error
+            )
             assert "has written nothing for" in error
         assert any("waiting for" in line and "until it is written" in line for line in lines)
     assert sorted(name for name in os.listdir(tmp_path) if not name.startswith(".")) == ["c", "first", "latest"]
+
+
+def slow_part(path: str) -> str | None:
+    """Rank 1's part takes longer than rank 0's process, which has none to write any more, may do nothing."""
+    run = started(path, config(2, checkpoint={"async_save": True}))
+    background = run.engine._checkpoints.background.saving
+    assert background is not None
+    background._limit = 2.0 if torch.distributed.get_rank() == 0 else 60.0
+    process = process_of(run)
+    if torch.distributed.get_rank() == 1:
+        os.kill(process, signal.SIGSTOP)
+        threading.Timer(5.0, os.kill, (process, signal.SIGCONT)).start()
+    run.engine.save_checkpoint(path, tag="slow")
+    return run.engine.wait_for_checkpoint()
+
+
+def test_a_part_that_takes_long_fails_no_save(tmp_path: Path) -> None:
+    assert on_ranks(slow_part, 2, str(tmp_path)) == [f"{tmp_path}/slow"] * 2
 
 
 def hung(path: str) -> list[str]:

@@ -70,6 +70,18 @@ def test_abort_of_a_process_group_that_was_not_ended_is_explained() -> None:
     assert "killed by SIGABRT (signal 6)" in message and "destroy_process_group()" in message
 
 
+def test_a_rank_whose_checkpoint_failed_on_another_one_comes_after_that_one() -> None:
+    text = BUG.replace("ValueError: bad batch", "shardwise.errors.CheckpointError: {}saving: {}No space left on device")
+    # In the foreground the guilty rank has an error of its own; in the background all ranks raise the same.
+    for own in ("", "failed on rank 1: "):
+        errors = {
+            0: _error(text.format("", "failed on rank 1: "), 107.0),
+            1: _error(text.format("", own), 108.0),
+        }
+        failure = _first([Exit(0, 10, 1, 107.5, False), Exit(1, 11, 1, 108.5, False)], errors)
+        assert failure.exit.rank == 1
+
+
 def test_a_lost_peer_is_a_consequence() -> None:
     # The kernel had closed rank 1's connections before it reported its end.
     exits = [Exit(0, 10, 1, 108.0, False), Exit(1, 11, -9, 109.0, False)]

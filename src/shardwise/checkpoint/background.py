@@ -85,11 +85,19 @@ class _Desk:
         self.job: WriteJob | None = None
         self.report: SaveReport | None = None
         self.outcome: Outcome | None = None
+        self.awaited: list[int] = []
+        self.signs = 0
         self.told: Callable[[SaveReport], None] | None = None
 
     def begin(self, job: WriteJob, report: SaveReport) -> None:
         with self.changed:
             self.job, self.report, self.outcome = job, report, None
+            self.awaited, self.signs = [], 0
+
+    def awaits(self, ranks: list[int]) -> None:
+        """The process has written its part, and has seen that those of other ranks are not complete."""
+        with self.changed:
+            self.awaited, self.signs = ranks, self.signs + 1
 
     def end(self, outcome: Outcome) -> None:
         """Take an outcome: log it, and wake whoever waits."""
@@ -164,9 +172,16 @@ class _Process:
         message = json.dumps({"job": asdict(job), "descriptors": list(given)}).encode()
         with self._guard:
             self._job = job
-        # If it has been killed since it was started, that is found out like later deaths: by whoever comes second.
-        with contextlib.suppress(OSError):
+        try:
             socket.send_fds(self._channel, [message], list(given.values()))
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has been killed since it was started, which is found out like later deaths
+        except OSError as error:
+            with self._guard:
+                self._job = None
+            words = f"the process that writes in the background could not be given its task ({len(message)} bytes): "
+            self._desk.end(_abandoned(job, f"{words}{error.strerror} (errno {error.errno})"))
+            return
         self.knows_memory = True
         if self.ended:
             self._bereave()
@@ -179,9 +194,13 @@ class _Process:
                 data = b""
             if not data:
                 break
+            message = json.loads(data)
+            if "awaits" in message:
+                self._desk.awaits(message["awaits"])
+                continue
             with self._guard:
                 self._job = None
-            self._desk.end(Outcome(**json.loads(data)))
+            self._desk.end(Outcome(**message))
         self._process.wait()
         self.ended = True
         self._bereave()
@@ -265,6 +284,20 @@ def _name_of(number: int) -> str:
         return "unknown"
 
 
+class _Watch:
+    """How long a save has been waited for, and when it was last seen to make progress."""
+
+    def __init__(self) -> None:
+        self.began = self.last = time.monotonic()
+        self.tell = patience.TELL_S
+        self._seen: object = None
+
+    def see(self, progress: object, now: float) -> None:
+        """Compare what is known of the progress with what was known before."""
+        if progress != self._seen:
+            self._seen, self.last = progress, now
+
+
 class Background:
     """What one rank needs to save in the background: shared memory, and a process that writes from it.
 
@@ -275,8 +308,9 @@ class Background:
         neighbours: ranks on this machine.
         resized: called with the bytes by which the shared memory grows or shrinks.
         told: called on a thread of its own with the report of each save that has succeeded.
-        limit: seconds that a process may write nothing while it is waited for, besides those that writing takes on a
-            very slow disk; then it is ended, and the save has failed.
+        limit: seconds that a process may show no progress while it is waited for, besides those that writing takes on
+            a very slow disk; then it is ended, and the save has failed. Rank 0's waits for those of other ranks, which
+            their own ranks watch, so looking at their files is progress.
     """
 
     def __init__(
@@ -304,6 +338,7 @@ class Background:
         self._lock: int | None = None
         self._ends: list[int] = []
         self._part = b""
+        self._watch: _Watch | None = None
         self.report: SaveReport | None = None
         self.unsettled = False
 
@@ -375,7 +410,7 @@ class Background:
         locks = {name: lock for name, lock in given.items() if lock is not None}
         memory = {} if self._process.knows_memory else {"memory": self._snapshot.descriptor}
         self._lock = None
-        self.report, self.unsettled = report, True
+        self.report, self.unsettled, self._watch = report, True, None
         self._desk.begin(job, report)
         hand_over = functools.partial(_hand_over, self._process, self._desk, job, locks, memory, self._snapshot.copied)
         if self._snapshot.copied is None:
@@ -389,39 +424,51 @@ class Background:
         parent = os.path.abspath(request.directory)  # the process has another working directory
         return WriteJob(rank, world, parent, made.tag, made.token, self._ends, self.size, direct=request.direct)
 
-    def wait(self) -> Outcome | None:
-        """Wait until nothing is being written; return the outcome of the last save, which nobody has settled yet."""
+    @property
+    def turn(self) -> float:
+        """Seconds after which ranks tell each other that they still wait: less than a collective may take."""
+        return min(self._limit / 2, 600.0)
+
+    def wait(self, seconds: float = math.inf) -> Outcome | None:
+        """Wait until nothing is being written; return the outcome of the last save, which nobody has settled yet.
+
+        Args:
+            seconds: at most so long; then None is returned.
+        """
         self.belong()
         if not self.unsettled:
             return None
-        self._wait()
+        self._wait(seconds)
         return self._desk.outcome
 
-    def _wait(self) -> None:
+    def _wait(self, seconds: float = math.inf) -> None:
         """Wait until nothing is being written: say so when it takes long, and give up when nothing happens."""
-        began = last = time.monotonic()
-        tell, seen = patience.TELL_S, None
+        watch = self._watch = self._watch or _Watch()
+        until = time.monotonic() + seconds
         while not self._desk.wait(min(_LOOK_S, patience.TELL_S)):
             job, process, now = self._desk.job, self._process, time.monotonic()
+            if now >= until:
+                return
             if job is None or process is None:
                 continue
             found = Progress.of(process.pid)
-            if seen is None or found.written != seen:
-                seen, last = found.written, now
+            watch.see((found.written, self._desk.signs), now)
             path = os.path.join(job.parent, job.tag)
             size = f"{job.ends[0] / 1e6:.1f} MB"
             words = f"process {process.pid}, which writes the part of rank {job.rank} ({size}), {found}"
-            if now - began >= tell:
-                tell *= 4
+            if self._desk.awaited and not found.stuck:
+                words = f"the part of rank {', '.join(map(str, self._desk.awaited))} is not complete"
+            if now - watch.began >= watch.tell:
+                watch.tell *= 4
                 if job.rank == 0 or found.stuck:
-                    logger.warning("%s: waiting for %.0f s until it is written: %s", path, now - began, words)
-            if now - last >= self._limit + job.ends[0] / patience.SLOWEST:
+                    logger.warning("%s: waiting for %.0f s until it is written: %s", path, now - watch.began, words)
+            if now - watch.last >= self._limit + job.ends[0] / patience.SLOWEST:
                 process.give_up()
                 self._desk.end(
                     Outcome(
                         job.token,
                         origin=job.rank,
-                        error=f"{words}, and has written nothing for {now - last:.0f} s (the limit follows "
+                        error=f"{words}, and has written nothing for {now - watch.last:.0f} s (the limit follows "
                         "SHARDWISE_TIMEOUT). It is given up",
                     )
                 )
@@ -519,6 +566,21 @@ def _unseen(job: WriteJob, machines: Sequence[str]) -> list[int]:
     return [rank for rank, machine in enumerate(machines) if rank and not seen[machine]]
 
 
+def await_all(comm: Communicator, background: Background) -> list[tuple[str | None, int]]:
+    """Wait until the save in the background has ended on all ranks; all ranks call this together.
+
+    A save may take longer than a collective may, so ranks that have done their part do not wait in one.
+
+    Returns:
+        Of each rank its error, if there is one, and the rank where the error arose.
+    """
+    while True:
+        outcome = background.wait(background.turn)
+        heard = comm.exchange(None if outcome is None else [outcome.error, outcome.origin], "checkpoint")
+        if None not in heard:
+            return [(error, origin) for error, origin in heard]
+
+
 def settle(comm: Communicator, background: Background) -> float:
     """Wait until the save in the background, if there is one, has ended on all ranks; all ranks call this together.
 
@@ -531,13 +593,12 @@ def settle(comm: Communicator, background: Background) -> float:
     if not background.unsettled:
         return 0.0
     begun = time.monotonic()
-    outcome = background.wait()
-    # Rank 0 has waited for all others, so what it knows is what has become of the checkpoint.
-    heard = comm.exchange(None if outcome is None else [outcome.error, outcome.origin], "checkpoint")
+    heard = await_all(comm, background)
     background.unsettled = False
-    error, origin = heard[0] or (None, 0)
+    # Rank 0 has waited for all others, so what it knows is what has become of the checkpoint.
+    error, origin = heard[0]
     if error is not None:
-        others = [f"rank {rank}: {said[0]}" for rank, said in enumerate(heard) if rank and said and said[0]]
+        others = [f"rank {rank}: {said[0]}" for rank, said in enumerate(heard) if rank and said[0]]
         error = "; ".join([error, *others])
         path = background.report.path if background.report is not None else "a checkpoint"
         raise CheckpointError(_failed(path, origin, error))

@@ -123,6 +123,15 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def write_advice(error: OSError) -> str:
+    """Return what to do when a file cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "Free space or choose another directory"
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return "Make the directory writable or choose another one"
+    return "The disk or its file system has failed: look at the system's messages (dmesg), and choose another directory"
+
+
 def free_space(path: str) -> str:
     """Return how much may still be written to the file system of a path, in words."""
     try:

@@ -20,6 +20,7 @@ layout. A rank's node gets from others only the files that its ranks will read.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -313,11 +314,13 @@ class MemoryCopies:
                     json.dump(found, text)
         except OSError as error:
             here = len(self.nodes[self.node]) * (1 + self.replicas)
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+            fix = "Give it more room (docker: --shm-size), name" if full else "Name"
             raise CheckpointError(
                 f"{os.path.join(draft, part.file)}: cannot be written: {error.strerror} (errno {error.errno}). This "
                 f"rank's part takes {size / 1e6:.1f} MB; {GENERATIONS} generations of {here} parts of about that size "
-                f"have to fit there, {_room(self.path)}. Give it more room (docker: --shm-size), name another "
-                "directory in checkpoint.memory_copies.directory, or leave the section out"
+                f"have to fit there, {_room(self.path)}. {fix} another directory in "
+                "checkpoint.memory_copies.directory, or leave the section out"
             ) from error
         return [facts.size, len(body) + len(_digest(body)) + 1]
 

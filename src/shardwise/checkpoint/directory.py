@@ -19,6 +19,7 @@ import re
 import secrets
 import shutil
 import stat
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,8 @@ _NEW_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}-(?P<pid>[0-9]+)-(?P<machin
 """Names of a `latest` that is about to be renamed."""
 _LOCK = "writer.lock"
 """File in a draft that its writer has locked. Network file systems know locks of files, and not of directories."""
+_REPLACED = ".replaced"
+"""Ending of the second name of a manifest that was replaced, under which its readers' locks can be seen."""
 _MARK = b"This directory is a draft of a checkpoint of shardwise.\n"
 """Content of that file."""
 _WRITTEN = "user.shardwise.latest"
@@ -46,6 +49,7 @@ _WRITTEN = "user.shardwise.latest"
 _NUMBER = "user.shardwise.sequence"
 """Extended attribute of `latest`: number of the state that was saved when it was written."""
 _TAG = re.compile(r"[^/\\\x00-\x1f\x7f]+")
+_LOCK_TRIES, _LOCK_PAUSE_S = 100, 0.01
 _LONGEST_TAG = 200
 """Bytes. File systems take names of 255, of which those of drafts need some more than the tag."""
 
@@ -164,15 +168,19 @@ class Draft:
                 self._moved.append(os.path.join(self.target, name))
                 os.rename(os.path.join(self.path, name), self._moved[-1])
         sync_directory(self.target)
+        self._moved.append(os.path.join(self.target, f".{self.token}{_REPLACED}"))
+        with contextlib.suppress(OSError):  # where there is no old manifest, or files cannot have two names
+            os.link(os.path.join(self.target, manifests.NAME), self._moved[-1])
         os.replace(os.path.join(self.path, manifests.NAME), os.path.join(self.target, manifests.NAME))
         self.published = True
         self._moved = []
         sync_directory(self.target)
         # The new checkpoint stands; old files that cannot be removed now go with the next one of this tag.
         with contextlib.suppress(OSError):
-            for name in old:
-                os.unlink(os.path.join(self.target, name))
-            _remove_draft(self.path)
+            if not _old_one_is_read(self.target):
+                for name in old:
+                    os.unlink(os.path.join(self.target, name))
+        _remove_draft(self.path)
         with contextlib.suppress(OSError):  # of a writer that was killed when the old one had just appeared
             os.unlink(os.path.join(self.target, _LOCK))
 
@@ -259,21 +267,50 @@ def is_locked(path: str) -> bool:
 
 
 class Hold:
-    """Keeps a checkpoint from being removed by `remove` while it is read: a shared lock on its manifest.
+    """Keeps a checkpoint from being removed, and its files from being replaced, while it is read.
 
-    Where that is missing or cannot be locked nothing is held. It ends with `release` or the object.
+    It is a shared lock on the manifest. Where that is missing or cannot be locked nothing is held. It ends with
+    `release` or the object.
     """
 
     def __init__(self, path: str) -> None:
         self.release: Callable[[], object] = lambda: None
+        self._path = os.path.join(path, manifests.NAME)
+        self._held: os.stat_result | None = None
         with contextlib.suppress(OSError, CheckpointError):
-            descriptor = open_to_read(os.path.join(path, manifests.NAME))
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                os.close(descriptor)
+            for _ in range(_LOCK_TRIES):
+                descriptor = open_to_read(self._path)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except OSError as error:
+                    os.close(descriptor)
+                    if error.errno != errno.EWOULDBLOCK:
+                        return
+                    time.sleep(_LOCK_PAUSE_S)  # somebody is just removing or replacing it
+                    continue
+                self._held = os.fstat(descriptor)
+                self.release = weakref.finalize(self, os.close, descriptor)
                 return
-            self.release = weakref.finalize(self, os.close, descriptor)
+
+    def is_current(self) -> bool:
+        """Whether the manifest that is held is the one that is there; True if nothing is held."""
+        try:
+            return self._held is None or os.path.samestat(self._held, os.stat(self._path))
+        except OSError:
+            return False
+
+
+def _old_one_is_read(target: str) -> bool:
+    """Whether somebody reads a checkpoint that was replaced; what only tells of those that are not read is removed."""
+    read = False
+    for name in os.listdir(target):
+        if re.fullmatch(rf"\.[0-9a-f]{{8}}{re.escape(_REPLACED)}", name):
+            path = os.path.join(target, name)
+            if is_locked(path):
+                read = True
+            else:
+                os.unlink(path)
+    return read
 
 
 def remove(parent: str, tag: str) -> bool:
@@ -293,6 +330,8 @@ def remove(parent: str, tag: str) -> bool:
     if lock is None:
         return False
     try:
+        if _old_one_is_read(path):
+            return False
         hidden = _hidden(path)
         os.rename(path, hidden)
         sync_directory(parent)
@@ -378,7 +417,11 @@ def remove_leftovers(parent: str, tag: str | None = None) -> None:
                 if is_file and new_latest["machine"] == _machine() and _is_dead(int(new_latest["pid"])):
                     os.unlink(path)
             elif hidden is not None and (tag is None or hidden["tag"] == tag):
-                if not stat.S_ISDIR(os.lstat(path).st_mode) or not _is_marked(path):
+                if not stat.S_ISDIR(os.lstat(path).st_mode):
+                    continue
+                if not _is_marked(path):
+                    if hidden["gone"]:
+                        os.rmdir(path)  # if it is empty: a removal was interrupted at its end
                     continue
                 if hidden["gone"]:
                     _remove_hidden(path)

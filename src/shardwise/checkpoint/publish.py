@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoint import directory, manifest, manifestfile
-from shardwise.checkpoint.blocks import FileFacts, free_space
+from shardwise.checkpoint.blocks import FileFacts, free_space, write_advice
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.retention import prune
 from shardwise.errors import CheckpointError
@@ -72,8 +72,7 @@ def unwritable(error: OSError, path: str, file: str, size: int) -> CheckpointErr
         )
     return CheckpointError(
         f"{os.path.join(path, file)}: cannot be written: {error.strerror} (errno {error.errno}); this rank needs "
-        f"{size / 1e6:.1f} MB, {free_space(path)}. Free space or choose another directory; earlier checkpoints are "
-        "unchanged"
+        f"{size / 1e6:.1f} MB, {free_space(path)}. {write_advice(error)}; earlier checkpoints are unchanged"
     )
 
 

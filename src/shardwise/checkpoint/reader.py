@@ -84,8 +84,12 @@ class Checkpoint:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._hold = Hold(path)  # before it is known to be there: it must not go away in between
-        self.manifest = manifestfile.load(path)
+        while True:
+            self._hold = Hold(path)  # before it is known to be there: it must not go away in between
+            self.manifest = manifestfile.load(path)
+            if self._hold.is_current():
+                break
+            self._hold.release()  # another one of this tag has appeared meanwhile
         self.notes: list[str] = []
         self._files: dict[str, TensorFile] = {}
         self._opening = threading.Lock()

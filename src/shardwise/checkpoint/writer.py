@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from shardwise.checkpoint import directory
@@ -50,6 +50,7 @@ show a change of another machine a minute late."""
 _BEAT_S = 5.0
 _PARENT_S = 0.1
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
+_TELL_S = 1.0
 _NICENESS = 5
 NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that are sent to a whole group or session and mean the rank, which then waits for what is being written."""
@@ -111,7 +112,14 @@ class Outcome:
     seconds: float = 0.0
 
 
-def perform(job: WriteJob, memory: memoryview, part_lock: int | None, draft_lock: int | None, life: Life) -> Outcome:
+def perform(
+    job: WriteJob,
+    memory: memoryview,
+    part_lock: int | None,
+    draft_lock: int | None,
+    life: Life,
+    await_told: Callable[[list[int]], object] = lambda ranks: None,
+) -> Outcome:
     """Write this rank's part, and on rank 0 publish when all have done so.
 
     Args:
@@ -120,6 +128,7 @@ def perform(job: WriteJob, memory: memoryview, part_lock: int | None, draft_lock
         part_lock: descriptor of this rank's lock; closed as soon as its part is written or has failed.
         draft_lock: rank 0: descriptor of the draft's lock.
         life: gives signs of life.
+        await_told: called about every second with ranks whose parts are waited for.
     """
     begun = time.monotonic()
     outcome = Outcome(job.token, origin=job.rank, size=job.ends[0])
@@ -136,7 +145,7 @@ def perform(job: WriteJob, memory: memoryview, part_lock: int | None, draft_lock
     if job.rank == 0:
         draft = directory.Draft.taken_over(job.parent, job.tag, job.token, draft_lock)
         try:
-            failed = _await_parts(job)
+            failed = _await_parts(job, await_told)
             if outcome.error is None and failed is not None:
                 outcome.origin, outcome.error = failed
             if outcome.error is None:
@@ -177,11 +186,14 @@ def _leave_failure(job: WriteJob, words: str) -> None:
             pass
 
 
-def _await_parts(job: WriteJob) -> tuple[int, str] | None:
+def _await_parts(
+    job: WriteJob, await_told: Callable[[list[int]], object] = lambda ranks: None
+) -> tuple[int, str] | None:
     """Wait until every other rank's process has done its part; return the first failure: rank and words."""
     waiting = set(range(1, job.world))
     failed: tuple[int, str] | None = None
     signs: dict[int, tuple[int, float]] = {}
+    last, told = time.monotonic(), False
     while waiting:
         try:
             names = set(os.listdir(job.path))
@@ -201,8 +213,14 @@ def _await_parts(job: WriteJob) -> tuple[int, str] | None:
             if failure is not None:
                 waiting.discard(rank)
                 failed = failed or (rank, failure)
+        if waiting and time.monotonic() - last >= _TELL_S:
+            last = time.monotonic()
+            await_told(sorted(waiting)[:_MOST_NOTES])
+            told = True
         if waiting:  # many are asked less often: each costs the file system a few calls
             time.sleep(min(_LONGEST_POLL_S, _POLL_S * len(waiting)))
+    if told:
+        await_told([])
     return failed
 
 
@@ -273,8 +291,12 @@ def serve(channel: socket.socket, life: Life) -> None:
             held = given["memory"]
         if "memory" in given or memory is None or len(memory) != job.memory:
             memory = mmap.mmap(held, job.memory, access=mmap.ACCESS_READ)
+
+        def await_told(ranks: list[int]) -> None:
+            channel.send(json.dumps({"awaits": ranks}).encode())
+
         with memoryview(memory) as view:
-            outcome = perform(job, view, given.get("part"), given.get("draft"), life)
+            outcome = perform(job, view, given.get("part"), given.get("draft"), life, await_told)
         channel.send(json.dumps(asdict(outcome)).encode())
 
 

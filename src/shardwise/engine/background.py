@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint.background import Background, SaveReport, save_in_background, settle
+from shardwise.checkpoint.background import Background, SaveReport, await_all, save_in_background, settle
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category
 from shardwise.utils.logging import logger
@@ -60,6 +60,11 @@ class BackgroundSaves:
             return None
         settle(self._job, saving)
         return None if saving.report is None else saving.report.path
+
+    def await_last(self) -> None:
+        """Wait until the save before, if there is one that nobody has waited for, has ended on all ranks."""
+        if self.saving is not None and self.saving.unsettled:
+            await_all(self._job, self.saving)
 
     def settle_last(self) -> float:
         """Wait for the save before; return for how long. Raises on all ranks what has become of it."""

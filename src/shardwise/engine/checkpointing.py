@@ -146,7 +146,7 @@ class Checkpoints:
         """See `Engine.load_checkpoint`."""
         self._sharded.check_there("engine.load_checkpoint()")
         if self.background.saving is not None:
-            self.background.saving.wait()  # if it has failed, that is raised where saving is the matter
+            self.background.await_last()  # if it has failed, that is raised where saving is the matter
         self._sharded.hooks.settle()
         with phase(self._job, "load_checkpoint") as agreed:
             parent = directory.check_directory(load_dir, "load_dir")

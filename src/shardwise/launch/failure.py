@@ -3,9 +3,9 @@
 When one rank of a job fails, the others fail too: their collectives lose a peer, or the launcher stops them.
 The rank to name is the one whose own trouble began first. Its beginning is the earliest of: the error file
 that torch's `@record` writes, the last traceback on its standard error, its end. Ranks that only report a
-lost peer come after all others, because a dying process closes its connections some time before the system
-reports its end. And where all that failed did so for want of a rank that has not failed (it stands still, or has ended
-with code 0 too early), that rank is the one to name.
+lost peer, or that saving or loading has failed on another rank, come after all others: a dying process closes its
+connections some time before the system reports its end. And where all that failed did so for want of a rank that has
+not failed (it stands still, or has ended with code 0 too early), that rank is the one to name.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _WAITED = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 """What a rank raises that has failed for want of another one."""
+_FAILED_ON = re.compile(r"^[\w.]*CheckpointError: .*?\bfailed on rank (\d+): ", re.MULTILINE)
+"""What all ranks raise when one of them has failed in saving or loading."""
 _SILENT = re.compile(r"has waited [\d.]+ s for rank (\d+)|rank (\d+) has not come to the meeting")
 _HINTS: dict[int, str] = {
     signal.SIGKILL: (
@@ -158,7 +160,9 @@ def first_failure(
             # exception.
             end = replace(end, code=1)
         report, has_traceback = (recorded[1], True) if recorded else last_traceback(errors[rank].text())
-        lost_peer = end.code > 0 and bool(_LOST_PEER.search(_last_exception(report)))
+        said = _last_exception(report)
+        other = _FAILED_ON.search(said)
+        lost_peer = end.code > 0 and (bool(_LOST_PEER.search(said)) or (other is not None and int(other[1]) != rank))
         candidates.append((lost_peer, began, rank, end, report, has_traceback))
     _, began, _, end, report, has_traceback = min(candidates, key=lambda c: c[:3])
     failure = Failure(end, max(0.0, began - started), report, has_traceback, len(candidates), len(exits))
