@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,13 +12,13 @@ import pytest
 import torch
 
 from shardwise.device import checking
-from shardwise.device.recording import COMPUTE, recording
+from shardwise.device.recording import COMPUTE, Event, Trace, recording
 from shardwise.device.staging import Copied, CopyStream
 from shardwise.offload.host import HostPlace
 from shardwise.optim import AdamW
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.updates.segments import SegmentUpdate
-from tests.device.recorded import imagined, record_all
+from tests.device.recorded import imagined, record, record_all, recording_now
 from tests.models import CASES
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
 from tests.zero.training import Setting, start
@@ -30,14 +31,14 @@ def flat(name: str, parameters: Any, lr: float) -> AdamW:
     return AdamW(list(parameters), lr=lr)
 
 
-def problems(directory: Path, stage: int, place: str, *, early: bool = False) -> list[str]:
+def problems(directory: Path, stage: int, place: str, *, early: bool = False, world: int = 2) -> list[str]:
     zero = offload(place, str(directory))
     if early:
         zero["offload_optimizer"]["super_offload"] = True
     setting = Setting(stage, clip=1.0, optimizer="AdamW", precision="bf16", accumulation=2, zero=tuple(zero.items()))
     made = mock.patch("tests.zero.training.make_optimizer", flat) if early else contextlib.nullcontext()
     with played_device(), made:
-        traces = record_all(CASES["gpt"], setting, world=2)
+        traces = record_all(CASES["gpt"], setting, world=world)
     assert any("copies" in event.stream for event in traces[0].events)
     return [str(problem) for problem in checking.check(traces)]
 
@@ -45,6 +46,38 @@ def problems(directory: Path, stage: int, place: str, *, early: bool = False) ->
 @pytest.mark.parametrize(("stage", "place"), SCHEDULES)
 def test_every_schedule_is_in_order(tmp_path: Path, stage: int, place: str) -> None:
     assert problems(tmp_path, stage, place) == []
+
+
+@pytest.mark.parametrize("place", [place for place, keys in PLACES.items() if "parameters" in keys])
+def test_one_rank_is_in_order(tmp_path: Path, place: str) -> None:
+    assert problems(tmp_path, 3, place, world=1) == []
+
+
+def from_host(trace: Trace) -> Callable[[Event], bool]:
+    """Return what finds copies from memory of the host to the device."""
+    host = {e.number for e in trace.events if e.kind == "take" and e.stream.startswith("host.")}
+    return lambda event: (
+        any(span.memory in host for span in event.reads) and not any(span.memory in host for span in event.writes)
+    )
+
+
+@pytest.mark.parametrize("place", ["parameters on host", "parameters on disk"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_are_copied_while_the_unit_before_computes(tmp_path: Path, world: int, place: str) -> None:
+    """Each copy but that of the first unit overlaps with kernels: the second step knows what comes next."""
+    setting = Setting(3, optimizer="momentum", precision="bf16", zero=tuple(offload(place, str(tmp_path)).items()))
+    begun: list[int] = []
+
+    def begin(engine: Any) -> None:
+        begun.append(len(recording_now().trace.events))
+
+    with played_device():
+        trace = record(CASES["gpt"], setting, 0, world=world, steps=2, between=begin)
+    second = set(map(id, trace.events[begun[0] :]))
+    copies = [(e.stream, n) for e, n in checking.overlaps(trace, from_host(trace)) if id(e) in second]
+    assert len(copies) > 6
+    assert COMPUTE not in {stream for stream, _ in copies}
+    assert [kernels for _, kernels in copies].count(0) <= 1
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -154,8 +154,8 @@ class Runner:
 
     On a device with streams all collectives of a chain are queued at once, on a stream of the runner's own. It waits
     for the current stream only where `follow` says so: collectives run ahead of what is computed. Where waiting blocks
-    the host, and on a single rank, which waits for nobody, everything is launched on the current stream: nothing else
-    would make that wait for what is launched here.
+    the host, everything is launched on the current stream: nothing else would make that wait for what is launched here.
+    So are the reductions of a single rank, which has no peers.
 
     Args:
         streams: of the device on which the collectives' tensors lie.

@@ -515,6 +515,14 @@ class Communicator:
         return self._gloo or not self.sends
 
     @property
+    def async_gathers(self) -> bool:
+        """Whether all-gathers run on a CUDA stream of their own.
+
+        On one rank an all-gather is a copy of parameters from the host: it too overlaps with computation.
+        """
+        return not self.waits_on_host or (not self.sends and self.streams.beside)
+
+    @property
     def sends(self) -> bool:
         """Whether there is anybody to send to; tests have a single rank send to itself."""
         return self.world > 1

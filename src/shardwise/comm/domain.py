@@ -133,7 +133,9 @@ class Domain:
         place: number of this rank's range at the finest level.
         world: number of ranks.
         depth: the finest level.
-        beside: whether collectives run on streams of their own, and waiting for one does not block the host.
+        async_gathers: whether all-gathers run on a CUDA stream of their own, and waiting for one does not block the
+            host.
+        async_reductions: the same of reduce-scatters.
         gathers: launches gathers of parameters.
         reductions: launches reductions of gradients.
         prescale: see above.
@@ -156,7 +158,6 @@ class Domain:
         self._places = {rank: place for place, rank in enumerate(arrangement.order)}
         self.place = self._places[ranks.rank]
         self.world, self.depth = ranks.world, len(self.sizes)
-        self.beside = not ranks.waits_on_host
         self.dimensions: tuple[Communicator, ...] = (ranks,)
         if len(self.sizes) > 1 or self._order != tuple(range(ranks.world)):
             counts = dict.fromkeys(self.names, 0)
@@ -170,16 +171,18 @@ class Domain:
         self.reductions: Runner
         if like is not None:
             self.gathers, self.reductions = like.gathers, like.reductions
+            self.async_gathers, self.async_reductions = like.async_gathers, like.async_reductions
             return
+        self.async_gathers, self.async_reductions = ranks.async_gathers, not ranks.waits_on_host
         self.gathers, self.reductions = (
             Runner(
                 ranks.streams,
-                waits_on_host=ranks.waits_on_host,
+                waits_on_host=not on_stream,
                 name=kind,
                 limit=ranks.timeout,
                 imagined=ranks.imagined,
             )
-            for kind in ("gathers", "reductions")
+            for kind, on_stream in (("gathers", self.async_gathers), ("reductions", self.async_reductions))
         )
 
     def level(self, over: Sequence[str]) -> int:

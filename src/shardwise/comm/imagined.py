@@ -55,7 +55,9 @@ class ImaginedCommunicator(Communicator):
         self._members = ()
         self._nodes = ["imagined"] * world
         self._per_node = world if like is None else like._per_node
-        self._waits = device.type == "cpu" if like is None else like.waits_on_host
+        # Plans of other world sizes or device types have no communicator to compare with.
+        self._waits = device.type == "cpu" or world == 1 if like is None else like.waits_on_host
+        self._async_gathers = device.type != "cpu" if like is None else like.async_gathers
         self._chunks = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:
@@ -63,7 +65,8 @@ class ImaginedCommunicator(Communicator):
         members = list(next((members for members in parts if self.rank in members), parts[0]))
         rank = members.index(self.rank) if self.rank in members else 0
         part = ImaginedCommunicator(len(members), self.device, rank=rank, name=name)
-        part._gloo, part._ordered, part._waits = self._gloo, self._ordered, self._waits
+        part._gloo, part._ordered = self._gloo, self._ordered
+        part._waits, part._async_gathers = self._waits, self._async_gathers
         part._reads = near and self._reads
         return part
 
@@ -138,6 +141,11 @@ class ImaginedCommunicator(Communicator):
     def waits_on_host(self) -> bool:
         """See `Communicator.waits_on_host`."""
         return self._waits
+
+    @property
+    def async_gathers(self) -> bool:
+        """See `Communicator.async_gathers`."""
+        return self._async_gathers
 
     @property
     def streams(self) -> Streams:

@@ -14,10 +14,10 @@ got there. If nothing can go on, somebody waits for ever.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.device.recording import Event, Span, Trace
+from shardwise.device.recording import COMPUTE, Event, Span, Trace
 
 Clock = dict[str, int]
 
@@ -114,6 +114,10 @@ class _Order:
                 if last is None or use.count > last.count:
                     given[use.stream] = use
 
+    def clock(self, stream: str) -> Clock:
+        """Return how far a stream has got, and how far it is behind each other stream."""
+        return dict(self._clocks[stream])
+
     def _launch(self, stream: str) -> Clock:
         clock = self._clocks[stream]
         _join(clock, self._host)
@@ -161,6 +165,34 @@ def check_order(trace: Trace, rank: int = 0) -> list[Problem]:
     for event in trace.events:
         order.take_in(event)
     return order.problems
+
+
+# -- overlap -----------------------------------------------------------------------------------------------------------
+
+
+def overlaps(trace: Trace, chosen: Callable[[Event], bool], stream: str = COMPUTE) -> list[tuple[Event, int]]:
+    """Return the chosen kernels and collectives, each with how many kernels of a stream may run at the same time.
+
+    These kernels are ordered neither before nor after it. A copy that shares a stream with them overlaps with none.
+    """
+    order = _Order(0)
+    found: list[tuple[Event, str, int, int]] = []
+    known: list[Clock] = []
+    for event in trace.events:
+        order.take_in(event)
+        if event.kind not in ("kernel", "collective"):
+            continue
+        queue = event.stream if event.kind == "kernel" else _GROUP + event.group
+        clock = order.clock(queue)
+        if queue == stream:
+            known.append(clock)
+        if chosen(event):
+            found.append((event, queue, clock[queue], clock.get(stream, 0)))
+    result = []
+    for event, queue, count, before in found:
+        later = sum(1 for clock in known if clock.get(queue, 0) >= count)
+        result.append((event, max(0, len(known) - later - before)))
+    return result
 
 
 # -- progress ----------------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ class Reducer:
     def _sweep(self) -> None:
         while self._next < len(self._order):
             self._launch(self._order[self._next])
-        self._land(0, blocking=not self.domain.beside)
+        self._land(0, blocking=not self.domain.async_reductions)
         self._finish_onward()
         with self.gatherer.parked():
             for handle in self._replicating:
@@ -371,7 +371,7 @@ class Reducer:
                 self.gatherer.launch_through(gradients.unit)
                 self._land(0)
             in_pieces = alone and self.in_pieces(gradients.unit)
-            if in_pieces or (alone and self.domain.beside):
+            if in_pieces or (alone and self.domain.async_reductions):
                 buffer = Pieces(section.places, dtype, joined=not in_pieces)
             else:
                 buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
@@ -557,7 +557,7 @@ class Reducer:
                 own_only = [section for section in unit.trainable if unit.sections.index(section) not in whole]
             del buffers
             handle = gradients.domain.reduce(launches, self._hold)
-        self._in_flight.append(_Flight(gradients, handle, own_only, sent if self.domain.beside else ()))
+        self._in_flight.append(_Flight(gradients, handle, own_only, sent if self.domain.async_reductions else ()))
 
     def _lossily(
         self, compressor: Compressor, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor | Pieces]
@@ -729,7 +729,7 @@ class Reducer:
         Where the host waits for each, that is none. A device computes meanwhile what has been launched, and would run
         dry if the host waited for the last one.
         """
-        return 1 if self.domain.beside else 0
+        return 1 if self.domain.async_reductions else 0
 
     def _land(self, most: int, *, blocking: bool = True) -> None:
         """Wait until at most so many reductions are under way, and go on with what was before them.

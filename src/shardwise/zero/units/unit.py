@@ -709,7 +709,7 @@ class Unit:
                 for section in self.sections:
                     section.allocate()
             self._complete()
-        arrived = self._handle if self.domain.beside else None
+        arrived = self._handle if self.domain.async_gathers else None
         self.fill_done()
         self._arrived = arrived
 
@@ -782,7 +782,7 @@ class Unit:
         self.conceal()
         self._detach()
         self.domain.gathers.follow()  # to which the memory belongs: it takes it again behind what has used it
-        if heir is not None and not self.domain.beside:
+        if heir is not None and not self.domain.async_gathers:
             for section, other in zip(self.sections, heir.sections, strict=False):
                 section.hand_on(other)
         for section in self.sections:
@@ -913,7 +913,7 @@ class Unit:
 
     def look_ahead(self) -> None:
         """Begin to bring the shard, if the gather that is launched next would wait for it."""
-        if self.state is UnitState.RELEASED and (self.level or self.domain.beside):
+        if self.state is UnitState.RELEASED and (self.level or self.domain.async_gathers):
             for section in self.sections:
                 section.shard_loans.look_ahead(section.shard)
 
