@@ -447,3 +447,11 @@ def grouped_product(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tenso
     if not aligned or torch.cuda.get_device_capability(weight.device) < (8, 0):
         return None
     return lambda rows, matrices, ends: product(rows, matrices, offs=ends)
+
+
+def writes_empty_groups(device: torch.device) -> bool:
+    """Whether the backward pass of torch's grouped product writes gradients of matrices without rows.
+
+    On GPUs of compute capability 10.0 and above it may leave them as the memory was (pytorch#172439).
+    """
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0)

@@ -34,7 +34,7 @@ from shardwise.comm import native
 from shardwise.device import streams
 from shardwise.device.checking import check_order
 from shardwise.device.recording import Event as Written
-from shardwise.device.recording import Recorder, name_of
+from shardwise.device.recording import Recorder, name_of, waits
 from shardwise.zero.units import released  # noqa: F401 - it looks at methods of tensors, and must see torch's own
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -117,10 +117,6 @@ def _waits(what: str) -> None:
     _read()
 
 
-_SYNCHRONIZING = {
-    "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim",
-    "unique_consecutive", "bincount",
-}  # fmt: skip
 _MIXING = {"copy_", "_foreach_copy_", "_to_copy", "index", "index_put_", "_index_put_impl_", "index_put", "set_"}
 """Operations that take tensors of several devices; so do those with tensors of the CPU without dimensions."""
 
@@ -159,7 +155,7 @@ class _Places(TorchDispatchMode):
             )
         if name in ("index", "index_put_", "copy_", "_foreach_copy_") and given:
             place = places[given[0]] or place
-        if place == CUDA and (name in _SYNCHRONIZING or (name.startswith("index") and _masks(args))):
+        if place == CUDA and waits(func, args, kwargs):
             _waits(name)
         if name == "copy_" and {places[t] for t in given[:2]} == {CUDA, CPU} and not _later(args, kwargs):
             _waits("copy_ between the device and the host")
@@ -170,10 +166,6 @@ class _Places(TorchDispatchMode):
                 _count(tensor)
         _write_down(func, name, args, kwargs, given, result)
         return result
-
-
-def _masks(args: Sequence[Any]) -> bool:
-    return any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1:2]))
 
 
 def _later(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

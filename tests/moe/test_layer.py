@@ -10,10 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+from shardwise.compat import writes_empty_groups
+from shardwise.config.schema.parallel import ExpertParallel
+from shardwise.device.recording import Event, recording
 from shardwise.errors import NotBuiltError, UsageError
 from shardwise.moe import ExpertGroup, ExpertLoad, MoE
-from shardwise.moe.experts import grouped_linear
+from shardwise.moe.exchange import bind_experts
+from shardwise.moe.experts import GroupSizes, grouped_linear
 from shardwise.moe.gates import capacity_of, route
+from shardwise.moe.huggingface import Names, StackedExperts
+from tests.device.recorded import imagined
 from tests.moe.models import EXPERTS, WIDTH, expert, plain
 
 
@@ -196,9 +204,87 @@ def test_one_grouped_product_is_one_for_each_expert(monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr("shardwise.moe.experts.grouped_product", product)
         own = [value.clone().requires_grad_() for value in (rows, weight)]
-        output = grouped_linear(*own, [5, 0, 14, 1], grouped=grouped)
+        output = grouped_linear(*own, GroupSizes([5, 0, 14, 1]), grouped=grouped)
         output.float().square().sum().backward()
         assert bool(asked) is grouped
         found.append([output, *(value.grad for value in own)])
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one.float(), other.float(), rtol=0.02, atol=0.02 * float(other.detach().abs().max()))  # type: ignore[union-attr]
+
+
+class Unwritten(torch.autograd.Function):
+    """A grouped product whose backward pass leaves the gradients of matrices without rows as the memory was."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, ends)
+        ctx.sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        pairs = zip(rows.split(ctx.sizes), matrices, strict=True)
+        return torch.cat([own @ matrix for own, matrix in pairs])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        rows, _ = ctx.saved_tensors
+        found = torch.stack(
+            [own.T @ given for own, given in zip(rows.split(ctx.sizes), gradient.split(ctx.sizes), strict=True)]
+        )
+        found[[size == 0 for size in ctx.sizes]] = float("nan")
+        return None, found, None
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_experts_without_rows_have_no_gradient_on_any_device(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    written = writes_empty_groups(torch.device("cuda"))
+    assert written is (capability < (10, 0))
+    monkeypatch.setattr("shardwise.moe.experts.writes_empty_groups", lambda device: written)
+    product = torch.nn.functional.grouped_mm
+    if not written:
+        monkeypatch.setattr("shardwise.moe.experts.grouped_product", lambda weight: Unwritten.apply)
+    else:
+        monkeypatch.setattr(
+            "shardwise.moe.experts.grouped_product", lambda weight: lambda r, w, ends: product(r, w, offs=ends)
+        )
+    rows, weight = torch.randn(6, 16).bfloat16(), torch.randn(4, 24, 16).bfloat16().requires_grad_()
+    grouped_linear(rows, weight, GroupSizes([5, 0, 0, 1]), grouped=True).sum().backward()
+    assert weight.grad is not None and weight.grad.isfinite().all()
+    assert weight.grad[[1, 2]].count_nonzero() == 0 and weight.grad[[0, 3]].count_nonzero()
+
+
+def stacked(ep_size: int) -> StackedExperts:
+    given = nn.Module()
+    given.gate_up_proj = nn.Parameter(torch.randn(4, 48, 16).bfloat16())
+    given.down_proj = nn.Parameter(torch.randn(4, 16, 24).bfloat16())
+    return StackedExperts(given, Names.of(ExpertParallel()), ep_size, nn.functional.silu, grouped=True)
+
+
+def recorded_experts(ep_size: int) -> list[Event]:
+    """What stacked experts do on a device in a forward and backward pass, from the choice of experts on."""
+    with imagined(ep_size, 0), recording() as recorder:
+        experts = stacked(ep_size)
+        comm = Communicator(None, Ledger(), torch.device("cpu"))
+        bind_experts(nn.ModuleDict({"experts": experts}), comm)
+        tokens = torch.randn(8, 16).bfloat16().requires_grad_()
+        chosen, weights = torch.arange(16).view(8, 2) % 4, torch.full((8, 2), 0.5).bfloat16()
+        begin = len(recorder.trace.events)
+        experts(tokens, chosen, weights).sum().backward()
+        events = recorder.trace.events[begin:]
+        comm.destroy()
+    return events
+
+
+def test_one_rank_computes_stacked_experts_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardwise.moe.experts.grouped_product", lambda weight: lambda r, w, ends: r @ w[0] + ends[0])
+    assert [event for event in recorded_experts(1) if event.kind in ("read", "block")] == []
+
+
+def test_ranks_wait_once_for_the_sizes_of_an_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for what is launched after the numbers of rows: meanwhile the device sorts the rows."""
+    monkeypatch.setattr("shardwise.moe.experts.grouped_product", lambda weight: lambda r, w, ends: r @ w[0] + ends[0])
+    events = recorded_experts(2)
+    (wait,) = [place for place, event in enumerate(events) if event.kind in ("read", "block")]
+    assert events[wait].kind == "block"
+    (mark,) = [n for n, event in enumerate(events) if event.kind == "mark" and event.number == events[wait].number]
+    assert "sort" in {event.name for event in events[mark:wait]}

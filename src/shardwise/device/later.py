@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 
 from shardwise.compat import has_values
+from shardwise.device.streams import Mark, streams_of
 
 
 def numbers_on(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
@@ -33,22 +35,24 @@ class Later:
     """
 
     def __init__(self, values: torch.Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
+        self._streams = streams_of(values.device)
+        self._arrived: Mark | None = None
         self._values = values
-        if values.device.type == "cuda" and has_values(values):
-            self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        if self._streams.beside and has_values(values):
+            pinned = values.device.type == "cuda"
+            with self._streams.on_host():
+                self._values = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=pinned)
             self._values.copy_(values, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(values.device))
+            self._arrived = self._streams.mark()
 
     def arrived(self) -> bool:
         """Whether `read` would not wait."""
-        return self._arrived is None or bool(self._arrived.query())
+        return self._arrived is None or self._arrived.reached()
 
     def read(self) -> list[float]:
         """Return the values, waiting for those that are still under way; zeros in a dry run, which has none."""
         if not has_values(self._values):
             return [0.0] * self._values.numel()
         if self._arrived is not None:
-            self._arrived.synchronize()
+            self._streams.block(self._arrived, timedelta.max)
         return [float(value) for value in self._values.tolist()]

@@ -24,9 +24,21 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.device.streams import Mark, Stream, standing_in
+
+WAITING = frozenset(
+    {
+        "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "multinomial", "nonzero",
+        "nonzero_numpy", "unique_consecutive", "unique_dim",
+    }
+)  # fmt: skip
+"""Operators for whose result the host waits on a CUDA device; see also `waits`."""
+
+_READING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
+"""Methods that copy values to the host, of which a dispatch mode sees nothing."""
 
 COMPUTE = "compute"
 """The stream on which a thread launches unless it says otherwise."""
@@ -238,6 +250,13 @@ class Recorder:
         last = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return Span(number, start, start + (last + 1) * tensor.element_size() if tensor.numel() else start)
 
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor counts as one of the device: all that is not in memory of `on_host`."""
+        if tensor.layout is not torch.strided:
+            return True
+        known = self._memory.get(id(tensor.untyped_storage()))
+        return known is None or not known[3].startswith("host.")
+
     def _number_of(self, storage: torch.UntypedStorage) -> int:
         key, place = id(storage), (storage.data_ptr(), storage.nbytes())
         known = self._memory.get(key)
@@ -286,14 +305,40 @@ class _Kernels(TorchDispatchMode):
                 (writes if written else reads).append(tensor)
         made = [t for t in _tensors(result) if id(t.untyped_storage()) not in known]
         name = func._schema.name.removeprefix("aten::")
+        if waits(func, args, kwargs) and any(recorder.on_device(tensor) for tensor in _tensors(list(args))):
+            recorder.add(Event("read", name, recorder.stream))
         if name == "_local_scalar_dense":
-            recorder.add(Event("read", stream=recorder.stream))
-        elif name.removeprefix("new_").startswith("empty"):
+            return result
+        if name.removeprefix("new_").startswith("empty"):
             for tensor in made:
                 recorder.span(tensor)  # it is taken, and not used
         elif writes or made:
             recorder.kernel(name, reads, [*writes, *made])
         return result
+
+
+class _Reads(TorchFunctionMode):
+    """Writes down when the host reads values by a method that is no operator."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _READING and self._recorder.on_device(args[0]):
+            self._recorder.add(Event("read", func.__name__, self._recorder.stream))
+        return func(*args, **(kwargs or {}))
+
+
+def waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether the host waits for the result of an operator on a CUDA device, because its shape depends on it."""
+    name = func._schema.name.removeprefix("aten::")
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    indices = [t for t in _tensors(list(args[1:2])) if t.dtype in (torch.bool, torch.uint8)]
+    return name in WAITING or (name in ("index", "index_put", "index_put_", "_index_put_impl_") and bool(indices))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -323,7 +368,7 @@ def recording() -> Iterator[Recorder]:
     """Record what runs inside of the block; CPU tensors count as a device's."""
     global _current
     recorder = Recorder()
-    with standing_in("cpu", recorder), _Kernels(recorder):
+    with standing_in("cpu", recorder), _Kernels(recorder), _Reads(recorder):
         _current = recorder
         try:
             yield recorder

@@ -148,6 +148,9 @@ class _CudaMark:
     def reached(self) -> bool:
         return self._event.query()
 
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
 
 class _CudaStream:
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -187,6 +190,10 @@ class CudaStreams:
 
     def block(self, mark: Mark, limit: timedelta) -> bool:
         """See `Streams.block`; the interpreter is free for other threads meanwhile."""
+        if limit == timedelta.max:
+            assert isinstance(mark, _CudaMark)
+            mark.synchronize()
+            return True
         deadline = time.monotonic() + limit.total_seconds()
         while not mark.reached():
             if time.monotonic() > deadline:

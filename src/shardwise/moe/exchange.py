@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import has_values
+from shardwise.device.later import Later
 from shardwise.errors import ConfigError, UsageError
 from shardwise.registry import declare_part, narrow
 
@@ -98,31 +99,25 @@ class ExpertGroup:
         rest = ((0, size) for size in parameter.shape[1:])
         narrow(parameter, ranks=self.replicas, box=[self.own(len(parameter)), *rest])
 
-    def sizes(self, counts: torch.Tensor, rows: int, label: str) -> tuple[list[list[int]], list[list[int]]]:
-        """Return how many rows this rank sends to each rank for each of its experts, and receives from each.
+    def count_rows(self, counts: torch.Tensor, rows: int, label: str, *, on_host: bool = True) -> RowCounts:
+        """Exchange how many rows each rank sends to each expert, and begin to copy these numbers to the host.
 
-        The host waits for these numbers, which say how large the exchange is. Where there are no values (plans of
-        memory) all experts are chosen alike.
+        Call it as soon as the router has chosen: what is launched between this call and `RowCounts.read` runs on the
+        device while the host waits for the numbers.
 
         Args:
             counts: rows of this rank for each expert.
             rows: all of them.
             label: for the record.
+            on_host: whether the host will read the numbers. Among several ranks it does, because they are the sizes of
+                the exchange.
         """
-        experts = len(counts)
-        here = experts // self.size
-        if not has_values(counts):
-            even = [(rows + experts - 1 - expert) // experts for expert in range(experts)]
-            sent = [even[rank * here : (rank + 1) * here] for rank in range(self.size)]
-            return sent, [sent[self.place]] * self.size
-        if self.comm is None:
-            found = [counts.tolist()]
-            return found, found
+        if self.comm is None or not has_values(counts):
+            return RowCounts(self, counts, None, rows, on_host=on_host)
         arriving = torch.empty_like(counts)
-        each = [here] * self.size
+        each = [len(counts) // self.size] * self.size
         self.comm.all_to_all(arriving, counts, each, each, f"{label}: counts").wait()
-        both = torch.stack([counts, arriving]).view(2, self.size, here).tolist()
-        return both[0], both[1]
+        return RowCounts(self, counts, arriving, rows, on_host=True)
 
     def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], label: str) -> torch.Tensor:
         """Send rows to each rank and return what has come from each, in rank order; gradients travel back.
@@ -137,6 +132,52 @@ class ExpertGroup:
             return rows
         moved: torch.Tensor = _Exchange.apply(rows, self.comm, tuple(sent), tuple(received), label)
         return moved
+
+
+class RowCounts:
+    """How many rows this rank sends to each rank for each of its experts, and receives from each.
+
+    Args:
+        group: the ranks.
+        counts: rows that this rank sends, for each expert.
+        arriving: rows that it receives, from each rank for each of its own experts; None: `counts` are its own.
+        rows: the sum of `counts`.
+        on_host: begin to copy the numbers to the host.
+    """
+
+    def __init__(
+        self, group: ExpertGroup, counts: torch.Tensor, arriving: torch.Tensor | None, rows: int, *, on_host: bool
+    ) -> None:
+        self._size, self._place, self._rows = group.size, group.place, rows
+        self._counts, self._arriving = counts, arriving
+        self._coming = self._launch() if on_host else None
+        self._read: tuple[list[list[int]], list[list[int]]] | None = None
+
+    def _launch(self) -> Later:
+        both = [self._counts] if self._arriving is None else [self._counts, self._arriving]
+        return Later(torch.cat(both))
+
+    @property
+    def on_device(self) -> torch.Tensor:
+        """Rows of each of this rank's experts, where no rank sends it any."""
+        return self._counts
+
+    def read(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return rows sent and rows received, by rank and expert; the first call waits for the device.
+
+        Where tensors have no values (plans of memory) all experts are chosen alike.
+        """
+        if self._read is None:
+            experts = len(self._counts)
+            here = experts // self._size
+            if has_values(self._counts):
+                numbers = [int(number) for number in (self._coming or self._launch()).read()]
+            else:
+                numbers = [(self._rows + experts - 1 - expert) // experts for expert in range(experts)]
+            by_rank = [numbers[first : first + here] for first in range(0, len(numbers), here)]
+            sent, received = by_rank[: self._size], by_rank[self._size :]
+            self._read = sent, received or [sent[self._place]] * self._size
+        return self._read
 
 
 class _Exchange(torch.autograd.Function):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
-from shardwise.compat import grouped_product
+from shardwise.compat import grouped_product, has_values, writes_empty_groups
+from shardwise.device.later import numbers_on
 from shardwise.errors import UsageError
 from shardwise.moe.dispatch import by_expert, permuted
-from shardwise.moe.exchange import ExpertGroup
+from shardwise.moe.exchange import ExpertGroup, RowCounts
 
 
 class Experts(nn.Module):
@@ -74,9 +77,8 @@ def through_slots(
 def in_turn_of(
     group: ExpertGroup,
     rows: torch.Tensor,
-    sent: Sequence[Sequence[int]],
-    received: Sequence[Sequence[int]],
-    compute: Callable[[torch.Tensor, list[int]], torch.Tensor],
+    counts: RowCounts,
+    compute: Callable[[torch.Tensor, GroupSizes], torch.Tensor],
     label: str,
 ) -> torch.Tensor:
     """Have rows computed by the experts of all ranks of a group, where each expert has some number of them.
@@ -84,22 +86,47 @@ def in_turn_of(
     Args:
         group: the ranks.
         rows: of this rank, expert by expert.
-        sent: see `ExpertGroup.sizes`.
-        received: see `ExpertGroup.sizes`.
+        counts: see `ExpertGroup.count_rows`.
         compute: this rank's experts, given rows in their order and how many each has.
         label: for records.
     """
+    if group.size == 1:
+        return compute(rows, GroupSizes(counts=counts))
+    sent, received = counts.read()
     away, arriving = [sum(own) for own in sent], [sum(own) for own in received]
     arrived = group.exchange(rows, away, arriving, f"{label}: to experts")
-    totals = [sum(own) for own in zip(*received, strict=True)]
-    if group.size == 1:
-        return compute(arrived, totals)
+    totals = GroupSizes([sum(own) for own in zip(*received, strict=True)])
     order, inverse = by_expert([list(own) for own in received], rows.device)
     made = permuted(compute(permuted(arrived, order, inverse), totals), inverse, order)
     return group.exchange(made, arriving, away, f"{label}: from experts")
 
 
-def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int], *, grouped: bool) -> torch.Tensor:
+class GroupSizes:
+    """How many rows each expert of this rank has.
+
+    Args:
+        sizes: these numbers.
+        counts: the numbers of a rank that exchanges with no other; they may be on the device only.
+    """
+
+    def __init__(self, sizes: Sequence[int] = (), counts: RowCounts | None = None) -> None:
+        self._sizes = list(sizes)
+        self._counts = counts
+
+    def on_host(self) -> list[int]:
+        """Return the numbers; the host waits for the device if they are there only."""
+        if self._counts is not None:
+            self._sizes, self._counts = self._counts.read()[1][0], None
+        return self._sizes
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the numbers in a tensor on a device; the host does not wait."""
+        if self._counts is not None and has_values(self._counts.on_device):
+            return self._counts.on_device
+        return numbers_on(device, self.on_host(), torch.int64)
+
+
+def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes, *, grouped: bool) -> torch.Tensor:
     """Multiply the rows of each expert by its own matrix.
 
     One grouped matrix product where torch has it for this device, dtype and size; otherwise one product an expert.
@@ -115,8 +142,25 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int
         rows, weight = rows.to(dtype), weight.to(dtype)
     product = grouped_product(weight) if grouped and len(rows) else None
     if product is not None:
-        ends = torch.tensor(sizes, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
-        return product(rows, weight.transpose(-2, -1), ends.to(rows.device, non_blocking=True))
+        counts = sizes.on(rows.device)
+        if not writes_empty_groups(weight.device):
+            weight = _ZeroUnused.apply(weight, counts)
+        return product(rows, weight.transpose(-2, -1), counts.cumsum(0, dtype=torch.int32))
     # One backward node for all of the weights: slices would each make a gradient of the whole.
-    pairs = zip(rows.split(list(sizes)), weight.unbind(0), strict=True)
+    pairs = zip(rows.split(sizes.on_host()), weight.unbind(0), strict=True)
     return torch.cat([F.linear(own, matrix) for own, matrix in pairs])
+
+
+class _ZeroUnused(torch.autograd.Function):
+    """Identity in forward; in backward the gradient of a matrix that no row has used is zero, whatever arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(counts)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (counts,) = ctx.saved_tensors
+        return gradient.masked_fill_((counts == 0)[:, None, None], 0.0), None

@@ -20,7 +20,7 @@ from torch import nn
 from shardwise.errors import ConfigError, UsageError
 from shardwise.moe.dispatch import counted, in_turn
 from shardwise.moe.exchange import Divided, ExpertGroup, mark_experts
-from shardwise.moe.experts import grouped_linear, in_turn_of
+from shardwise.moe.experts import GroupSizes, grouped_linear, in_turn_of
 from shardwise.names import name_search
 
 if TYPE_CHECKING:
@@ -137,12 +137,13 @@ class StackedExperts(Divided):
         group = self.bound()
         counts = counted(chosen, self.num_experts)
         self.count(counts)
-        sent, received = group.sizes(counts, chosen.numel(), self.path)
+        # One rank that multiplies all experts at once reads no number: torch takes their ends from the device.
+        rows = group.count_rows(counts, chosen.numel(), self.path, on_host=group.size > 1)
         order = in_turn(chosen)
-        made = in_turn_of(group, order.spread(tokens), sent, received, self._compute, self.path)
+        made = in_turn_of(group, order.spread(tokens), rows, self._compute, self.path)
         return order.joined(made, weights).to(hidden_states.dtype).view(hidden_states.shape)
 
-    def _compute(self, rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    def _compute(self, rows: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
         first = grouped_linear(rows, self.get_parameter(self._names.gate), sizes, grouped=self.grouped)
         if self._names.up is None:
             gate, up = first.chunk(2, dim=-1)

@@ -6,7 +6,6 @@ Its children have the names that they have in DeepSpeed, so that weights have, t
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from torch import nn
 from shardwise.errors import NotBuiltError, UsageError
 from shardwise.moe.dispatch import in_turn
 from shardwise.moe.exchange import Divided, ExpertGroup, mark_experts
-from shardwise.moe.experts import Experts, in_turn_of, through_slots
+from shardwise.moe.experts import Experts, GroupSizes, in_turn_of, through_slots
 from shardwise.moe.gates import Routing, TopKGate
 
 
@@ -42,14 +41,14 @@ class MOELayer(nn.Module):
             rows = routing.order.spread(tokens)
             made = through_slots(group, rows, count, self.experts, label)
             return routing.order.joined(made, routing.weights), routing
-        sent, received = group.sizes(routing.exp_counts, routing.experts.numel(), label)
+        counts = group.count_rows(routing.exp_counts, routing.experts.numel(), label)
         some = used_token is not None
-        order = in_turn(routing.experts, sum(map(sum, sent)) if some else None)
-        made = in_turn_of(group, order.spread(tokens), sent, received, self._apart, label)
+        order = in_turn(routing.experts, sum(map(sum, counts.read()[0])) if some else None)
+        made = in_turn_of(group, order.spread(tokens), counts, self._apart, label)
         return order.joined(made, routing.weights), routing
 
-    def _apart(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        return torch.cat(self.experts(rows.split(list(sizes))))
+    def _apart(self, rows: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
+        return torch.cat(self.experts(rows.split(sizes.on_host())))
 
 
 class MoE(Divided):
