@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -245,18 +246,47 @@ def test_timeouts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visible", "used", "chosen"), [(4, False, [3]), (1, False, [0]), (4, True, [])], ids=["own", "only", "script's"]
+    ("visible", "current", "chosen"),
+    [(4, None, [3]), (1, None, [0]), (4, 0, [3]), (4, 3, [3]), (4, 2, [])],
+    ids=["own", "only", "touched", "same", "script's"],
 )
 def test_a_rank_on_nccl_has_its_device_before_its_first_tensor(
-    visible: int, used: bool, chosen: list[int], monkeypatch
+    visible: int, current: int | None, chosen: list[int], monkeypatch
 ) -> None:
     taken: list[int] = []
     cuda = SimpleNamespace(
         is_available=lambda: True,
         device_count=lambda: visible,
-        is_initialized=lambda: used,
+        is_initialized=lambda: current is not None,
+        current_device=lambda: current,
         set_device=taken.append,
     )
     monkeypatch.setattr(torch, "cuda", cuda)
-    setup._take_own_device(RankPlace(3, 4, 3, 4, "127.0.0.1", 1, "a test"))
+    device = setup._take_own_device(RankPlace(3, 4, 3, 4, "127.0.0.1", 1, "a test"))
     assert taken == chosen
+    assert device == (torch.device("cuda", chosen[0]) if chosen else None)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_the_default_group_knows_its_device(backend: str, monkeypatch) -> None:
+    """Also where NCCL is one of several backends: else each rank's first CUDA tensor lies on device 0."""
+    given: list[Any] = []
+
+    class Started(Exception):
+        pass
+
+    def start(name: str, **how: Any) -> None:
+        given.append((name, how["device_id"]))
+        raise Started
+
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(dist, "init_process_group", start)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    monkeypatch.setattr(setup, "_check_own_device", lambda store, place: None)
+    monkeypatch.setattr(setup, "_take_own_device", lambda place: torch.device("cuda", place.local_rank))
+    with pytest.raises(Started):
+        init_distributed(backend, rank=0, world_size=1, init_method=f"tcp://127.0.0.1:{_free_port()}")
+    assert given == [(backend, torch.device("cuda", 0))]
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"

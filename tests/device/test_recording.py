@@ -201,6 +201,16 @@ def test_the_host_does_not_wait_for_the_device_in_a_step(precision: str, stage: 
     assert [event for event in trace.events[begin:] if event.kind == "read"] == []
 
 
+@pytest.mark.parametrize("queues", ["1", "8"])
+def test_one_hardware_queue_for_all_streams_is_warned_of(
+    queues: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    record(CASES["odd_mlp"], SETTINGS["fp32"].with_stage(3), 0, world=2, steps=1)
+    warned = [record.message for record in caplog.records if "CUDA_DEVICE_MAX_CONNECTIONS=1" in record.message]
+    assert len(warned) == (queues == "1")
+
+
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 Plant = Callable[[], contextlib.AbstractContextManager[Any]]

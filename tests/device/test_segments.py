@@ -27,11 +27,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return told
 
 
-def test_torch_is_told(asked: list[str]) -> None:
-    with warnings.catch_warnings():
+def test_torch_is_told(asked: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(), caplog.at_level("INFO", "shardwise"):
         warnings.simplefilter("error")  # torch warns of older names
         assert let_segments_grow(CUDA, {})
     assert asked == ["expandable_segments:True"]
+    assert ["expandable_segments" in record.message for record in caplog.records] == [True]
 
 
 def test_other_devices_have_none(asked: list[str]) -> None:
@@ -68,12 +69,16 @@ def test_a_torch_that_cannot_goes_on_as_it_is(monkeypatch: pytest.MonkeyPatch) -
     assert let_segments_grow(CUDA, {}) and old == ["expandable_segments:True"]
 
 
-@pytest.mark.parametrize(("stage", "grows"), [(1, False), (2, False), (3, True)])
-def test_engines_that_release_parameters_ask_for_it(stage: int, grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stage", "switch", "grows"), [(1, {}, False), (3, {}, True), (3, {"expandable_segments": False}, False)]
+)
+def test_engines_that_release_parameters_ask_for_it(
+    stage: int, switch: dict[str, bool], grows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     devices: list[Any] = []
     monkeypatch.setattr("shardwise.engine.build.let_segments_grow", devices.append)
     with imagined(2, 0):
-        engine = start(CASES["gpt"], Setting(stage))
+        engine = start(CASES["gpt"], Setting(stage, extra=tuple(switch.items())))
         engine.destroy()
     assert devices == [torch.device("cpu")] * grows
     assert isinstance(engine, shardwise.Engine)

@@ -169,6 +169,8 @@ class Domain:
             self.dimensions = tuple(parts)
         self.gathers: Runner
         self.reductions: Runner
+        self.async_gathers: bool
+        self.async_reductions: bool
         if like is not None:
             self.gathers, self.reductions = like.gathers, like.reductions
             self.async_gathers, self.async_reductions = like.async_gathers, like.async_reductions

@@ -83,6 +83,7 @@ def init_distributed(
         >>> destroy()
     """
     del config
+    _order_launches()
     if (rank < 0) != (world_size < 0):
         raise LaunchError(f"rank={rank} and world_size={world_size}: give both or neither.")
     if is_initialized():
@@ -106,15 +107,17 @@ def init_distributed(
     else:
         store = private_keys(next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0])
     meet(store, place.rank, place.world_size, timeout, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if backend == "nccl" and torch.cuda.device_count() == 1:
-        _check_own_device(dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), place)
-
-    if backend == "nccl":
-        _take_own_device(place)
+    device = None
+    if _has_nccl(backend):
+        if torch.cuda.device_count() == 1:
+            _check_own_device(dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store), place)
+        device = _take_own_device(place)
 
     def start(attempt: int) -> dist.ProcessGroup:
         own = dist.PrefixStore(f"attempt{attempt}", store)
-        dist.init_process_group(backend, store=own, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=own, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=device
+        )
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
@@ -258,13 +261,34 @@ def _backend(asked: str | None, place: RankPlace) -> str:
     return asked
 
 
-def _take_own_device(place: RankPlace) -> None:
-    """Make this rank's device the current one, or every rank's first CUDA tensor, and torch's barrier, use the first.
+def _has_nccl(backend: str) -> bool:
+    """Return whether a backend string names NCCL for any device type, as "cpu:gloo,cuda:nccl" does."""
+    return any(part.rpartition(":")[2] == "nccl" for part in backend.split(","))
 
-    A script that has used CUDA already has chosen by itself.
+
+def _order_launches() -> None:
+    """Have NCCL order the kernels of several communicators of a device as the host has launched them (from NCCL 2.26).
+
+    An engine has a communicator for all-gathers and one for reduce-scatters. Ranks that run different branches may
+    launch them in different interleavings, and kernels that hold all channels of the device would wait for each other.
     """
-    if torch.cuda.is_available() and not torch.cuda.is_initialized():
-        torch.cuda.set_device(device_index(place.local_rank))
+    if torch.cuda.is_available():
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+
+
+def _take_own_device(place: RankPlace) -> torch.device | None:
+    """Make this rank's device the current one, and return it; None: the script has chosen another.
+
+    Otherwise the first CUDA tensor of every rank, and torch's barrier, would use device 0. A script that has used CUDA
+    already and is on device 0 has not chosen.
+    """
+    if not torch.cuda.is_available():
+        return None
+    index = device_index(place.local_rank)
+    if torch.cuda.is_initialized() and torch.cuda.current_device() not in (0, index):
+        return None
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def _check_own_device(store: dist.Store, place: RankPlace) -> None:

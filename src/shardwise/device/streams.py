@@ -13,13 +13,17 @@ On the CPU whatever has been launched has run. There is nothing to order, and al
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+
+_log = logging.getLogger("shardwise")
 
 _POLL_S = 2e-5
 """How often the host looks whether a device has got to a mark: less than a kernel of any size takes."""
@@ -204,6 +208,16 @@ class CudaStreams:
     def on_host(self) -> AbstractContextManager[Any]:
         """See `Streams.on_host`: torch gives it out again when copies that it knows of have been made."""
         return _NOTHING
+
+
+def warn_of_one_queue(env: Mapping[str, str] = os.environ) -> None:
+    """Warn if all CUDA streams share one hardware queue: kernels then run in the order in which they were launched."""
+    if env.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        _log.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 gives all CUDA streams one hardware queue, as Megatron-LM asks for. "
+            "All-gathers, reduce-scatters and copies then wait behind kernels instead of overlapping with them, and "
+            "ranks that run different branches can hang. Unset it, or set it to 8 or more, before the process starts"
+        )
 
 
 _instead: dict[str, Streams] = {}

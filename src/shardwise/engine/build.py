@@ -30,6 +30,7 @@ from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.device.segments import let_segments_grow
 from shardwise.device.steps import kernels_of
+from shardwise.device.streams import warn_of_one_queue
 from shardwise.engine.activations import Activations
 from shardwise.engine.asked import Asked, asked_by, group_of, model_parallel_size, tensor_lines
 from shardwise.engine.batch import Batches
@@ -190,6 +191,8 @@ def initialize(
         data = job.part(lines.data, "data_parallel")
     sequences = SharedSequences(job, lines.sequence, data, asked) if sequence > 1 else OwnSequences(job, data)
     domain = domain_of(settings, job, grid)
+    if job.rank == 0 and domain.async_gathers:
+        warn_of_one_queue()
     # Tensors and experts are divided before anybody asks who has which parameter.
     tensors = None
     if tensor > 1:
@@ -202,7 +205,7 @@ def initialize(
     # What is divided over which ranks, in which number types; what is made from here on is counted.
     policy = policy_from_config(settings)
     plan = _plan(settings, domain, model)
-    if plan.releases:
+    if plan.releases and settings.expandable_segments:
         let_segments_grow(device)  # before anything is made that stays
     accountant = Accountant()
 

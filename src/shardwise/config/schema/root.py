@@ -143,6 +143,11 @@ class Config(ConfigSection):
     )
     aio: AIO = section(AIO, "Disk access, where state lives on a disk.")
     memory_limits: MemoryLimits = section(MemoryLimits, "What may be taken on each tier.")
+    expandable_segments: bool = key(
+        True,
+        "Where parameters are released between uses: have torch's CUDA allocator use expandable segments in this whole "
+        "process, unless `PYTORCH_ALLOC_CONF` or the script has set it.",
+    )
     activation_checkpointing: ActivationCheckpointing = section(
         ActivationCheckpointing, "Recomputation of activations."
     )
