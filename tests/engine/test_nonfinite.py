@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.device.recording import recording
 from shardwise.engine.step import TrainStep
 from shardwise.errors import NonFiniteError
 from shardwise.utils.logging import logger
+from tests.device.recorded import imagined
 from tests.engine.test_idle_steps import Lines, exchange_rank, known, same
 from tests.harness import run_ranks
 
@@ -139,3 +141,31 @@ def test_a_series_is_said_once_and_its_end() -> None:
     told = run_ranks(recovers, 1)[0]
     assert len(told) == 2 and "step 1: gradients are not finite" in told[0], told
     assert "step 3: gradients are finite again, after 2 steps" in told[1]
+
+
+@pytest.mark.parametrize("spreads", [True, False])
+def test_a_device_looks_at_all_gradients_only_after_a_bad_step(spreads: bool) -> None:
+    """On a recorded device: a bad value spreads to the unit that is reduced last, and that is enough to name ranks."""
+    config = {"non_finite": "skip", "zero_optimization": {"stage": 2, "reduce_bucket_size": 10}}
+    with imagined(2, 0), recording() as recorder:
+        engine = build(2, **config)
+        units, bad = len(engine.sharded.units), False
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * float("nan") if bad and not spreads else gradient
+
+        engine.module.high.weight.register_hook(spoil)
+        looked, phases = [], []
+        for number in range(4):
+            bad = number in (1, 2)
+            engine.module.spoilt = bad and spreads
+            begin = len(recorder.trace.events)
+            engine.backward(engine(torch.ones(2, 4)).mean())
+            looked.append([event.name for event in recorder.trace.events[begin:]].count("aminmax"))
+            engine.step()
+            overflow = engine.last_step.overflow
+            phases.append(None if overflow is None else overflow.phase)
+        with recorder.silent():
+            engine.destroy()
+    assert units > 1 and looked == [1, 1, units, units]
+    assert phases == [None, "backward" if spreads else "gradients", "backward", None]

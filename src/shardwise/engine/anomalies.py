@@ -36,7 +36,7 @@ class Anomaly:
         ranks: where values were not finite.
         module: in which it began; None if it is not known.
         parameters: the first and the last whose gradient was not finite, or those whose gradients have grown most.
-        phase: "forward", "backward" or "reduce".
+        phase: "forward", "backward", "reduce" or "gradients" (see `OverflowReport`).
         line: `file:line` from which the module was called.
         value: the loss or the norm; of a rewind the step to which it went.
         usual: the median of the values before.

@@ -35,13 +35,14 @@ def explain_overflow(
     assert sharded.reducer is not None
     place = first_not_finite(sums)
     index = sharded.numbering.index(place)
-    found, finite = Found(), True
+    found: Found = Found()
+    finite: bool | None = True
     if index is not None:
         with sharded.interruptions.agreeing():
             if sharded.numbering.counts[index]:
                 with sharded.lent([sharded.unit_of(index)], written=False):
                     found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
-        finite = sharded.reducer.gradients[sharded.unit_of(index).index].finite
+        finite = sharded.reducer.was_finite(sharded.unit_of(index).index)
     told = job.exchange((lost, finite, *_known(sharded, index), *astuple(found)), "overflow")
     return replace(
         _report(sharded, place, sums, told),
@@ -64,7 +65,7 @@ def explain_late(sharded: ShardedModel, job: Communicator, sums: torch.Tensor, l
     assert sharded.reducer is not None
     place = first_not_finite(sums)
     index = sharded.numbering.index(place)
-    finite = index is None or sharded.reducer.gradients[sharded.unit_of(index).index].formerly_finite
+    finite = index is None or sharded.reducer.was_finite(sharded.unit_of(index).index, formerly=True)
     return _report(sharded, place, sums, job.exchange((lost, finite, *_known(sharded, index)), "overflow"))
 
 
@@ -84,15 +85,16 @@ def _report(
         sharded: the model.
         place: of the first tensor whose gradient is not finite; None if only the norm of all is not.
         sums: a number for each tensor that is not finite if its gradient is not.
-        told: of each rank whether a loss was not finite, whether its gradients of the unit were, what it has `_known`
-            of the tensor, and more.
+        told: of each rank whether a loss was not finite, whether its gradients of the unit were (None: it is not
+            known), what it has `_known` of the tensor, and more.
     """
     without_loss = tuple(rank for rank, fact in enumerate(told) if fact[0])
-    local = tuple(rank for rank, fact in enumerate(told) if not fact[1])
+    local = tuple(rank for rank, fact in enumerate(told) if fact[1] is False)
     if not local and len(told) == 1:
         local = (0,)  # nothing is sent, and nothing has been watched
+    unknown = not local and any(fact[1] is None for fact in told)
     return OverflowReport(
-        phase="forward" if without_loss else "backward" if local else "reduce",
+        phase="forward" if without_loss else "backward" if local else "gradients" if unknown else "reduce",
         ranks=without_loss or local,
         parameter=None if place is None else sharded.numbering.names[place],
         unit=next((fact[2] for fact in told if fact[2] is not None), None),

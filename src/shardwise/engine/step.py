@@ -555,6 +555,8 @@ class TrainStep:
                 self._refuse(unused or [], failure)
             finally:
                 del failure  # its frames hold memory
+        if checks:
+            reducer.watch_everything(not heard.finite)
         overflow = spike = coefficient = None
         multiplier = factor
         if checks and sums is not None and not heard.finite:
@@ -626,7 +628,10 @@ class TrainStep:
         if told[FACTS]:
             return _Heard(complained=True)  # the step is not taken, and what is known of it may not be all
         if evidence is not None and self._non_finite.policy == "warn":
-            self._non_finite.hear(bool(told[FACTS + 1]), evidence, late=late)
+            wrong = bool(told[FACTS + 1])
+            assert self._sharded.reducer is not None
+            self._sharded.reducer.watch_everything(wrong)
+            self._non_finite.hear(wrong, evidence, late=late)
         spike = None
         if self.watch is not None and evidence is not None:
             loss = told[FACTS + 2] / told[FACTS + 3] if told[FACTS + 3] else None

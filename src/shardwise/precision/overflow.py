@@ -10,7 +10,7 @@ import torch
 
 from shardwise.precision.origin import Origin
 
-Phase = Literal["forward", "backward", "reduce"]
+Phase = Literal["forward", "backward", "reduce", "gradients"]
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,10 @@ class OverflowReport:
     Attributes:
         phase: "forward": a loss was not finite. "backward": the losses were finite, and a rank's own gradient was not,
             in the type in which it is sent. "reduce": what each rank sent was finite, and the sum was not, which sums
-            in 16 bits can bring about.
+            in 16 bits can bring about. "gradients": either of these two; not every gradient had been looked at before
+            it was sent, and those of the following steps are.
         ranks: ranks of the data-parallel group with such a loss, or with such a gradient in the unit; none for
-            "reduce".
+            "reduce" and "gradients".
         parameter: the first parameter in registration order whose gradient is not finite. None if each parameter's
             gradient is finite and only the global norm of all is not.
         unit: the unit that it belongs to.
@@ -154,6 +155,7 @@ elements 2 are infinite and 1 NaN; the largest other is 0.5 (128 with the loss s
             "forward": f"the loss on {who} was not finite",
             "backward": f"gradients on {who} were not finite",
             "reduce": "gradients were finite on every rank, and their sum over ranks and micro-batches was not",
+            "gradients": "gradients of a rank or their sum over ranks were not finite; the next step tells which",
         }[self.phase]
         if self.parameter is None:
             return f"{self.phase}: {how}. Every parameter's gradient is finite, the norm of all is not"

@@ -208,15 +208,12 @@ class UnitGradients:
         self._window ^= 1
         self._watched[self._window].clear()
 
-    @property
-    def finite(self) -> bool:
-        """Whether all that has been watched since the last step is finite (waits for the device)."""
-        return self._finite(self._window)
+    def was_finite(self, *, formerly: bool = False) -> bool | None:
+        """Return whether all that has been watched in this window is finite; None: nothing has (waits for the device).
 
-    @property
-    def formerly_finite(self) -> bool:
-        """The same of the window before."""
-        return self._finite(self._window ^ 1)
-
-    def _finite(self, window: int) -> bool:
-        return all(bool(torch.isfinite(end)) for dtype in self._watched[window] for end in self._ends[window][dtype])
+        Args:
+            formerly: of the window before.
+        """
+        window = self._window ^ int(formerly)
+        ends = [end for dtype in self._watched[window] for end in self._ends[window][dtype]]
+        return all(bool(torch.isfinite(end)) for end in ends) if ends else None

@@ -71,7 +71,9 @@ class Reducer:
         early: steps units whose gradients are complete; None: nothing does before the step.
 
     Attributes:
-        watching: keep, of each unit, whether this rank's gradients were finite when they were sent.
+        watching: keep whether this rank's gradients were finite when they were sent, of the unit that is reduced last;
+            a value that is not finite spreads to it from all others in the backward pass.
+        watches_all: keep it of each unit, which reads every gradient once more.
         alone: units whose reduction is waited for before another unit's gradients are collected, where several
             micro-batches make a step (see `shardwise.zero.units.peaks.reduced_alone`).
         local: whether gradients of this window are only added up locally, for an optimizer that communicates itself.
@@ -120,6 +122,7 @@ class Reducer:
             if u.trainable
         }
         self.watching = False
+        self.watches_all = not domain.ranks.streams.beside
         self.alone: Collection[int] = frozenset()
         self._order: list[UnitGradients] = []
         self._places: dict[int, int] = {}
@@ -415,9 +418,27 @@ class Reducer:
         """Return what gradients are multiplied by before they are sent."""
         return self.prescale * domain.prescale
 
-    @property
-    def _watches(self) -> bool:
-        return self.watching and self.domain.world > 1  # alone, whatever is not finite was so before it was added up
+    def watch_everything(self, wanted: bool) -> None:
+        """Watch each unit in the next window, because the gradients of one were not finite; a CPU always does."""
+        self.watches_all = wanted or not self._launches
+
+    def was_finite(self, index: int, *, formerly: bool = False) -> bool | None:
+        """Return whether this rank's gradients of a unit were finite when they were sent; None: it is not known.
+
+        Args:
+            index: of the unit.
+            formerly: in the window before.
+        """
+        own = self.gradients[index].was_finite(formerly=formerly)
+        if own is None and self._order[-1].was_finite(formerly=formerly) is False:
+            return False
+        return own
+
+    def _watches(self, gradients: UnitGradients) -> bool:
+        # Of a single rank, whatever is not finite was so before it was added up.
+        if not self.watching or self.domain.world == 1:
+            return False
+        return self.watches_all or gradients is self._order[-1]
 
     def _in_flight_alone(self) -> bool:
         return any(flight.gradients.unit.index in self.alone for flight in self._in_flight)
@@ -430,7 +451,7 @@ class Reducer:
         if wire is not None and buffer.dtype != wire and section.domain.world > 1:
             buffer = buffer.to(wire)
             self.accountant.hold(Category.BUFFERS, buffer)
-        if self._watches:
+        if self._watches(gradients):
             gradients.watch(buffer)
         return buffer
 
@@ -541,7 +562,7 @@ class Reducer:
                     if place not in gradients.joined:
                         self._fill_gaps(gradients, section, buffer)
                     buffer = self._prepare(gradients, section, buffer)
-                elif self._watches:
+                elif self._watches(gradients):
                     for piece in buffer.tensors:
                         if piece is not None:
                             gradients.watch(piece)
@@ -661,7 +682,7 @@ class Reducer:
             alone, dtype = self._collected_as(section)
             if rows is not None and self._prescale(gradients.domain) != 1.0:
                 rows = Rows(rows.index, rows.values * self._prescale(gradients.domain))
-            if rows is not None and self._watches:
+            if rows is not None and self._watches(gradients):
                 gradients.watch(rows.values)
             table = Table.of(section)
             reduction = RowReduction(
