@@ -54,7 +54,6 @@ def test_hints_for_other_writers_are_accepted_and_listed() -> None:
         ({"keep_last": "two"}, "checkpoint.keep_last", "integer"),
         ({"keep_last": 1, "keep_every": -1}, "checkpoint.keep_every", "an integer > 0"),
         ({"keeplast": 1}, "checkpoint.keeplast", "keep_last"),
-        ({"use_node_local_storage": True}, "checkpoint.use_node_local_storage", "node-local"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(keys: dict[str, Any], path: str, message: str) -> None:

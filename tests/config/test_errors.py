@@ -58,7 +58,7 @@ UNKNOWN = [
     (with_batch(bf16={"check_overflow": True}), "bf16.check_overflow", "bf16.check_grad_overflow"),
     (with_batch(compile={"enabled": True}), "compile.enabled", "engine.compile()"),
     (with_batch(optimizer={"types": "Adam"}), "optimizer.types", "`optimizer.type`"),
-    (with_batch(optimizer={"type": "Adam", "lr": 1}), "optimizer.lr", "no key of `optimizer`"),
+    (with_batch(optimizer={"type": "Adam", "lr": 1}), "optimizer.lr", "only `optimizer.params.lr` is read"),
     (with_batch(timers={"throughput": {"enabledd": 1}}), "timers.throughput.enabledd", "`timers.throughput.enabled`"),
     (
         with_batch(tensor_parallel={"partition_config": {"layer_specs": [{}, {"pattern": []}]}}),

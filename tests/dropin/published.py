@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import Note, Resolution, assume, resolve
+from shardwise.config import Note, Resolution, accept, assume, resolve
 from shardwise.config.checks import precision_of
 from shardwise.config.reference import fill
 from shardwise.errors import ConfigError
@@ -49,7 +49,8 @@ class Published:
     @property
     def through_trainer(self) -> bool:
         """Whether it leaves to a trainer what it cannot be judged without."""
-        return any("is assumed here" in note.reason for note in assume(self.path)[1])
+        _, assumed = assume(accept(self.path))
+        return any("is assumed here" in note.reason and not note.reason.startswith("absent") for note in assumed)
 
 
 def published() -> list[Published]:
@@ -75,9 +76,9 @@ def page() -> str:
     """Return Markdown: what starts, and what is refused and why."""
     starting, refused = [], []
     for entry in published():
-        facts, assumed = assume(entry.path)
+        facts, assumed = assume(accept(entry.path))
         try:
-            found = resolve(entry.path, world_size=WORLD, facts=facts)
+            found = resolve(accept(entry.path), world_size=WORLD, facts=facts)
         except ConfigError as error:
             refused.append(f"| `{entry.name}` | {_cell(entry.style)} | {_reasons(error)} |")
         else:

@@ -19,7 +19,7 @@ from torch import nn
 
 import shardwise
 import shardwise.absent
-from shardwise.config import resolve
+from shardwise.config import accept, resolve
 from shardwise.dropin.launcher import REFUSED, job_of
 from shardwise.errors import AbsentNameError, BatchSizeError, ConfigError, ConflictError, NotBuiltError, UsageError
 from tests.harness.pool import Pool
@@ -351,12 +351,57 @@ def accepted(**config: Any) -> Any:
     return resolve({"train_batch_size": 8, **config}, world_size=2)
 
 
+def as_deepspeed(**config: Any) -> Any:
+    """What a configuration means with `import deepspeed`."""
+    return resolve(accept({"train_batch_size": 8, **config}), world_size=2)
+
+
 # -- configuration ----------------------------------------------------------------------------------------------------
 
 
 def test_unknown_keys() -> None:
-    with pytest.raises(ConfigError, match="gradient_clipp1ng: unknown key; did you mean `gradient_clipping`"):
-        accepted(gradient_clipp1ng=1.0)
+    typo = {"gradient_clipp1ng": 1.0}
+    for read in (accepted, as_deepspeed):
+        with pytest.raises(ConfigError, match="gradient_clipp1ng: unknown key; did you mean `gradient_clipping`"):
+            read(**typo)
+    unknown = {"seed": 1, "bf16": {"enabled": True, "loss_scale": 0}, "optimizer": {"type": "Adam", "lr": 0.1}}
+    assert {note.path for note in as_deepspeed(**unknown).ignored} == {"seed", "bf16.loss_scale", "optimizer.lr"}
+    with pytest.raises(ConfigError, match="3 problems"):
+        accepted(**unknown)
+
+
+def test_other_stages() -> None:
+    moved = {"device": "cpu"}
+    for stage, name, value in (
+        (2, "offload_param", moved),
+        (0, "offload_optimizer", moved),
+        (1, "cpu_offload_param", True),
+    ):
+        found = as_deepspeed(zero_optimization={"stage": stage, name: value})
+        assert [note.path for note in found.ignored] == [f"zero_optimization.{name}"]
+        with pytest.raises(ConflictError, match=r"needs `zero_optimization\.stage`"):
+            accepted(zero_optimization={"stage": stage, name: value})
+    zeropp = {"stage": 2, "zero_quantized_gradients": True, "zero_hpz_partition_size": 8}
+    assert len(as_deepspeed(zero_optimization=zeropp).ignored) == 2
+
+
+def test_switched_off() -> None:
+    found = as_deepspeed(fp16={"enabled": False, "loss_scale": "x"}, elasticity={"micro_batch_sizes": "2,4"})
+    assert {note.path for note in found.ignored} == {"fp16.loss_scale", "elasticity.micro_batch_sizes"}
+
+
+def test_zero_values() -> None:
+    fp16 = {"enabled": True, "min_loss_scale": 0, "hysteresis": 0}
+    found = as_deepspeed(fp16=fp16, gradient_clipping=-1, steps_per_print="inf")
+    config = found.config
+    assert (config.fp16.min_loss_scale, config.fp16.hysteresis) == (2.0**-24, 1)
+    assert (config.gradient_clipping, config.steps_per_print) == (0, None) and len(found.ignored) == 4
+    assert as_deepspeed(zero_optimization={"stage": 3, "sub_group_size": 0}).ignored
+
+
+def test_node_local() -> None:
+    assert "one directory" in as_deepspeed(checkpoint={"use_node_local_storage": True}).ignored[0].reason
+    assert "one directory" in accepted(checkpoint={"use_node_local_storage": True}).warnings[0]
 
 
 def test_auto() -> None:

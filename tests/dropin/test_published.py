@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from shardwise.config import resolve
+from shardwise.config import accept, resolve
 from shardwise.errors import ConfigError, NotBuiltError
 from shardwise.launch.cli import app
 from shardwise.monitor import Service, registry
@@ -133,7 +133,7 @@ def outcome(name: str, path: str, through_trainer: bool) -> dict[str, Any]:
     try:
         config = prepared(path, 10) if through_trainer else path
         found["handed"] = config
-        raw = config if isinstance(config, dict) else resolve(config, world_size=WORLD).raw
+        raw = config if isinstance(config, dict) else resolve(accept(config), world_size=WORLD).raw
         model = tiny(raw)
         client = None if "optimizer" in raw else torch.optim.AdamW(model.parameters(), lr=PLAIN_LR)
         with writing_nowhere():
@@ -288,7 +288,11 @@ def exact(entry: Published) -> bool:
     """Whether plain torch does the same in fp32."""
     if entry.starts is None or entry.starts["precision"] != "fp32":
         return False
-    raw = resolve(entry.path, world_size=WORLD).raw if not entry.through_trainer else json.loads(entry.path.read_text())
+    raw = (
+        resolve(accept(entry.path), world_size=WORLD).raw
+        if not entry.through_trainer
+        else json.loads(entry.path.read_text())
+    )
     return equivalent(raw) is not None and not raw.get("torch_autocast", {}).get("enabled")
 
 
@@ -303,7 +307,7 @@ def test_many_files_are_compared_with_plain_torch() -> None:
 def test_losses_are_those_of_plain_torch(entry: Published, ran: dict[str, dict[str, Any]]) -> None:
     found = got(ran, entry)
     handed = found["handed"]
-    raw = handed if isinstance(handed, dict) else resolve(handed, world_size=WORLD).raw
+    raw = handed if isinstance(handed, dict) else resolve(accept(handed), world_size=WORLD).raw
     assert found["losses"] == pytest.approx(reference(entry, raw), rel=1e-5)
 
 

@@ -6,8 +6,9 @@ that lists everything that is wrong. Nothing here imports torch unless an optimi
 to be looked up.
 """
 
-from .arguments import config_arguments, config_path
+from .arguments import CONFIG_ARGUMENTS, config_arguments, config_path, config_source
 from .assume import assume
+from .deepspeed import accept
 from .export import KeyRow, describe, effective, json_schema
 from .facts import Facts
 from .problems import Note
@@ -16,14 +17,17 @@ from .resolve import Resolution, resolve
 from .schema import Config
 
 __all__ = [
+    "CONFIG_ARGUMENTS",
     "Config",
     "Facts",
     "KeyRow",
     "Note",
     "Resolution",
+    "accept",
     "assume",
     "config_arguments",
     "config_path",
+    "config_source",
     "describe",
     "effective",
     "json_schema",

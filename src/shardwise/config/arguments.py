@@ -2,31 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shardwise.errors import ConfigError
 
 CONFIG_ARGUMENTS = ("shardwise_config", "deepspeed_config", "deepscale_config")
 """Attributes by which a namespace of parsed arguments names the file; they mean the same."""
 
 
-def config_arguments(args: object) -> dict[str, str]:
-    """Return the arguments that name a configuration file, with the file."""
+def config_arguments(args: object) -> dict[str, Any]:
+    """Return the arguments that give a configuration, each with the file, or the dictionary that a script has made."""
     return {name: value for name in CONFIG_ARGUMENTS if (value := getattr(args, name, None)) is not None}
 
 
-def config_path(args: object) -> str | None:
-    """The configuration file named by parsed arguments, whichever of the three spellings was used.
+def config_path(args: object) -> Any:
+    """Return the configuration that parsed arguments name, whichever of the three spellings was used.
 
     Args:
         args: what `parse_args` returned; attributes that it lacks count as not given.
 
     Returns:
-        The path, or None if no argument names one.
+        The path, or the dictionary that a script has put there; None if no argument names one.
 
     Raises:
-        ConfigError: two spellings name different files.
+        ConfigError: two spellings name different configurations.
     """
     given = config_arguments(args)
-    if len(set(given.values())) > 1:
+    first = next(iter(given.values()), None)
+    if any(value != first for value in given.values()):
         listed = ", ".join(f"--{name} {value}" for name, value in given.items())
         raise ConfigError(f"{listed} name different files. Give one of them.")
-    return next(iter(given.values()), None)
+    return first
+
+
+def config_source(args: object, config: Any, config_params: Any) -> Any:
+    """Return the one configuration that the arguments of `initialize` give.
+
+    Raises:
+        ConfigError: there is none, or there are two.
+    """
+    given = {"config": config, "config_params": config_params}
+    named = config_path(args)
+    if named is not None:
+        given[f"args.{next(iter(config_arguments(args)))}"] = named
+    sources = {name: value for name, value in given.items() if value is not None}
+    if not sources:
+        raise ConfigError(
+            "initialize() needs a configuration: pass config=... (dict, path or JSON text), or --deepspeed_config on "
+            "the command line together with args"
+        )
+    if len(sources) > 1:
+        raise ConfigError(f"the configuration is given twice: {' and '.join(sources)}; keep one")
+    return next(iter(sources.values()))

@@ -37,20 +37,25 @@ def assume(source: Any) -> tuple[Facts, list[Note]]:
     >>> assume({"train_batch_size": 8})[1]
     []
     """
-    found = scan(read(source).data)
+    document = read(source)
+    found = scan(document.data)
     notes = {note.path: note for note in fills(found)}
     known = {dotted(path) for path in found.autos}
 
     def stand_in(path: tuple[str, ...], value: Any, said: str) -> None:
-        written = dotted(found.given[path])
+        written = dotted(found.given.get(path, path))
         before = f"{notes[written].reason}; " if written in notes else ""
         notes[written] = Note(written, value, f"{before}{said} is assumed here")
 
     micro = total = None
     open_batch = [name for name in (TRAIN, MICRO) if (name,) in found.autos]
-    if open_batch and not any(found.data.get(name) for name in (TRAIN, MICRO)):
-        micro = _BATCH
-        stand_in((open_batch[-1],), _BATCH, f"{_BATCH} sample for each rank")
+    if not any(found.data.get(name) for name in (TRAIN, MICRO)):
+        if open_batch:
+            micro = _BATCH
+            stand_in((open_batch[-1],), _BATCH, f"{_BATCH} sample for each rank")
+        elif document.written is not None:  # DeepSpeed itself refuses it, and so it is for a framework
+            micro = _BATCH
+            stand_in((MICRO,), _BATCH, f"absent, and filled in by Lightning or mmengine; {_BATCH} sample for each rank")
     steps = ("scheduler", "params", "total_num_steps")
     if steps in found.autos:
         warmup = found.data["scheduler"]["params"].get("warmup_num_steps")

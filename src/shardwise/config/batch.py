@@ -115,8 +115,9 @@ def _nothing_given(found: Scan) -> str:
         else f"neither `{TRAIN}` nor `{MICRO}` given"
     )
     return (
-        f"the batch size is unknown: {which}, and the caller has not said how many samples a rank gets. "
-        f'Write for example "{MICRO}": 1'
+        f"the batch size is unknown: {which}, and the caller has not said how many samples a rank gets. The Trainer "
+        'and Accelerate write it in the place of "auto"; Lightning and mmengine add the key. '
+        f'In a script of your own write for example "{MICRO}": 1'
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardwise.errors import NotBuiltError
 
-from .problems import Problem, dotted
+from .problems import Note, Problem, dotted
 from .scan import Scan
 from .schema.root import Config
 
@@ -160,12 +160,6 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "switch it off: checkpoints here fit any number of ranks and any stage as they are, and DeepSpeed's are read "
         "before they are made universal",
     ),
-    Unbuilt(
-        "checkpoint.use_node_local_storage",
-        "node-local checkpoints",
-        _on,
-        "switch it off and save to a directory that all nodes see",
-    ),
     Unbuilt("nebula.enabled", "Nebula", _on, "switch it off; `checkpoint.async_save` saves in the background"),
     Unbuilt("datastates_ckpt", "DataStates", _given, "remove it; `checkpoint.async_save` saves in the background"),
     Unbuilt(
@@ -239,6 +233,11 @@ UNBUILT: tuple[Unbuilt, ...] = (
 )
 
 UNHEARD: tuple[Unheard, ...] = (
+    Unheard(
+        "checkpoint.use_node_local_storage",
+        _on,
+        "a checkpoint is one directory; save to one that all machines of the job see",
+    ),
     Unheard("disable_python_gc", _on, "garbage collection is left to Python; gc.disable() in the script does it"),
     Unheard("graph_harvesting", _on, "kernels of the optimizer are not recorded as CUDA graphs"),
     Unheard("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),
@@ -270,12 +269,12 @@ def check_built(config: Config, found: Scan) -> list[Problem]:
     return problems
 
 
-def unheard(config: Config, found: Scan) -> list[str]:
-    """Return one warning for each key that asks for something that is not done, and without which all is the same."""
+def unheard(config: Config, found: Scan) -> list[Note]:
+    """Return a note on each key that asks for something that is not done, and without which all is the same."""
     return [
-        f"{_as_written(entry.path, found)}: accepted, and changes nothing: {entry.missing}"
+        Note(_as_written(entry.path, found), value, f"accepted, and changes nothing: {entry.missing}")
         for entry in UNHEARD
-        if entry.asks(value_at(config, entry.path))
+        if entry.asks(value := value_at(config, entry.path))
     ]
 
 

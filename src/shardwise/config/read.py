@@ -16,7 +16,7 @@ from typing import Any
 from shardwise.errors import ConfigError
 
 from .jsonc import DEEPEST, JSONSyntaxError, parse
-from .problems import Path, Problem, dotted, raise_problems
+from .problems import Note, Path, Problem, dotted, raise_problems
 
 _MOST_BITS = 1023
 """Of an integer that can still be converted to a floating-point number."""
@@ -31,12 +31,16 @@ class Document:
         origin: words for messages, such as `ds_config.json` or `the config dict`.
         lines: line of each key, empty for a dictionary.
         beyond: what standard JSON does not have and where, in words; None if there is nothing.
+        written: the JSON object as it was before keys without effect were left out; None: nothing was left out.
+        ignored: what was left out or read as another value, with the reason.
     """
 
     data: dict[str, Any]
     origin: str
     lines: dict[Path, int] = field(default_factory=dict)
     beyond: str | None = None
+    written: dict[str, Any] | None = None
+    ignored: tuple[Note, ...] = ()
 
 
 def load(source: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from .batch import MICRO, STEPS, TRAIN, ResolvedBatch, solve
 from .built import check_built, unheard, value_at
 from .checks import check_combinations, check_worth_a_warning
 from .compression import check_compression, doubtful_compression, method_name
+from .deepspeed import warning
 from .effects import without_effect
 from .facts import Facts
 from .params import check_optimizer, check_scheduler, settle
@@ -37,9 +38,12 @@ class Resolution:
 
     Attributes:
         config: validated; batch sizes solved, every "auto" replaced.
-        raw: the configuration as the user wrote it.
+        raw: the configuration that was checked.
+        written: the configuration as the user wrote it, with keys that `accept` has left out.
         notes: every value that was chosen, derived or moved from another key, with the reason.
         warnings: deprecated keys and settings that are probably not meant, one sentence each.
+        ignored: what `accept` has left out or read as another value, and what is not done, with the reason; empty for a
+            configuration that `accept` has not read.
         no_effect: keys that were given, are accepted, and change nothing here, with the reason.
         read_by_clients: keys that were given and that the Trainer, Accelerate or Lightning act upon, with what they
             do, and with what the engine does if that is nothing.
@@ -50,13 +54,19 @@ class Resolution:
 
     config: Config
     raw: dict[str, Any]
+    written: dict[str, Any]
     notes: list[Note] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    ignored: list[Note] = field(default_factory=list)
     no_effect: list[Note] = field(default_factory=list)
     read_by_clients: list[Note] = field(default_factory=list)
     origin: str = "the config dict"
     given: frozenset[str] = frozenset()
     beyond: str | None = None
+
+    def log_messages(self) -> list[str]:
+        """Return the warnings, after one text that lists every key without effect if any is in `ignored`."""
+        return [*([warning(self.origin, [*self.ignored, *self.no_effect])] if self.ignored else []), *self.warnings]
 
 
 def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> Resolution:
@@ -111,14 +121,16 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
     return Resolution(
         config=config,
         raw=document.data,
+        written=document.data if document.written is None else document.written,
         notes=notes,
         warnings=[
+            *(f"{note.path}: {note.reason}" for note in unheard(config, found) if document.written is None),
             *_deprecations(found),
             *found.unfolded,
-            *unheard(config, found),
             *check_worth_a_warning(config),
             *doubtful_compression(config),
         ],
+        ignored=[*document.ignored, *(unheard(config, found) if document.written is not None else ())],
         no_effect=no_effect,
         read_by_clients=read_by_clients,
         origin=document.origin,

@@ -15,7 +15,10 @@ from pydantic.fields import FieldInfo
 
 from .problems import Path, dotted
 from .schema.base import AUTO, DEPRECATED_FOR, FREE_FORM, IN_WORDS, NO_EFFECT, OTHER_NAMES, SECRET, ConfigSection
+from .schema.optimizers import NATIVE_OPTIMIZERS
+from .schema.precision import FP16
 from .schema.root import Config
+from .schema.schedules import NATIVE_SCHEDULES
 
 RETIRED: dict[str, str] = {
     "compile.enabled": "this old key was removed: call engine.compile() in the script instead",
@@ -187,35 +190,127 @@ def nearest(name: str, candidates: list[str], cutoff: float = 0.6) -> str | None
 
 def advise(section: type[ConfigSection], path: Path, name: str) -> str:
     """Say what the user may have meant by an unknown key."""
-    retired = RETIRED.get(dotted((*path, name)))
-    if retired:
-        return retired
+    known = known_reason(path, name)
+    if known is not None:
+        return known
     local = list(keys_of(section))
     close = nearest(name, local, 0.8)
     if close is not None:
         return f"did you mean `{dotted((*path, close))}`?"
-    elsewhere = _places().get(_comparable(name), ())
+    elsewhere = _elsewhere(name)
     if elsewhere:
         return _belongs(elsewhere)
-    longer = [spelling for spelling in local if len(name) >= 5 and _comparable(name) in spelling]
-    close = longer[0] if longer else nearest(name, local)
+    longer = [spelling for spelling in local if len(name) >= _LONG_NAME and _comparable(name) in spelling]
+    close = longer[0] if longer else nearest(name, local, 0.6 if len(name) >= _LONG_NAME else 0.7)
     if close is not None:
         return f"did you mean `{dotted((*path, close))}`?"
     far = nearest(name, list(_places()), 0.8)
-    if far is not None:
+    if far is not None and _comparable(name) not in _GENERAL:
         return f"did you mean `{_places()[far][0]}`?"
     where = f"`{dotted(path)}`" if path else "the top level"
     return f"no key of {where} or of another section has a similar name; remove it"
 
 
+_LONG_NAME = 5
+"""Letters from which on a part of a name says what is meant."""
+
+
 def _belongs(paths: tuple[str, ...]) -> str:
     """Say which section a key belongs to."""
-    shown = [path for path in paths if "*" not in path][:3] or list(paths[:3])
+    shown = _shown(paths)
     names = " or ".join(f"`{path}`" for path in shown)
     if len(shown) == 1:
         parent, _, _ = shown[0].rpartition(".")
         return f"this key belongs to {f'section `{parent}`' if parent else 'the top level'}: write {names}"
     return f"this key belongs to other sections, such as {names}"
+
+
+def _shown(paths: tuple[str, ...]) -> list[str]:
+    return [path for path in paths if "*" not in path][:3] or list(paths[:3])
+
+
+def place_of(name: str) -> str:
+    """Return the paths of the keys of a name, in words; an empty string if there is no such key."""
+    return " or ".join(f"`{path}`" for path in _shown(_elsewhere(name)))
+
+
+_GENERAL = frozenset(
+    [
+        "seed",
+        "type",
+        "params",
+        "mode",
+        "version",
+        "method",
+        "group",
+        "project",
+        "verbose",
+        "metric",
+        "fast",
+        "name",
+        "names",
+        "debug",
+        "dtype",
+    ]
+)
+"""Names of keys that say nothing of what a script means by them."""
+
+
+def _elsewhere(name: str) -> tuple[str, ...]:
+    """Return the paths of all keys of a name, unless the name is one that anything may have."""
+    comparable = _comparable(name)
+    return () if comparable in _GENERAL else _places().get(comparable, ())
+
+
+_COMMENTS = ("_", "//", "#", "--", ";")
+_COMMENT_WORDS = ("comment", "comments")
+_APEX = ("opt_level", "fp16_opt_level")
+_CLIPPING = ("max_grad_norm", "max_norm", "clip_grad", "grad_clip", "clip_grad_norm", "gradient_clip_val")
+_OWN_ACCELERATE: dict[str, str] = {
+    "zero_stage": "zero_optimization.stage",
+    "zero3_init_flag": "",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "deepspeed_multinode_launcher": "",
+    "deepspeed_config_file": "",
+    "deepspeed_hostfile": "",
+    "deepspeed_inclusion_filter": "",
+    "deepspeed_exclusion_filter": "",
+    "deepspeed_moe_layer_cls_names": "",
+}
+"""Keys of the file that `accelerate config` writes, and the key of a configuration that says the same."""
+
+
+def known_reason(path: Path, name: str) -> str | None:
+    """Say why a key that often stands at a path is not read there, and what to write; None if nothing is known."""
+    retired = RETIRED.get(dotted((*path, name)))
+    if retired:
+        return retired
+    if name.startswith(_COMMENTS) or name.lower() in _COMMENT_WORDS:
+        return "a comment, as DeepSpeed takes it; write comments as `// ...`, or remove it"
+    parent = path[0] if len(path) == 1 else None
+    if parent in ("optimizer", "scheduler") and name in _arguments(str(parent)):
+        return f"only `{parent}.params.{name}` is read: move it there"
+    if name in _CLIPPING:
+        return "gradients are clipped by `gradient_clipping` at the top level: write that"
+    if parent == "bf16" and name in FP16.model_fields:
+        return "it is for fp16: bf16 needs no loss scale and no casts, so remove it"
+    if parent in ("fp16", "bf16") and name in _APEX:
+        return f"it is a level of Apex (`amp`), which `{parent}` does not have: remove it"
+    if name in _OWN_ACCELERATE:
+        same = _OWN_ACCELERATE[name]
+        return f"it belongs to Accelerate's own file: {f'here write `{same}`' if same else 'remove it'}"
+    return None
+
+
+@cache
+def _arguments(section: str) -> frozenset[str]:
+    """Return the names of the arguments of all optimizers, or of all schedules."""
+    models = NATIVE_OPTIMIZERS if section == "optimizer" else NATIVE_SCHEDULES
+    return frozenset(name for model in models.values() for name in model.model_fields)
 
 
 @cache

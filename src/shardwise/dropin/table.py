@@ -269,9 +269,12 @@ _OFFLOAD_SECTIONS = joined(
 _TUNING = functions("shardwise.schedules", "add_tuning_arguments(parser)")
 _CHECKPOINTING = joined(
     functions(
-        "shardwise.recompute",
+        f"{_ADAPT}.configuration",
         "configure(mpu_, deepspeed_config=None, partition_activations=None, contiguous_checkpointing=None, "
-        "num_checkpoints=None, checkpoint_in_cpu=None, synchronize=None, profile=None)",
+        "num_checkpoints=None, checkpoint_in_cpu=None, synchronize=None, profile=None) = configure_checkpointing",
+    ),
+    functions(
+        "shardwise.recompute",
         "is_configured()",
         "reset()",
         "partition_activations_in_checkpoint(partition_activation)",

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm.agreement import check_agreement
@@ -24,7 +25,7 @@ from shardwise.comm.environment import DEVICE_LIMIT
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
-from shardwise.config import Facts, Resolution, config_arguments, config_path, resolve
+from shardwise.config import Facts, Resolution, config_source, resolve
 from shardwise.config.export import effective
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
@@ -156,7 +157,7 @@ def initialize(
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) expects an nn.Module, got {type(model).__name__}")
     check_lazy(model)
-    source = _config_source(args, config, config_params)
+    source = config_source(args, config, config_params)
 
     # The process group first: batch sizes depend on how many ranks there are.
     init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
@@ -165,7 +166,7 @@ def initialize(
     asked = asked_by(mpu, mesh_param, model, members)
 
     # The configuration before anything is made: most mistakes are found here, on every rank alike.
-    resolution = _resolve(source, len(members), optimizer, asked)
+    resolution = _resolve(source, members, optimizer, asked)
     settings = resolution.config
     check_packages(settings)
     grid = None
@@ -324,28 +325,12 @@ def initialize(
     return engine, stepped, batches.training_dataloader, scheduler
 
 
-def _config_source(args: Any, config: Any, config_params: Any) -> Any:
-    path = config_path(args)
-    given = {"config": config, "config_params": config_params}
-    if path is not None:
-        given[f"args.{next(iter(config_arguments(args)))}"] = path
-    named = {name: value for name, value in given.items() if value is not None}
-    if not named:
-        raise ConfigError(
-            "initialize() needs a configuration: pass config=... (dict, path or JSON text), or --deepspeed_config on "
-            "the command line together with args"
-        )
-    if len(named) > 1:
-        raise ConfigError(f"the configuration is given twice: {' and '.join(named)}; keep one")
-    return next(iter(named.values()))
-
-
-def _resolve(source: Any, world: int, client_optimizer: Any, asked: Asked | None) -> Resolution:
+def _resolve(source: Any, ranks: Sequence[int], client_optimizer: Any, asked: Asked | None) -> Resolution:
     """Read the configuration, and log its warnings as loudly as it asks for.
 
     Args:
         source: dict, path or text.
-        world: all ranks.
+        ranks: the ranks of the engine; the first one logs.
         client_optimizer: knows what an "auto" learning rate is, if it is an instance.
         asked: what the arguments say besides; None: nothing.
     """
@@ -356,12 +341,13 @@ def _resolve(source: Any, world: int, client_optimizer: Any, asked: Asked | None
         sequence_parallel_size=None if asked is None else asked.size,
         tensor_parallel_size=None if asked is None else asked.tensor,
     )
-    resolution = resolve(source, world_size=world, facts=facts)
+    resolution = resolve(source, world_size=len(ranks), facts=facts)
     _take_device_limit(resolution)
     if resolution.config.log_level is not None:
         logger.setLevel(resolution.config.log_level.upper())
-    for warning in resolution.warnings:
-        warn_once(str(warning))
+    if dist.get_rank() == ranks[0]:
+        for message in resolution.log_messages():
+            warn_once(message)
     return resolution
 
 

@@ -239,7 +239,7 @@ class Engine(ConfigGetters, nn.Module):
     @property
     def config(self) -> Any:
         """The configuration as the user gave it."""
-        return self._resolution.raw
+        return self._resolution.written
 
     @property
     def world_size(self) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -29,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise import engine
 from shardwise.comm import api, setup
-from shardwise.config import resolve
+from shardwise.config import CONFIG_ARGUMENTS, accept, config_source, resolve
 from shardwise.device import choose_device
 from shardwise.errors import ConflictError, UsageError
 from shardwise.parallel.tensor.dtensors import line_of
@@ -66,14 +67,17 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 @functools.wraps(engine.initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """Shard a model for training, as `shardwise.initialize`, after what Accelerate believes has been compared.
+    """Shard a model for training, as `shardwise.initialize`, with a configuration that is read as DeepSpeed reads it.
+
+    Keys that DeepSpeed ignores are left out, with one warning (`shardwise.config.accept`). Where Accelerate makes the
+    engine, its number of processes is compared with the number of ranks.
 
     Raises:
         UsageError: Accelerate makes this engine, and counts another number of processes than there are ranks.
         ConflictError: Accelerate makes this engine, and counts other ranks to a copy of the model than there are.
     """
     if not _uses_deepspeed():
-        made = engine.initialize(*args, **kwargs)
+        made = _initialize(*args, **kwargs)
     else:
         setup.init_distributed(verbose=False)
         _compare_counts()
@@ -86,12 +90,35 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 def _initialize_for_accelerate(*args: Any, **kwargs: Any) -> Any:
     config = kwargs.get("config_params")  # by this name Accelerate passes it, and nobody else does
     if not isinstance(config, MutableMapping):
-        return engine.initialize(*args, **kwargs)
+        return _initialize(*args, **kwargs)
     told = _tell_tensors(config)
     _compare_tensors(config, kwargs.get("model"), told)
     kwargs["config_params"] = _with_batch_of(config, told)
     kwargs["optimizer"] = _own_optimizer(kwargs.get("optimizer"))
-    return engine.initialize(*args, **kwargs)
+    return _initialize(*args, **kwargs)
+
+
+def _initialize(*args: Any, **kwargs: Any) -> Any:
+    given = _SIGNATURE.bind_partial(*args, **kwargs).arguments
+    names = given.get("args")
+    source = config_source(names, given.get("config"), given.get("config_params"))
+    if names is not None:
+        given["args"] = _WithoutConfiguration(names)
+    given.pop("config_params", None)
+    return engine.initialize(**{**given, "config": accept(source)})
+
+
+_SIGNATURE = inspect.signature(engine.initialize)
+
+
+class _WithoutConfiguration:
+    """Parsed arguments of a script, of which the configuration has been read."""
+
+    def __init__(self, arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __getattr__(self, name: str) -> Any:
+        return None if name in CONFIG_ARGUMENTS else getattr(self._arguments, name)
 
 
 def _tell_tensors(config: MutableMapping[str, Any]) -> int:

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shardwise import recompute
 from shardwise.comm.api import get_world_size
-from shardwise.config import Config, load, resolve
+from shardwise.config import Config, accept, load, resolve
 from shardwise.config.export import without_secrets
 from shardwise.config.schema.precision import BF16, FP16
-from shardwise.dropin.adapters.keys import GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT
+from shardwise.dropin.adapters.keys import (
+    GRADIENT_CLIPPING,
+    GRADIENT_CLIPPING_DEFAULT,
+    TRAIN_BATCH_SIZE,
+    TRAIN_MICRO_BATCH_SIZE_PER_GPU,
+)
 from shardwise.errors import UsageError
 from shardwise.utils.logging import logger
 from shardwise.zero.units.plan import TABLE
@@ -43,8 +49,8 @@ class DeepSpeedConfig:
         if mesh_device is not None:
             raise UsageError("DeepSpeedConfig(mesh_device=...): meshes of several dimensions are not built yet")
         self.world_size = get_world_size() if mpu is None else int(mpu.get_data_parallel_world_size())
-        self._resolution = resolve(config, world_size=self.world_size)
-        self._param_dict = self._resolution.raw
+        self._resolution = resolve(accept(config), world_size=self.world_size)
+        self._param_dict = self._resolution.written
         self.zero_config = self._resolution.config.zero_optimization
         self.zero_optimization_stage = self.zero_config.stage
         self.zero_enabled = bool(TABLE[self.zero_config.stage].optimizer)
@@ -71,12 +77,50 @@ def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> BF16:
     """Return section `bf16` (or `bfloat16`, as it was called) of a configuration."""
-    return BF16.model_validate(param_dict.get("bf16") or param_dict.get("bfloat16") or {})
+    section: BF16 = _section("bf16", param_dict.get("bf16") or param_dict.get("bfloat16"))
+    return section
 
 
 def get_float16_config(param_dict: Mapping[str, Any]) -> FP16:
     """Return section `fp16` of a configuration."""
-    return FP16.model_validate(param_dict.get("fp16") or {})
+    section: FP16 = _section("fp16", param_dict.get("fp16"))
+    return section
+
+
+def _section(name: str, values: Any) -> Any:
+    """Return one section of a configuration, checked."""
+    return getattr(resolve(accept({name: values or {}, TRAIN_BATCH_SIZE: 1})).config, name)
+
+
+def configure_checkpointing(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Call `shardwise.checkpointing.configure` with one section of a configuration, which is all that it reads.
+
+    Raises:
+        ConfigError: the section is wrong.
+    """
+    if deepspeed_config is not None:
+        name = "activation_checkpointing"
+        section = accept(deepspeed_config).data.get(name) or {}
+        deepspeed_config = {name: section, TRAIN_MICRO_BATCH_SIZE_PER_GPU: 1}
+    recompute.configure(
+        mpu_,
+        deepspeed_config,
+        partition_activations,
+        contiguous_checkpointing,
+        num_checkpoints,
+        checkpoint_in_cpu,
+        synchronize,
+        profile,
+    )
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:

@@ -25,12 +25,16 @@ def check(
         bool, typer.Option("--effective", help="Print only the effective configuration, with all defaults.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse keys that DeepSpeed ignores, as shardwise.initialize does.")
+    ] = False,
 ) -> None:
     """Check CONFIG and show each value that is given or chosen, with the reason, and what is questionable.
 
+    Keys that DeepSpeed ignores are listed, as for a script with `import deepspeed`; with --strict they are refused.
     For "auto" the values of the Trainer are shown that it fills in if it is not told otherwise, or a stand-in.
     """
-    from shardwise.config import assume, resolve
+    from shardwise.config import accept, assume, resolve
     from shardwise.config.export import effective
     from shardwise.errors import CommandLineError, ConfigError
 
@@ -39,8 +43,9 @@ def check(
     if full and as_json:
         raise CommandLineError("--json prints the effective configuration too. Leave --effective out.")
     try:
-        facts, assumed = assume(config)
-        resolution = resolve(config, world_size=world, facts=facts)
+        document = config if strict else accept(config)
+        facts, assumed = assume(document)
+        resolution = resolve(document, world_size=world, facts=facts)
     except ConfigError as error:
         if not as_json:
             raise
@@ -65,6 +70,7 @@ def _as_dict(resolution: Resolution, world: int, assumed: list[Note]) -> dict[st
         "effective": effective(resolution),
         "values": [row._asdict() for row in describe(resolution)],
         "warnings": list(resolution.warnings),
+        "ignored": [note._asdict() for note in resolution.ignored],
         "no_effect": [note._asdict() for note in resolution.no_effect],
         "read_by_clients": [note._asdict() for note in resolution.read_by_clients],
         "assumed": [note._asdict() for note in assumed],
@@ -92,18 +98,22 @@ def _show(resolution: Resolution, world: int, assumed: list[Note]) -> None:
         note = by_client.get(row.path)
         table.add_row(row.path, _text(row.value), row.source, row.reason if note is None else note.reason)
     console.print(table)
+    for note in resolution.ignored:
+        console.print(f"ignored: {note.path} = {_text(note.value)}: {note.reason}")
     for note in resolution.no_effect:
         console.print(f"no effect: {note.path} = {_text(note.value)}: {note.reason}")
     for note in resolution.read_by_clients:
         console.print(f"read by clients: {note.path} = {_text(note.value)}: {note.reason}")
     for note in assumed:
-        console.print(f'assumed: {note.path} = "auto": {note.reason}')
+        console.print(f"assumed: {note.path}: {note.reason}")
     if resolution.beyond is not None:
         said = "other readers of JSON refuse it, such as those of the Trainer, Accelerate and Lightning"
         console.print(f"not plain JSON: {resolution.beyond}. It is read here and by DeepSpeed, but {said}")
     for warning in resolution.warnings:
         console.print(f"warning: {warning}")
     console.print(f"{resolution.origin} is valid for {world} rank{'s' * (world > 1)}.")
+    if resolution.ignored:
+        console.print("It is so with `import deepspeed`; shardwise.initialize and --strict may refuse what is ignored.")
 
 
 def _text(value: Any) -> str:

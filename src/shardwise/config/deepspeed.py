@@ -1,0 +1,302 @@
+"""Reading configurations that were written for DeepSpeed.
+
+DeepSpeed ignores unknown keys at the top level and, by version, in other sections; it does not read what does not
+belong to the stage or to a section that is switched off. `accept` leaves such keys out, with the reason for each, so
+that the strict checks see only what has an effect. A key that is one edit away from a known key of its section stays,
+and is refused as a misspelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from .problems import Note, Path, dotted
+from .read import Document, read
+from .schema.base import AUTO, ConfigSection
+from .schema.root import Config
+from .schema.zero import ZeroConfig
+from .tree import Key, keys_of, known_reason, place_of, takes_any_key
+
+_SHORTEST = 4
+"""Letters of the longer of two names from which on one edit is a misspelling."""
+
+
+def accept(source: Any) -> Document:
+    """Read a configuration as DeepSpeed does: leave out the keys that it ignores.
+
+    Args:
+        source: anything that `load` accepts.
+
+    Returns:
+        The document without these keys. `Document.written` is the configuration as it was; `Document.ignored` lists
+        what was left out, or read as another value, with the reason.
+
+    Raises:
+        ConfigError: the source cannot be read.
+
+    >>> document = accept({"train_batch_size": 8, "seed": 1})
+    >>> document.data, document.ignored[0].path
+    ({'train_batch_size': 8}, 'seed')
+    """
+    document = read(source)
+    if document.written is not None:
+        return document
+    ignored: list[Note] = []
+    data = _section(document.data, Config, (), False, ignored)
+    _read_values(data, ignored)
+    _drop_other_stages(data, ignored)
+    _drop_without_type(data, ignored)
+    ignored.sort(key=lambda note: note.path)
+    return replace(document, data=data, written=document.data, ignored=tuple(ignored))
+
+
+def warning(origin: str, ignored: list[Note]) -> str:
+    """Return one text that lists the ignored keys by reason.
+
+    >>> print(warning("a.json", [Note("seed", 1, "unknown"), Note("log", {}, "unknown")]))
+    a.json has keys that have no effect, or another one than is written:
+      `seed`, `log`: unknown
+    """
+    by_reason: dict[str, list[str]] = {}
+    for note in ignored:
+        by_reason.setdefault(note.reason, []).append(f"`{note.path}`")
+    lines = [f"  {', '.join(paths)}: {reason}" for reason, paths in by_reason.items()]
+    return "\n".join([f"{origin} has keys that have no effect, or another one than is written:", *lines])
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def _section(
+    values: dict[Any, Any], model: type[ConfigSection], path: Path, off: bool, ignored: list[Note]
+) -> dict[Any, Any]:
+    """Return a section without the keys that have no effect."""
+    keys = keys_of(model)
+    kept: dict[Any, Any] = {}
+    for name, value in values.items():
+        here = (*path, str(name))
+        key = keys.get(name) if isinstance(name, str) else None
+        if key is not None:
+            if name != key.name and key.name in values:
+                ignored.append(Note(dotted(here), value, f"`{dotted((*path, key.name))}` is given, too, and counts"))
+            elif key.kind == "section" and key.child is not None and isinstance(value, dict):
+                switched_off = off or _is_off(key, value)
+                kept[name] = _section(value, key.child, here, switched_off, ignored)
+            elif off and not _fits(key, value):
+                ignored.append(Note(dotted(here), value, "the section is switched off"))
+            elif key.no_effect and not _fits(key, value):
+                ignored.append(Note(dotted(here), value, key.no_effect))
+            else:
+                kept[name] = value
+        elif takes_any_key(model) or not isinstance(name, str) or (not path and _is_path(name)):
+            kept[name] = value
+        elif off:
+            ignored.append(Note(dotted(here), value, "the section is switched off"))
+        elif (reason := known_reason(path, name)) is not None:
+            ignored.append(Note(dotted(here), value, reason))
+        elif any(_one_edit(name, known) for known in keys):
+            kept[name] = value  # the strict check names what was meant
+        else:
+            ignored.append(Note(dotted(here), value, _place(name)))
+    return kept
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name of the top level is a path that `scan` takes to its place."""
+    section, dot, _ = name.partition(".")
+    return bool(dot) and section in keys_of(Config)
+
+
+def _place(name: str) -> str:
+    found = place_of(name)
+    return f"only {found} is read" if found else "no key of DeepSpeed's or of this library's"
+
+
+def _is_off(key: Key, values: dict[Any, Any]) -> bool:
+    """Return whether a section is switched off. One that holds although it is off does not count as off."""
+    assert key.child is not None
+    keys = keys_of(key.child)
+    if "enabled" in keys:
+        switch = values.get("enabled", keys["enabled"].default)
+        return switch in (False, None, 0) or (isinstance(switch, str) and switch.lower() == "false")
+    if key.name in ("offload_param", "offload_optimizer"):
+        return values.get("device") in (None, "none")
+    return False
+
+
+def _fits(key: Key, value: Any) -> bool:
+    """Return whether the schema takes a value for a key."""
+    if value is None or (value == AUTO and key.kind == "value"):
+        return True
+    try:
+        key.owner.model_validate({key.name: value})
+    except ValidationError as error:
+        return all(detail["loc"][:1] != (key.name,) for detail in error.errors(include_url=False))
+    return True
+
+
+def _one_edit(name: str, known: str) -> bool:
+    """Return whether one letter more, less, exchanged for another, or two letters in turn make the names equal.
+
+    >>> _one_edit("gradient_clipp1ng", "gradient_clipping"), _one_edit("Train-Batch-Size", "train_batch_size")
+    (True, True)
+    >>> _one_edit("log", "aio"), _one_edit("seed", "speed_up")
+    (False, False)
+    """
+    first, second = (text.lower().replace("-", "_") for text in (name, known))
+    if first == second:
+        return True
+    if abs(len(first) - len(second)) > 1 or max(len(first), len(second)) < _SHORTEST:
+        return False
+    start = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
+    )
+    rest, other = first[start:], second[start:]
+    swapped = len(rest) > 1 and rest[1::-1] + rest[2:] == other
+    return rest[1:] == other[1:] or rest[1:] == other or rest == other[1:] or swapped
+
+
+# -- values ----------------------------------------------------------------------------------------------------------
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _is_zero(value: Any) -> bool:
+    return _number(value) == 0
+
+
+def _not_positive(value: Any) -> bool:
+    number = _number(value)
+    return number is not None and number <= 0
+
+
+def _negative(value: Any) -> bool:
+    number = _number(value)
+    return number is not None and number < 0
+
+
+def _infinite(value: Any) -> bool:
+    return _negative(value) or (isinstance(value, str) and value.strip().lower() in ("inf", "infinity"))
+
+
+_NO_LIMIT = "read as no limit"
+
+_READ_AS: dict[str, tuple[Callable[[Any], bool], Any, str]] = {
+    "fp16.min_loss_scale": (
+        _is_zero,
+        2.0**-24,
+        "read as 2^-24, the smallest number above 0 of fp16; an overflow there ends the run",
+    ),
+    "fp16.hysteresis": (_is_zero, 1, "read as 1: every overflow halves the loss scale"),
+    "fp16.loss_scale": (lambda value: value == "dynamic", 0, "read as 0, which means dynamic"),
+    "gradient_clipping": (_negative, 0.0, "read as 0: gradients are not clipped"),
+    "steps_per_print": (_infinite, None, "read as null: never"),
+    "optimizer.params": (lambda value: value is None, {}, "read as {}"),
+    "scheduler.params": (lambda value: value is None, {}, "read as {}"),
+    "zero_optimization.sub_group_size": (_not_positive, None, _NO_LIMIT),
+    "zero_optimization.reduce_bucket_size": (_not_positive, None, _NO_LIMIT),
+    "zero_optimization.allgather_bucket_size": (_not_positive, None, _NO_LIMIT),
+    "zero_optimization.stage3_prefetch_bucket_size": (_negative, None, "read as null: the next unit"),
+    "zero_optimization.stage3_param_persistence_threshold": (_negative, None, "read as null"),
+    "zero_optimization.stage3_model_persistence_threshold": (_negative, None, _NO_LIMIT),
+    "zero_optimization.stage3_max_live_parameters": (_negative, None, _NO_LIMIT),
+    "zero_optimization.zero_hpz_partition_size": (_not_positive, 1, "read as 1: no second shard"),
+    "sequence_parallel_size": (_not_positive, 1, "read as 1"),
+    "data_parallel_size": (_not_positive, None, "read as null: what the number of ranks gives"),
+    "vocabulary_size": (_not_positive, None, "read as null"),
+    "activation_checkpointing.number_checkpoints": (_not_positive, None, "read as null"),
+}
+"""Values that DeepSpeed takes and the schema refuses, by key: which they are, the value that is read, and its words."""
+
+
+def _read_values(data: dict[str, Any], ignored: list[Note]) -> None:
+    for path, (means, value, reason) in _READ_AS.items():
+        parent, spelling = _find(data, path)
+        if parent is not None and spelling in parent and means(parent[spelling]):
+            ignored.append(Note(dotted((*path.split(".")[:-1], spelling)), parent[spelling], reason))
+            parent[spelling] = value
+            if value is None:
+                del parent[spelling]
+
+
+def _find(data: dict[str, Any], path: str) -> tuple[dict[str, Any] | None, str]:
+    """Return the section of a key in a configuration, or None, and the spelling of the key that is used there."""
+    model: type[ConfigSection] = Config
+    *above, last = path.split(".")
+    place: Any = data
+    for name in above:
+        key = keys_of(model)[name]
+        place = next((place[spelling] for spelling in key.spellings if spelling in place), None)
+        if not isinstance(place, dict) or key.child is None:
+            return None, last
+        model = key.child
+    return place, next((spelling for spelling in keys_of(model)[last].spellings if spelling in place), last)
+
+
+_STAGE_3 = (
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zero_quantized_nontrainable_weights",
+    "zeropp_loco_param",
+    "zero_hpz_partition_size",
+)
+
+
+def _drop_other_stages(data: dict[str, Any], ignored: list[Note]) -> None:
+    """Leave out the keys of `zero_optimization` that belong to another stage."""
+    zero = data.get("zero_optimization")
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else None
+    stage = 0 if stage in (None, AUTO) else stage
+    if not isinstance(zero, dict) or stage not in (0, 1, 2, 3):
+        return
+
+    def drop(name: str, reason: str) -> None:
+        for spelling in keys_of(ZeroConfig)[name].spellings:
+            if spelling in zero and zero[spelling] not in (None, False) and not _device_is_none(zero[spelling]):
+                ignored.append(Note(f"zero_optimization.{spelling}", zero.pop(spelling), reason))
+
+    if stage < 3:
+        for name in ("offload_param", "cpu_offload_param"):
+            drop(name, f"it belongs to stage 3; at stage {stage} each rank has all parameters on its device")
+        for name in _STAGE_3:
+            drop(name, f"it belongs to stage 3, and the stage is {stage}")
+    if stage == 0:
+        for name in ("offload_optimizer", "cpu_offload", "cpu_offload_use_pin_memory"):
+            drop(name, "it belongs to stages 1 to 3, and the stage is 0")
+    if stage != 1:
+        drop("legacy_stage1", f"it belongs to stage 1, and the stage is {stage}")
+    for old, new in (
+        ("cpu_offload", "offload_optimizer"),
+        ("cpu_offload_param", "offload_param"),
+        ("cpu_offload_params", "offload_param"),
+    ):
+        section = zero.get(new)
+        if old in zero and isinstance(section, dict) and section.get("device") == ("cpu" if zero[old] else "none"):
+            ignored.append(Note(f"zero_optimization.{old}", zero.pop(old), f"`zero_optimization.{new}` says the same"))
+    state = zero.get("offload_optimizer")
+    if stage in (1, 2) and isinstance(state, dict) and state.get("ratio") not in (None, AUTO, 1):
+        path = "zero_optimization.offload_optimizer.ratio"
+        ignored.append(Note(path, state.pop("ratio"), f"it belongs to stage 3, and the stage is {stage}"))
+    if stage in (1, 2) and isinstance(state, dict) and state.get("device") == "nvme" and not state.get("nvme_path"):
+        path = "zero_optimization.offload_optimizer.device"
+        ignored.append(Note(path, "nvme", "read as cpu: no `nvme_path` is given"))
+        state["device"] = "cpu"
+
+
+def _device_is_none(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("device") in (None, "none")
+
+
+def _drop_without_type(data: dict[str, Any], ignored: list[Note]) -> None:
+    """Leave out arguments of an optimizer or schedule that has no type."""
+    for name in ("optimizer", "scheduler"):
+        section = data.get(name)
+        if isinstance(section, dict) and section.get("type") is None and section.get("params"):
+            reason = f"`{name}.type` is not given, so no {name} is built"
+            ignored.append(Note(f"{name}.params", section.pop("params"), reason))

@@ -1,0 +1,144 @@
+"""Configurations of the shapes in which people write them for DeepSpeed: which start, and which keys are ignored.
+
+`shapes.json` has one row for each: what DeepSpeed's own parser does with it ("accepts": 0.19.8; "accepted before":
+0.14.4; "refuses": both, or the engine where it builds the optimizer), and what happens here, on one rank. `later` marks
+features of later work, `misspelt` names that are one edit from a known one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.config import accept, resolve
+from shardwise.errors import ConfigError
+from shardwise.utils.logging import warn_once
+
+SHAPES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "shapes.json").read_text())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape["style"])
+def test_a_shape_starts_or_is_refused(shape: dict[str, Any]) -> None:
+    before = json.dumps(shape["config"])
+    try:
+        found = resolve(accept(shape["config"]), world_size=1)
+    except ConfigError as error:
+        assert sorted({problem.path for problem in error.problems}) == shape.get("refused"), error
+    else:
+        assert sorted(note.path for note in found.ignored) == shape.get("ignored")
+        messages = found.log_messages()
+        assert all(sum(f"`{path}`" in text for text in messages) == 1 for path in shape["ignored"])
+        assert found.written == shape["config"]
+    assert json.dumps(shape["config"]) == before
+
+
+def test_what_deepspeed_accepts_is_accepted() -> None:
+    """But for features of later work, and for misspelt names."""
+    counted = [s for s in SHAPES if s["deepspeed"] != "refuses" and not s.get("later") and not s.get("misspelt")]
+    accepted = [shape for shape in counted if "ignored" in shape]
+    assert len(counted) >= 40 and len(accepted) >= 0.95 * len(counted)
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s.get("ignored")], ids=lambda shape: shape["style"])
+def test_the_strict_reader_refuses_unknown_keys(shape: dict[str, Any]) -> None:
+    """`shardwise.initialize` and `shardwise check --strict`; values that it reads in the same way are no mistakes."""
+    unknown = [
+        note for note in accept(shape["config"]).ignored if "no key of" in note.reason or "comment" in note.reason
+    ]
+    if unknown:
+        with pytest.raises(ConfigError) as error:
+            resolve(shape["config"], world_size=1)
+        assert {note.path for note in unknown} <= {problem.path for problem in error.value.problems}
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "wanted"),
+    [
+        ({"optimizer": {"type": "Adam", "lr": 1e-3}}, "optimizer.lr", "only `optimizer.params.lr` is read"),
+        ({"max_grad_norm": 1.0}, "max_grad_norm", "write that"),
+        ({"bf16": {"enabled": True, "loss_scale": 0}}, "bf16.loss_scale", "bf16 needs no loss scale"),
+        ({"fp16": {"enabled": True, "opt_level": "O2"}}, "fp16.opt_level", "Apex"),
+        ({"_comment": "text"}, "_comment", "a comment"),
+        ({"log": {}}, "log", "no key of the top level or of another section has a similar name"),
+        ({"seed": 1}, "seed", "no key of the top level or of another section has a similar name"),
+        ({"zero_stage": 2}, "zero_stage", "write `zero_optimization.stage`"),
+    ],
+)
+def test_hints_of_the_strict_reader_name_the_cause(config: dict[str, Any], path: str, wanted: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve({"train_batch_size": 1, **config})
+    (problem,) = error.value.problems
+    assert problem.path == path and wanted in problem.message
+
+
+def test_an_engine_starts_with_one_warning_and_trains_as_without_the_keys(
+    installed: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import deepspeed
+
+    monkeypatch.setattr(logging.getLogger("shardwise"), "propagate", True)
+    warn_once.cache_clear()
+    plain = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+    }
+    written = {
+        **plain,
+        "seed": 1,
+        "_comment": "x",
+        "optimizer": {**plain["optimizer"], "weight_decay": 0.5},  # type: ignore[dict-item]
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "overlap_comm": True},
+        "checkpoint": {"use_node_local_storage": True},
+    }
+    weights = []
+    for config in (plain, written):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        assert engine.config == config
+        engine.backward(engine(torch.ones(2, 4)).mean())
+        engine.step()
+        weights.append(model.weight.detach().clone())
+        engine.destroy()
+    assert torch.equal(*weights)
+    (warning,) = {record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING}
+    for path in ("seed", "_comment", "optimizer.weight_decay", "zero_optimization.offload_param"):
+        assert f"`{path}`" in warning
+    for path in ("zero_optimization.overlap_comm", "checkpoint.use_node_local_storage"):
+        assert f"`{path}`" in warning
+
+
+def test_values_are_read_with_their_meaning() -> None:
+    def read(config: dict[str, Any]) -> Any:
+        return resolve(accept({"train_batch_size": 1, **config})).config
+
+    assert read({"fp16": {"enabled": True, "min_loss_scale": 0}}).fp16.min_loss_scale == 2.0**-24
+    assert read({"fp16": {"enabled": True, "loss_scale": "dynamic"}}).fp16.loss_scale == 0
+    assert read({"gradient_clipping": -1}).gradient_clipping == 0
+    assert read({"steps_per_print": "inf"}).steps_per_print is None
+    assert read({"zero_optimization": {"stage": 3, "sub_group_size": 0}}).zero_optimization.sub_group_size > 0
+    disk = {"stage": 2, "offload_optimizer": {"device": "nvme"}}
+    assert read({"zero_optimization": disk}).zero_optimization.offload_optimizer.device == "cpu"
+    off = read({"fp16": {"enabled": False, "loss_scale": "x", "hysteresis": 4}}).fp16
+    assert (off.loss_scale, off.hysteresis) == (0, 4)
+
+
+def test_arguments_may_hold_a_dictionary(installed: None) -> None:
+    import argparse
+
+    import deepspeed
+
+    config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "epochs": 2}
+    model = torch.nn.Linear(2, 1)
+    args = argparse.Namespace(deepspeed_config=config, local_rank=0)
+    engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+    assert engine.config == config
+    engine.destroy()
+    with pytest.raises(ConfigError, match=r"given twice: config and args\.deepspeed_config"):
+        deepspeed.initialize(args=args, model=model, config=dict(config))
