@@ -349,3 +349,28 @@ def test_class_of_the_error_says_what_kind_of_problem_it_is() -> None:
 def test_world_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match="world_size must be at least 1, found 0"):
         resolve({"train_batch_size": 8}, world_size=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"gradient_accumulation_steps": 10**30},
+            r"gradient_accumulation_steps: .*Give at most 9223372036854775807 .64 bits",
+        ),
+        ({"zero_optimization": {"reduce_bucket_size": 2**63}}, "zero_optimization.reduce_bucket_size"),
+        ({"zero_optimization": {"reduce_bucket_size": 1e308}}, "zero_optimization.reduce_bucket_size"),
+        ({"train_micro_batch_size_per_gpu": "\uff18"}, "train_micro_batch_size_per_gpu"),
+        ({"memory_limits": {"host": "\uff18GB"}}, "memory_limits.host"),
+        ({"memory_limits": {"host": 2**70}}, "memory_limits.host"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/a\0b"}}},
+            "zero_optimization.offload_param.nvme_path: .*the character NUL",
+        ),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": []}}}, "scheduler.params.warmup_min_lr"),
+    ],
+    ids=str,
+)
+def test_values_that_cannot_be_meant_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve(with_batch(**config) if "train_micro_batch_size_per_gpu" not in config else config)

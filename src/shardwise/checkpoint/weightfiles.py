@@ -26,6 +26,7 @@ from shardwise.checkpoint.statefile import StateFileWriter
 from shardwise.checkpoint.tensorfile import Spec
 from shardwise.checkpoint.tensorwriter import TensorWriter
 from shardwise.errors import CheckpointError, CheckpointPathError
+from shardwise.sizes import size_in_bytes
 
 FORMATS = {"hf": "model.safetensors", "pt": "pytorch_model.bin"}
 """Name of the only file of each format."""
@@ -33,16 +34,12 @@ FORMATS = {"hf": "model.safetensors", "pt": "pytorch_model.bin"}
 PICKLED = (".bin", ".pt", ".pth")
 """Endings of files that are written as `torch.save` does."""
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
-
 
 def parse_size(size: int | str, name: str = "max_shard_size") -> int:
     """Return a number of bytes.
 
     Args:
-        size: a number of bytes, or text such as "5GB" (10**9) or "512MiB" (2**20).
+        size: a number of bytes, or text such as "5GB"; see `shardwise.sizes.size_in_bytes`.
         name: what messages call it.
 
     Raises:
@@ -51,11 +48,10 @@ def parse_size(size: int | str, name: str = "max_shard_size") -> int:
     >>> parse_size("1.5KB"), parse_size("2MiB"), parse_size(7)
     (1500, 2097152, 7)
     """
-    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
-    if match is not None and match.group(2).upper() in _UNITS:
-        found = int(float(match.group(1)) * _UNITS[match.group(2).upper()])
-    else:
-        found = size if isinstance(size, int) and not isinstance(size, bool) else 0
+    found = size if isinstance(size, int) and not isinstance(size, bool) else 0
+    if isinstance(size, str):
+        with contextlib.suppress(ValueError):
+            found = size_in_bytes(size)
     if found < 1:
         raise CheckpointError(f"{name}: expected a size such as '5GB', '512MiB' or a number of bytes, found {size!r}")
     return found

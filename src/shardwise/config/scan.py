@@ -113,6 +113,10 @@ def _scan_section(
                 message = f"unknown key; {advise(section, spelled, str(name))}" if few else "unknown key"
                 result.problems.append(Problem(dotted((*spelled, str(name))), message))
             continue
+        if isinstance(value, str) and "\0" in value:
+            message = f"{value!r:.200} has the character NUL, which no name, path or number has; remove it"
+            result.problems.append(Problem(dotted(as_written), message))
+            continue
         here = (*path, key.name)
         if here in result.given:
             first = dotted(result.given[here])

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from .problems import Note, Path, Problem, dotted
 from .scan import Scan, put
-from .schema.base import ConfigSection
+from .schema.base import LARGEST_INT, ConfigSection
 from .schema.root import Config
 from .tree import Key, expected, keys_of, nearest
 
@@ -76,13 +76,13 @@ def _meant(key: Key, value: Any) -> Any:
             return bool(value)
         if isinstance(value, str) and value.strip().lower() in (*_TRUE, *_FALSE):
             return value.strip().lower() in _TRUE
-    if isinstance(value, str) and key.kind == "value" and len(value) <= _LONGEST_NUMBER:
+    if isinstance(value, str) and value.isascii() and key.kind == "value" and len(value) <= _LONGEST_NUMBER:
         try:
             number = float(value)
         except ValueError:
             return _NOTHING
         if math.isfinite(number):
-            return int(value) if value.strip().lstrip("+-").isdecimal() else number
+            return int(value) if re.fullmatch(r"\s*[+-]?[0-9]+\s*", value) else number
     return _NOTHING
 
 
@@ -179,11 +179,18 @@ def _advice(key: Key, value: Any) -> str:
         return _advice_on_string(key, value)
     if isinstance(value, bool) and key.child is not None and "enabled" in keys_of(key.child):
         return f'Write {{"enabled": {json.dumps(value)}}}'
+    number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+    if number and abs(value) > LARGEST_INT:
+        return f"Give at most {LARGEST_INT} (64 bits)" if _takes_integers(key) else ""
     if isinstance(value, float) and math.isfinite(value) and "an integer" in expected(key):
         return f"Write {math.floor(value)} or {math.ceil(value)}" if not value.is_integer() else ""
     if isinstance(value, int) and not isinstance(value, bool) and "true or false" in expected(key):
         return f"Write {'true' if value else 'false'}" if value in (0, 1) else ""
     return ""
+
+
+def _takes_integers(key: Key) -> bool:
+    return any(words in expected(key) for words in ("an integer", "bytes"))
 
 
 def _advice_on_string(key: Key, value: str) -> str:

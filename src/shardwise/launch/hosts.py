@@ -6,7 +6,7 @@ everything that the text says is used or refused with its line; nothing is skipp
 Hostfile, one machine a line, `#` starts a comment:
 
     worker-0 slots=8
-    worker-1 slots=8
+    worker-1 slots=8 max_slots=8
 
 Filter: machines separated by `@`, each with the slots that are meant, or none for all:
     `worker-0@worker-1:0,2`.
@@ -24,7 +24,9 @@ from shardwise.errors import CommandLineError
 DEFAULT_HOSTFILE = "/job/hostfile"
 """Read if it exists and no other is named; cluster software for DeepSpeed jobs writes it there."""
 
-_LINE = re.compile(r"(?P<host>[^\s=:@,]+)\s+slots=(?P<slots>\d+)")
+_LINE = re.compile(
+    r"(?P<host>[^\s=:@,]+)\s+slots\s*=\s*(?P<slots>[0-9]{1,6})(\s+max[_-]slots\s*=\s*(?P<most>[0-9]{1,6}))?"
+)
 
 
 def parse_hostfile(text: str, name: str) -> dict[str, int]:
@@ -51,6 +53,8 @@ def parse_hostfile(text: str, name: str) -> dict[str, int]:
             raise CommandLineError(
                 f"{name}, line {number}: expected `host slots=N` with N from 1 up, found {content!r}."
             )
+        if match["most"] is not None and int(match["slots"]) > int(match["most"]):
+            raise CommandLineError(f"{name}, line {number}: slots is more than max_slots in {content!r}.")
         if match["host"] in hosts:
             raise CommandLineError(f"{name}, line {number}: {match['host']} occurs twice. Keep one line per host.")
         hosts[match["host"]] = int(match["slots"])
@@ -89,7 +93,7 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...]]:
     for part in text.split("@"):
         host, colon, listed = part.strip().partition(":")
         numbers = [slot.strip() for slot in listed.split(",")] if colon else []
-        if not host or not all(re.fullmatch(r"\d+", slot) for slot in numbers):
+        if not host or not all(re.fullmatch(r"[0-9]{1,6}", slot) for slot in numbers):
             raise CommandLineError(
                 f"{option} {text}: expected NAME or NAME:slot,slot joined by @, such as localhost:0,1, found {part!r}."
             )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, WrapValidator
 
 from shardwise.errors import ConfigError, ConflictError
 from shardwise.sizes import size_in_bytes
@@ -21,6 +21,9 @@ AUTO = "auto"
 
 MASK = "***"
 """What stands for a secret where a configuration is shown or stored. Given, it counts as nothing."""
+
+LARGEST_INT = (1 << 63) - 1
+"""No integer is larger: it fits 64 bits, as all counts and sizes of torch do."""
 
 OTHER_NAMES = "x-other-names"
 DEPRECATED_FOR = "x-deprecated-for"
@@ -140,6 +143,13 @@ def integral(value: Any) -> Any:
     return value
 
 
+def fits_64_bits(value: int) -> int:
+    """Refuse integers that no count and no size can be."""
+    if abs(value) > LARGEST_INT:
+        raise ValueError(f"more than {LARGEST_INT}")
+    return value
+
+
 def whole(value: Any) -> Any:
     """Like `integral` for a choice of integers, among which Python would find true as 1."""
     if isinstance(value, bool):
@@ -192,11 +202,12 @@ def _dtype_name(value: Any) -> Any:
 
 Whole = BeforeValidator(whole)
 """Goes before a `Literal` of integers."""
-Int = Annotated[int, BeforeValidator(integral)]
+Int = Annotated[int, BeforeValidator(integral), AfterValidator(fits_64_bits)]
 """An integer; a float with an integral value (1e9) is one."""
 Size = Annotated[
     int,
     Field(gt=0),
+    AfterValidator(fits_64_bits),
     BeforeValidator(lambda value: size_in_bytes(value) if isinstance(value, str) else integral(value)),
     WithJsonSchema(
         {"type": ["integer", "string"], "exclusiveMinimum": 0, IN_WORDS: 'bytes, or a size such as "2GiB" or "500 MB"'}

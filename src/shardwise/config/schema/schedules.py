@@ -9,11 +9,12 @@ from pydantic import BeforeValidator, Field
 
 from .base import Arguments, Contradiction, Flag, Int, NotNegative, PartOfOne, as_list, key
 
-Rates = NotNegative | Annotated[list[NotNegative], BeforeValidator(as_list)]
+_OneEach = Field(min_length=1)
+Rates = NotNegative | Annotated[list[NotNegative], BeforeValidator(as_list), _OneEach]
 """One rate for all parameter groups, or one for each."""
 _Positive = Annotated[float, Field(gt=0)]
-_PositiveRates = _Positive | Annotated[list[_Positive], BeforeValidator(as_list)]
-_Momenta = PartOfOne | Annotated[list[PartOfOne], BeforeValidator(as_list)]
+_PositiveRates = _Positive | Annotated[list[_Positive], BeforeValidator(as_list), _OneEach]
+_Momenta = PartOfOne | Annotated[list[PartOfOne], BeforeValidator(as_list), _OneEach]
 
 
 class _Schedule(Arguments):

@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from shardwise.errors import CommandLineError, OffloadError, ShardwiseError
+from shardwise.sizes import size_in_bytes
 
 if TYPE_CHECKING:
     from shardwise.offload.measure import Speed, Way
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{unit}{ending}": (1000 if ending == "B" else 1024) ** power
-    for power, unit in enumerate("KMGT", 1)
-    for ending in ("", "B", "IB")
-}
 _LARGE, _QUICK = 1 << 30, 256 << 20
 _LEAST = 16 << 20
 """Bytes of a file below which figures would be of nothing but the first requests."""
@@ -168,7 +164,7 @@ def parse_bytes(text: str, name: str) -> int:
     """Return a number of bytes.
 
     Args:
-        text: as 4096, 256K, 1M or 2GiB (powers of 1024), or 1GB (powers of 1000).
+        text: see `shardwise.sizes.size_in_bytes`.
         name: what messages call it.
 
     Raises:
@@ -177,8 +173,10 @@ def parse_bytes(text: str, name: str) -> int:
     >>> parse_bytes("1M", "it"), parse_bytes("1.5KiB", "it"), parse_bytes("2GB", "it")
     (1048576, 1536, 2000000000)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    found = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    try:
+        found = size_in_bytes(text)
+    except ValueError:
+        found = 0
     if found < 1:
         raise CommandLineError(f"{name} {text}: give bytes, as 4096, 256K, 1M or 4G.")
     return found
@@ -190,7 +188,7 @@ def parse_count(text: str, name: str) -> int:
     Raises:
         CommandLineError: it is none.
     """
-    if not text.strip().isdecimal() or int(text) < 1:
+    if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) is None or int(text) < 1:
         raise CommandLineError(f"{name} {text}: give a number, 1 or more.")
     return int(text)
 

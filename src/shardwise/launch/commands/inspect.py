@@ -130,7 +130,8 @@ def _show_checkpoint(found: dict[str, Any]) -> None:
     facts.add_row("tag", found["tag"])
     facts.add_row("saved", found["created"])
     facts.add_row("by", ", ".join(f"{name} {version}" for name, version in versions.items()))
-    facts.add_row("layout", ", ".join(f"{name} {value}" for name, value in found["layout"].items()))
+    layout = {name: found["layout"][name] for name in ("world", "stage", "dtype") if name in found["layout"]}
+    facts.add_row("layout", ", ".join(f"{name} {value}" for name, value in {**layout, **found["layout"]}.items()))
     facts.add_row("counters", ", ".join(f"{name} {value}" for name, value in counters.items()))
     frozen = found["parameters"] - found["trained_parameters"]
     facts.add_row("parameters", f"{found['parameters']:,}" + (f" ({frozen:,} frozen)" if frozen else ""))
