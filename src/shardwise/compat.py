@@ -402,6 +402,12 @@ def shape_in_graph(parameter: torch.Tensor) -> tuple[int, ...]:
     return tuple(expected.shape)
 
 
+def result_shapes(node: Node) -> list[tuple[int, ...]]:
+    """Return the shapes of what a node of a graph has computed in the forward pass."""
+    results: Any = node._input_metadata
+    return [tuple(result.shape) for result in results]
+
+
 def will_run(node: Node) -> bool:
     """Whether the backward pass that autograd is in runs a node that accumulates into a parameter."""
     try:

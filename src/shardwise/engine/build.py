@@ -40,7 +40,7 @@ from shardwise.engine.budget import make as make_budget
 from shardwise.engine.budget import wanted as budget_wanted
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
-from shardwise.engine.exchanges import exchanges_of
+from shardwise.engine.exchanges import exchanges_in_backward, exchanges_of
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.experts import divide_experts
 from shardwise.engine.facts import facts_of
@@ -264,6 +264,7 @@ def initialize(
     shows_loss = bool(switched_on(settings)) or settings.anomaly_watch.enabled or settings.run_log.enabled
     shows_loss |= shows(settings)
     step = TrainStep(sharded, settings, job, batches, stepped, scheduler, scaler, signals, shows_loss)
+    step.exchanges = exchanges_in_backward(model, lines)
     job.ledger.step = lambda: step.global_steps
     checkpoints = Checkpoints(sharded, resolution, job, step, batches)
     if watched is not None:

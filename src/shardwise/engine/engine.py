@@ -488,6 +488,8 @@ class Engine(ConfigGetters, nn.Module):
             self.sharded.places.check()
         if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
+        if own:
+            self._sequences.compare(self.module, self._run_plainly, inputs, kwargs)
         self._memory.remember_call(inputs, kwargs)
         if own:
             self._memory.forward_begins()

@@ -7,10 +7,27 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardwise.moe.exchange import Divided
+from shardwise.parallel.attention import DistributedAttention
+from shardwise.parallel.ring import RingAttention
 from shardwise.parallel.tensor.layers import NormParallel, Parallel, RowParallel
+from shardwise.registry import part_of
 
 if TYPE_CHECKING:
     from shardwise.engine.ranks import RankGrid
+
+
+def exchanges_in_backward(model: nn.Module, lines: RankGrid) -> bool:
+    """Return True if a backward pass of this rank gives others gradients that they wait for.
+
+    Args:
+        model: its tensors and experts have been divided.
+        lines: the ranks.
+    """
+    if len(lines.sequence[0]) > 1 or any(part_of(parameter).ranks is not None for parameter in model.parameters()):
+        return True
+    return any(
+        isinstance(module, (nn.SyncBatchNorm, DistributedAttention, RingAttention)) for module in model.modules()
+    )
 
 
 def exchanges_of(model: nn.Module, lines: RankGrid) -> str:

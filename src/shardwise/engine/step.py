@@ -27,6 +27,7 @@ from shardwise.engine.window import FACTS, LOSS_FACTS, Weight, Window, check_mix
 from shardwise.errors import AnomalyError, NonFiniteError, OffloadError, SyncError, UsageError
 from shardwise.precision.norms import combine
 from shardwise.precision.overflow import OverflowReport
+from shardwise.precision.weights import ignore_nonfinite
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.updates.interrupted import told_of
 
@@ -139,6 +140,8 @@ class TrainStep:
         window_began: `micro_steps` where the accumulation window has begun.
         new_micro_batch: the model has been run for training since the last step.
         inside_no_sync_ctxt: gradients are added up without being reduced.
+        exchanges: other ranks wait for gradients from this one in its backward pass, so that a loss of weight 0 is
+            differentiated, too.
         last_step: what the last step at a boundary did.
         applied: the last call of `take` updated the parameters.
     """
@@ -160,6 +163,7 @@ class TrainStep:
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self.window_began = 0
         self.new_micro_batch = self.inside_no_sync_ctxt = self.applied = False
+        self.exchanges = False
         self.last_step: StepReport | None = None
         self._sharded = sharded
         self._config = config
@@ -228,11 +232,15 @@ class TrainStep:
             whole = loss.detach() if scale_wrt_gas else loss.detach() * self._batches.steps
             self._window.shown.append((whole, 1.0 if counted is None else counted))
         scaled = loss if isinstance(factor, float) and factor == 1.0 else loss * factor
+        absent = counted == 0.0 if isinstance(counted, torch.Tensor) else None
+        handles = ignore_nonfinite(scaled, absent) if zero or absent is not None else []
         self._loss_is_scaled = self._scale_entered = True
         self._pass_weight = counted
         try:
-            yield [] if zero else [scaled]
+            yield [] if zero and not self.exchanges else [scaled]
         finally:
+            for handle in handles:
+                handle.remove()
             self._loss_is_scaled = False
             self._pass_weight = None
 

@@ -117,7 +117,10 @@ class Window:
         counted: Weight = 0.0
         summed = torch.zeros((), dtype=torch.float64, device=self.shown[0][0].device)
         for loss, weight in self.shown:
-            counted, summed = counted + weight, summed + loss.double().reshape(()) * weight
+            part = loss.double().reshape(()) * weight
+            if isinstance(weight, torch.Tensor):
+                part = torch.where(weight == 0.0, 0.0, part)  # the mean over no tokens may be NaN
+            counted, summed = counted + weight, summed + part
         return [summed, counted]
 
     def lost(self) -> bool:

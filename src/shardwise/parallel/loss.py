@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from shardwise.parallel.data import IGNORED
 from shardwise.parallel.sequence import SequenceGroup, needed
+from shardwise.precision.weights import ignore_nonfinite
 
 
 def token_loss(
@@ -71,5 +72,7 @@ def mean_loss(loss: torch.Tensor, tokens: torch.Tensor | int, group: SequenceGro
         count = tokens.to(loss.device)
     else:
         count = torch.full((), tokens, dtype=torch.int64, device=loss.device)
+    if loss.requires_grad:
+        ignore_nonfinite(loss, count == 0)
     found: torch.Tensor = _Mean.apply(loss, count, group or needed())
     return found
