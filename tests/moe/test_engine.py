@@ -407,3 +407,26 @@ def test_half_precision() -> None:
     """Experts over ranks, and all experts on each, step from gradients of 16 bits."""
     for plain, other in run_ranks(beside, 2, "fp16", 1):
         assert all(torch.allclose(value, other[name], atol=2e-2) for name, value in plain.items())
+
+
+def unevenly() -> list[str]:
+    found = []
+    for options in (DROPS, KEEPS):
+        engine = started(1, 2, options)
+        rows = 1 + dist.get_rank()
+        try:
+            engine.backward(engine(batch(0, 0, dist.get_rank())[:rows]))
+            found.append("runs")
+        except UsageError as error:
+            found.append(str(error))
+        engine.destroy()
+    return found
+
+
+def test_ranks_with_other_numbers_of_tokens_are_named_where_tokens_may_be_dropped() -> None:
+    for dropping, keeping in run_ranks(unevenly, 2):
+        with pytest.raises(
+            UsageError, match=rf"blocks.0.moe: the ranks \[0, 1\] have \[{TOKENS}, {2 * TOKENS}\] tokens"
+        ):
+            raise UsageError(dropping)
+        assert keeping == "runs"

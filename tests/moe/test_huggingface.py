@@ -47,20 +47,40 @@ DEEPSEEK = {
     "n_shared_experts": 1,
 }
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+JAMBA = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "expert_layer_period": 1,
+    "expert_layer_offset": 0,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 0,
+    "use_mamba_kernels": False,
+    "mamba_d_state": 4,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN, "head_dim": 16}),
     "qwen2_moe": ("Qwen2Moe", {**QWEN, "shared_expert_intermediate_size": 24}),
     "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, "topk_method": "greedy"}),
     "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "gpt_oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe": ("GraniteMoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "jamba": ("Jamba", JAMBA),
 }
+PRESETS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 
 
 def made(family: str) -> Any:
     name, more = FAMILIES[family]
     torch.manual_seed(7)
     config = getattr(transformers, f"{name}Config")(**BASE, **more)
-    return getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for part, parameter in model.named_parameters():
+            if part.endswith("_bias"):
+                parameter.normal_()  # of experts; they begin as zeros
+    return model
 
 
 def tokens(rank: int, step: int = 0) -> torch.Tensor:
@@ -81,7 +101,7 @@ def test_a_converted_model_computes_the_same(family: str) -> None:
     plain = made(family)
     model = copy.deepcopy(plain)
     parameters = dict(model.named_parameters())
-    found = convert(model, section(preset_model=None if family == "qwen2_moe" else family))
+    found = convert(model, section(preset_model=family if family in PRESETS else None))
     assert found and all(isinstance(model.get_submodule(name), StackedExperts) for name in found)
     # Names and objects are what they were.
     after = dict(model.named_parameters())
@@ -170,6 +190,21 @@ def test_divided_experts_train_as_one_process(
     model = made(families[0])
     report = model.load_state_dict(weights, strict=False)
     assert not report.unexpected_keys and set(report.missing_keys) <= {"lm_head.weight"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "match"),
+    [
+        ({"expert_activation": "gelu"}, r"would compute something else: results differ by"),
+        (
+            {"expert_w1": "down_proj", "expert_w2": "gate_up_proj"},
+            r"cannot be called with tokens|would compute something",
+        ),
+    ],
+)
+def test_experts_that_would_compute_something_else_are_refused(keys: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        convert(made("mixtral"), section(**keys))
 
 
 class Named(torch.nn.Module):

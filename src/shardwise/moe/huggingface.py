@@ -8,6 +8,7 @@ block stay what they are, so that what the model computes is the same up to roun
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardwise.compat import has_values
 from shardwise.errors import ConfigError, UsageError
 from shardwise.moe.dispatch import counted, in_turn
-from shardwise.moe.exchange import Divided, ExpertGroup, mark_experts
+from shardwise.moe.exchange import ALONE, Divided, ExpertGroup, mark_experts
 from shardwise.moe.experts import GroupSizes, grouped_linear, in_turn_of
 from shardwise.names import name_search
 
@@ -44,14 +46,14 @@ class Names:
 
     Attributes:
         experts: the child that holds the experts.
-        router: the child that routes.
+        routers: names of the child that routes.
         gate: the stacked gate projections, with the up projections beneath them if `up` is None.
         down: the stacked down projections.
         up: the stacked up projections.
     """
 
     experts: str
-    router: str
+    routers: tuple[str, ...]
     gate: str
     down: str
     up: str | None
@@ -61,7 +63,7 @@ class Names:
         """Return what a configuration calls them."""
         return cls(
             section.expert_pattern or "experts",
-            section.router_pattern or "gate",
+            ("gate", "router") if section.router_pattern is None else (section.router_pattern,),
             section.expert_w1 or "gate_up_proj",
             section.expert_w2 or "down_proj",
             section.expert_w3,
@@ -73,30 +75,53 @@ class Names:
         return [self.gate, self.down, *([self.up] if self.up is not None else [])]
 
 
+@dataclass(frozen=True)
+class Form:
+    """How the experts of a block are stored and computed.
+
+    Attributes:
+        names: of their parameters.
+        transposed: weights are [experts, in, out].
+        bias: each projection has a bias, called as its weight with `_bias` behind it.
+        gated: makes the input of the down projection from the outputs of gate and up projections side by side; None:
+            activation(gate) * up.
+    """
+
+    names: Names
+    transposed: bool = False
+    bias: bool = False
+    gated: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def parameters(self) -> list[str]:
+        """Names of all parameters."""
+        return [n for name in self.names.parameters for n in ([name, f"{name}_bias"] if self.bias else [name])]
+
+
 class StackedExperts(Divided):
     """The experts of a block, in stacked tensors: y = (activation(x gate^T) * x up^T) down^T for each.
 
     Args:
         given: the module in whose place this one comes; its parameters are taken, under their names.
-        names: of these.
+        form: how they are stored and computed.
         ep_size: ranks over which they are divided.
-        activation: of the gate projection.
+        activation: of the gate projection; None: the form has a gate of its own.
         grouped: compute all experts in one matrix product where torch can (`shardwise.compat.grouped_product`).
     """
 
     def __init__(
         self,
         given: nn.Module,
-        names: Names,
+        form: Form,
         ep_size: int,
-        activation: Callable[[torch.Tensor], torch.Tensor],
+        activation: Callable[[torch.Tensor], torch.Tensor] | None,
         grouped: bool,
     ) -> None:
         super().__init__()
-        self._names = names
-        for name in names.parameters:
+        self._form = form
+        for name in form.parameters:
             self.register_parameter(name, given.get_parameter(name))
-        self.num_experts = len(given.get_parameter(names.gate))
+        self.num_experts = len(given.get_parameter(form.names.gate))
         self.ep_size = ep_size
         mark_experts(self.parameters(), ep_size)
         self.act_fn = activation
@@ -109,7 +134,7 @@ class StackedExperts(Divided):
         self.group, self.path = group, path
         own = group.own(self.num_experts)
         if self._own is None:
-            for name in self._names.parameters:
+            for name in self._form.parameters:
                 group.narrow(self.get_parameter(name))
             self._own = own
             return
@@ -118,7 +143,7 @@ class StackedExperts(Divided):
                 f"{path}: this rank has kept the experts from {self._own[0]} to {self._own[1]} and would now need "
                 f"those from {own[0]} to {own[1]}. Build the model again"
             )
-        for name in self._names.parameters:
+        for name in self._form.parameters:
             group.declare(self.get_parameter(name), experts=self.num_experts)
 
     def forward(
@@ -131,27 +156,41 @@ class StackedExperts(Divided):
             top_k_index: chosen experts; [tokens, k].
             top_k_weights: their weights.
         """
+        return self.mixed(self.bound(), self.num_experts, hidden_states, top_k_index, top_k_weights)
+
+    def mixed(
+        self, group: ExpertGroup, count: int, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the result for this group of ranks, which have so many experts."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        chosen = top_k_index.reshape(len(tokens), -1).T.contiguous()
-        weights = top_k_weights.reshape(len(tokens), -1).T
-        group = self.bound()
-        counts = counted(chosen, self.num_experts)
+        chosen = index.reshape(len(tokens), -1).T.contiguous()
+        counts = counted(chosen, count)
         self.count(counts)
         # One rank that multiplies all experts at once reads no number: torch takes their ends from the device.
         rows = group.count_rows(counts, chosen.numel(), self.path, on_host=group.size > 1)
         order = in_turn(chosen)
         made = in_turn_of(group, order.spread(tokens), rows, self._compute, self.path)
-        return order.joined(made, weights).to(hidden_states.dtype).view(hidden_states.shape)
+        joined = order.joined(made, weights.reshape(len(tokens), -1).T)
+        return joined.to(hidden_states.dtype).view(hidden_states.shape)
 
     def _compute(self, rows: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
-        first = grouped_linear(rows, self.get_parameter(self._names.gate), sizes, grouped=self.grouped)
-        if self._names.up is None:
-            gate, up = first.chunk(2, dim=-1)
-        else:
-            gate = first
-            up = grouped_linear(rows, self.get_parameter(self._names.up), sizes, grouped=self.grouped)
-        inner = self.act_fn(gate) * up
-        return grouped_linear(inner, self.get_parameter(self._names.down), sizes, grouped=self.grouped)
+        names = self._form.names
+        first = self._project(rows, names.gate, sizes)
+        if self._form.gated is not None:
+            return self._project(self._form.gated(first), names.down, sizes)
+        gate, up = first.chunk(2, dim=-1) if names.up is None else (first, self._project(rows, names.up, sizes))
+        assert self.act_fn is not None
+        return self._project(self.act_fn(gate) * up, names.down, sizes)
+
+    def _project(self, rows: torch.Tensor, name: str, sizes: GroupSizes) -> torch.Tensor:
+        weight: torch.Tensor = getattr(self, name)
+        weight = weight.transpose(1, 2) if self._form.transposed else weight
+        made = grouped_linear(rows, weight, sizes, grouped=self.grouped)
+        if not self._form.bias:
+            return made
+        bias: torch.Tensor = getattr(self, f"{name}_bias")
+        experts = torch.arange(len(bias), device=rows.device)
+        return made + bias[experts.repeat_interleave(sizes.on(rows.device), output_size=len(rows))].to(made.dtype)
 
 
 def convert(model: nn.Module, section: ExpertParallel) -> list[str]:
@@ -169,6 +208,7 @@ def convert(model: nn.Module, section: ExpertParallel) -> list[str]:
     """
     names = Names.of(section)
     found = []
+    compared: set[Any] = set()
     for path, block in list(_blocks(model, section, names)):
         inner = f"{path}.{names.experts}".lstrip(".")
         given = getattr(block, names.experts)
@@ -179,18 +219,19 @@ def convert(model: nn.Module, section: ExpertParallel) -> list[str]:
                     f"{given.ep_size} ranks before. Build the model again"
                 )
         else:
-            _check(inner, given, names, section, model)
-            activation = _activation(inner, given, section.expert_activation)
-            setattr(
-                block,
-                names.experts,
-                StackedExperts(given, names, section.autoep_size, activation, section.use_grouped_mm),
-            )
+            form = _form(inner, given, names, section, model)
+            activation = _activation(inner, given, section.expert_activation) if form.gated is None else None
+            made = StackedExperts(given, form, section.autoep_size, activation, section.use_grouped_mm)
+            kind = (type(given), form.names, *(tuple(p.shape) for p in made.parameters()))
+            if kind not in compared:
+                _compare(inner, given, made)
+                compared.add(kind)
+            setattr(block, names.experts, made)
         found.append(inner)
     if not found:
         raise ConfigError(
             f"{_SECTION}: {type(model).__name__} has no block with the children {names.experts!r} (with stacked "
-            f"parameters {', '.join(names.parameters)}) and {names.router!r}"
+            f"parameters {', '.join(names.parameters)}) and {' or '.join(map(repr, names.routers))}"
             + (f" whose name matches {section.moe_layer_pattern!r}" if section.moe_layer_pattern is not None else "")
             + (f" of the family {section.preset_model!r}" if section.preset_model is not None else "")
             + f". Name them with {_SECTION}.moe_layer_pattern, expert_pattern, router_pattern, expert_w1, expert_w2 "
@@ -204,8 +245,9 @@ def _blocks(model: nn.Module, section: ExpertParallel, names: Names) -> Iterator
     begins = "" if section.preset_model is None else PRESETS[section.preset_model]
     finds = name_search(model)
     for path, block in model.named_modules():
-        experts, router = getattr(block, names.experts, None), getattr(block, names.router, None)
-        if not isinstance(experts, nn.Module) or not isinstance(router, nn.Module):
+        experts = getattr(block, names.experts, None)
+        routed = any(isinstance(getattr(block, name, None), nn.Module) for name in names.routers)
+        if not isinstance(experts, nn.Module) or not routed:
             continue
         if section.moe_layer_pattern is not None and not finds([section.moe_layer_pattern], path):
             continue
@@ -214,20 +256,25 @@ def _blocks(model: nn.Module, section: ExpertParallel, names: Names) -> Iterator
             yield path, block
 
 
-def _check(path: str, given: nn.Module, names: Names, section: ExpertParallel, model: nn.Module) -> None:
-    """Raise for experts that compute something else, or cannot be divided."""
-    others = sorted(set(given.state_dict()) - set(names.parameters))
-    other_forms = {"has_bias": False, "is_transposed": False, "has_gate": True, "is_concatenated": True}
-    forms = [name for name, usual in other_forms.items() if getattr(given, name, usual) is not usual]
-    forms += ["has_post_expert_norm"] if getattr(given, "has_post_expert_norm", False) else []
+def _form(path: str, given: nn.Module, names: Names, section: ExpertParallel, model: nn.Module) -> Form:
+    """Return how experts are stored and computed; raise for those that compute something else, or cannot be divided."""
     gating = getattr(type(given), "_apply_gate", None)
-    if gating is not None and gating.__name__ != "_default_apply_gate":
-        forms.append("_apply_gate")
+    own_gate = gating is not None and gating.__name__ != "_default_apply_gate"
+    form = Form(
+        names,
+        transposed=bool(getattr(given, "is_transposed", False)),
+        bias=bool(getattr(given, "has_bias", False)),
+        gated=_Gate(given) if own_gate else None,
+    )
+    others = sorted(set(given.state_dict()) - set(form.parameters))
+    forms = [] if getattr(given, "has_gate", True) else ["has_gate"]
+    forms += ["is_concatenated"] if not own_gate and not getattr(given, "is_concatenated", True) else []
+    forms += ["has_post_expert_norm"] if getattr(given, "has_post_expert_norm", False) else []
     if others or forms:
         raise ConfigError(
             f"{_SECTION}: the experts of {path} ({type(given).__name__}) have {', '.join(others + forms)}; only those "
-            "are divided that are gate, up and down projections without biases. Switch the section off: "
-            "`zero_optimization.stage` 3 divides any experts over the ranks"
+            "are divided that are gate, up and down projections. Switch the section off: `zero_optimization.stage` 3 "
+            "divides any experts over the ranks"
         )
     count = len(given.get_parameter(names.gate))
     if count % section.autoep_size:
@@ -241,6 +288,87 @@ def _check(path: str, given: nn.Module, names: Names, section: ExpertParallel, m
             raise ConfigError(
                 f"{_SECTION}.num_experts_attr: model.config.{section.num_experts_attr} is {said}, and {path} has "
                 f"{count} experts"
+            )
+    return form
+
+
+class _Gate:
+    """The gate that a module of experts has for itself, without its parameters."""
+
+    def __init__(self, given: nn.Module) -> None:
+        self._of = copy.copy(given)
+        self._of._parameters = {}
+
+    def __call__(self, projected: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self._of._apply_gate(projected)  # type: ignore[operator]
+        return found
+
+
+class _Original(nn.Module):
+    """The experts of a block as their own class computes them in plain torch."""
+
+    def __init__(self, given: nn.Module) -> None:
+        super().__init__()
+        self.given = given
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        written = getattr(type(self.given).forward, "__wrapped__", type(self.given).forward)
+        found: torch.Tensor = written(self.given, *args)
+        return found
+
+
+class _Converted(nn.Module):
+    def __init__(self, made: StackedExperts) -> None:
+        super().__init__()
+        self.given = made
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.given.mixed(ALONE, 2, *args)
+
+
+def _compare(path: str, given: nn.Module, made: StackedExperts) -> None:
+    """Compare two random experts of both forms on a few tokens: results, and gradients of tokens and parameters.
+
+    Raises:
+        ConfigError: they differ, or the module takes other arguments.
+    """
+    if type(given).forward is nn.Module.forward or not has_values(torch.empty(0, device="cpu")):
+        return  # it has never computed anything, or nothing is computed now (a plan of memory)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).requires_grad_()
+
+    shapes = {name: p.shape[1:] for name, p in made.named_parameters()}
+    with torch.no_grad():
+        values = {f"given.{n}": drawn(2, *shape) / max(shape[-1], 1) ** 0.5 for n, shape in shapes.items()}
+    values = {name: value.requires_grad_() for name, value in values.items()}
+    names = made._form.names
+    width = shapes[names.gate][0 if made._form.transposed else -1]
+    tokens, weights = drawn(4, width), drawn(4, 2)
+    chosen = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0]], device="cpu")
+    inputs = [tokens, weights, *values.values()]
+    results = []
+    try:
+        for form in (_Original(given), _Converted(made)):
+            found = torch.func.functional_call(form, values, (tokens, chosen, weights))
+            grads = torch.autograd.grad(found.square().sum(), inputs, allow_unused=True)
+            results.append(
+                [found, *(torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True))]
+            )
+    except (TypeError, RuntimeError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"{_SECTION}: the experts of {path} ({type(given).__name__}) cannot be called with tokens, chosen experts "
+            f"and their weights ({error}). Switch the section off: `zero_optimization.stage` 3 divides any experts"
+        ) from error
+    what = ["results", "gradients of tokens", "gradients of weights of choices", *(f"gradients of {n}" for n in shapes)]
+    for name, expected, got in zip(what, *results, strict=True):
+        off = float((expected - got).abs().max().detach())
+        if not off <= 1e-4 * max(float(expected.abs().max().detach()), 1e-30):
+            raise ConfigError(
+                f"{_SECTION}: divided, the experts of {path} ({type(given).__name__}) would compute something else: "
+                f"{name} differ by {off:.1e} on random tokens. Check expert_w1, expert_w2, expert_w3 and "
+                "expert_activation, or switch the section off"
             )
 
 

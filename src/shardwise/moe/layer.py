@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.compat import has_values
 from shardwise.errors import NotBuiltError, UsageError
 from shardwise.moe.dispatch import in_turn
 from shardwise.moe.exchange import Divided, ExpertGroup, mark_experts
@@ -128,6 +129,7 @@ class MoE(Divided):
         self.expert_group_name = f"ep_size_{ep_size}"
         self.use_residual = use_residual
         self._first: int | None = None
+        self._agreed = False
         local, one = expert, expert
         if isinstance(expert, nn.ModuleList):
             local, one = self._own(expert), expert[0]
@@ -184,7 +186,7 @@ class MoE(Divided):
 
     def bind(self, path: str, group: ExpertGroup) -> None:
         """See `Divided.bind`."""
-        self.group, self.path = group, path or "MoE"
+        self.group, self.path, self._agreed = group, path or "MoE", False
         first, _ = group.own(self.num_experts)
         if self._first is not None and self._first != first and group.comm is not None and not group.comm.imagined:
             raise UsageError(
@@ -198,6 +200,19 @@ class MoE(Divided):
         for number, expert in enumerate(self.deepspeed_moe.experts.deepspeed_experts):
             for name, parameter in expert.named_parameters():
                 group.declare(parameter, name=f"{inside}.{first + number}.{name}")
+
+    def _agree(self, group: ExpertGroup, tokens: torch.Tensor) -> None:
+        """Check in the first forward pass in training that ranks have as many tokens (all ranks call)."""
+        self._agreed = True
+        if group.comm is None or not has_values(tokens):
+            return
+        counts = group.comm.exchange(len(tokens), "moe_tokens")
+        if len(set(counts)) > 1:
+            raise UsageError(
+                f"{self.path}: the ranks {list(group.ranks)} have {counts} tokens, and MoE(drop_tokens=True) needs as "
+                "many on each rank of a group of experts, because capacities follow from them. Give all ranks batches "
+                "of one size, or build the layer with drop_tokens=False"
+            )
 
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
@@ -213,10 +228,14 @@ class MoE(Divided):
             number of this rank's tokens that have chosen each expert.
 
         Raises:
-            UsageError: the experts are divided, and no engine has made groups.
+            UsageError: the experts are divided, and no engine has made groups; or, in the first forward pass in
+                training, ranks of a group have different numbers of tokens, though these may be dropped.
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        made, routing = self.deepspeed_moe(tokens, self.bound(), self.path, used_token)
+        group = self.bound()
+        if self.deepspeed_moe.gate.drop_tokens and self.training and not self._agreed:
+            self._agree(group, tokens)
+        made, routing = self.deepspeed_moe(tokens, group, self.path, used_token)
         self.count(routing.exp_counts)
         output = made.view(hidden_states.shape)
         if self.use_residual:

@@ -169,7 +169,7 @@ class ExpertParallel(ConfigSection):
         None, "Regular expression found in the names of the blocks to be divided; null: all."
     )
     expert_pattern: str | None = key(None, "Name of a block's child that holds the experts; null: experts.")
-    router_pattern: str | None = key(None, "Name of a block's child that routes; null: gate.")
+    router_pattern: str | None = key(None, "Name of a block's child that routes; null: gate, or router.")
     use_grouped_mm: bool = key(True, "Compute all local experts in one grouped matrix product, where torch can.")
     disable_triton_grouped_mm: bool = key(
         False, "Do not use the Triton grouped matrix product.", no_effect="it is torch's own that is used"
