@@ -58,11 +58,13 @@ def asked(how: str) -> Any:
     elif how == "begun":
         begun = more["mpu"] = begin(2)
     engine, *_ = shardwise.initialize(model=MODELS["gpt"](shared=True), config=CONFIG, **more)
-    batch = data(0, 1)
-    loss, tokens = loss_of(engine, split(batch))
-    engine.backward(loss, weight=tokens)
-    engine.step()
-    counted = sum(record.op == "all_to_all" for record in engine.ledger.records())
+    counts = []
+    for number in range(2):  # before the first step the model is compared with itself
+        loss, tokens = loss_of(engine, split(data(number, 1)))
+        engine.backward(loss, weight=tokens)
+        engine.step()
+        counts.append(sum(record.op == "all_to_all" for record in engine.ledger.records()))
+    counted = counts[1] - counts[0]
     found = dist.get_process_group_ranks(engine.get_sequence_parallel_group()), engine.train_batch_size(), counted
     engine.destroy()
     assert current() is begun
@@ -135,8 +137,10 @@ def wrong() -> dict[str, str]:
     from shardwise.parallel import share_attention
 
     found["heads"] = error(lambda: share_attention(model))
-    found["ring"] = error(lambda: share_attention(model, "ring")(**split(batch), attention_mask=torch.eye(4)[:2, :4]))
-    found["core"] = error(lambda: share_attention(model, "eager"))
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    found["ring"] = error(lambda: share_attention(model, "ring")(**split(batch)))
+    found["core"] = error(lambda: share_attention(model, "paged"))
     found["other"] = error(lambda: share_attention(Unshared()))
     end()
     return found
@@ -147,14 +151,14 @@ SAID = {
     "conflict": "is 2, but the arguments of initialize\\(\\) say 1",
     "unshared": "Unshared has run without any exchange of heads .*share_attention",
     "whole": r"all 2 ranks have positions 0 to 7, so each has the whole sequence.*SequenceLoader",
-    "pairs": r"mask of shape \(2, 1, 4, 4\); expected",
+    "pairs": r"mask of shape \(1, 1, 4, 4\); expected",
     "short": "at least 2 tokens",
     "keys": r"the keys \['pixels'\] cannot be split",
     "second": r"shared by ranks \[0, 1\] here, and should be by",
     "none": "set sequence_parallel_size in the configuration",
     "heads": "over 2 ranks needs at least as many attention heads, the model has 1",
-    "ring": "this batch or model has padding",
-    "core": "'eager' cannot work on shared sequences; choose one of sdpa",
+    "ring": "ring attention has no dropout",
+    "core": "'paged' cannot work on shared sequences; choose one of sdpa",
     "other": "expects a model of transformers, got Unshared",
 }
 

@@ -514,6 +514,10 @@ class Engine(ConfigGetters, nn.Module):
             outputs = scale_gradients_of(outputs, self._step.output_scale)
         return outputs
 
+    def _run_plainly(self, *inputs: Any, **kwargs: Any) -> Any:
+        with self.sharded.interruptions.watching(in_pass=True), autocast(self.device, self._autocast_dtype):
+            return self.module(*inputs, **kwargs)
+
     @never_compiled
     def backward(
         self,
@@ -537,8 +541,8 @@ class Engine(ConfigGetters, nn.Module):
             retain_graph: as in `torch.Tensor.backward`.
             scale_wrt_gas: see above; has no meaning for weighted losses.
             weight: see above: a finite number >= 0, or a tensor with one element, whose value is not looked at where
-                that would mean waiting for its device. A loss with the weight 0 (on the host) is not differentiated, so
-                it may be NaN, as the mean over no tokens is.
+                that would mean waiting for its device. A loss with the weight 0 contributes zeros to all gradients. It
+                may be NaN, as the mean over no tokens is.
 
         Returns:
             The loss divided by the number of accumulation steps, detached from nothing, for logging. A weighted loss is

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from shardwise.comm.communicator import Communicator
+from shardwise.compat import has_values
 from shardwise.engine.asked import Asked, told_lines
 from shardwise.engine.ranks import RankGrid
 from shardwise.errors import UsageError
+from shardwise.parallel.proof import difference
 from shardwise.parallel.sequence import NAME, SequenceGroup, current, let_go, stay_alone, take_over
+from shardwise.trees import tensors_in
 from shardwise.zero.passes.modulehook import ModuleHook
 
 
@@ -43,6 +46,8 @@ class SharedSequences:
         else:
             self.group.attach(self._part)
         self._hooks: list[Any] = []
+        self._job = job
+        self._compared = False
         self._checked, self._before = False, 0
 
     def watch(self, model: nn.Module) -> None:
@@ -64,6 +69,30 @@ class SharedSequences:
                 "of heads between ranks: its attention sees a rank's own tokens only. Call "
                 "shardwise.parallel.share_attention(model) (models of transformers), or wrap the attention in "
                 "shardwise.parallel.DistributedAttention"
+            )
+
+    def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Compare the model with itself over whole sequences, before its first forward pass in training (all ranks).
+
+        Args:
+            model: the module.
+            run: calls it.
+            args, kwargs: of that pass.
+
+        Raises:
+            UsageError: on all ranks alike, if numbers differ on one of them.
+        """
+        if self._compared or not model.training or not all(has_values(x) for x in tensors_in((args, kwargs))):
+            return
+        self._compared = True
+        found = difference(run, model, self.group, args, kwargs)
+        told = self._job.exchange(found, "sequence_proof")
+        wrong = next(((rank, text) for rank, text in enumerate(told) if text is not None), None)
+        if wrong is not None:
+            raise UsageError(
+                f"sequence parallelism over {self.group.size} ranks: {type(model).__name__} computes something else "
+                f"than in one process; on rank {wrong[0]} {wrong[1]}. Its attention, positions or masks are those of a "
+                "rank's own tokens: set sequence_parallel_size to 1, or pass the position_ids that the model takes"
             )
 
     def close(self) -> None:
@@ -97,6 +126,9 @@ class OwnSequences:
 
     def watch(self, model: nn.Module) -> None:
         """See `SharedSequences.watch`: a rank alone agrees with nobody on passes."""
+
+    def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """See `SharedSequences.compare`: a rank alone has whole sequences."""
 
     def close(self) -> None:
         """End it."""

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.compat import has_values
 from shardwise.device import numbers_on
 from shardwise.errors import UsageError
-from shardwise.parallel.sequence import SequenceGroup, group_of, needed
+from shardwise.parallel.sequence import SequenceGroup, active, group_of, needed
 from shardwise.parallel.ulysses import key_runs, query_runs, repeats, to_heads, to_tokens
 
 
@@ -127,11 +127,12 @@ class DistributedAttention(nn.Module):
             batch_dim_idx: the dimension of rows, which DeepSpeed's callers pass; it follows from the other two.
 
         Raises:
-            UsageError: see `shardwise.parallel.attention.shared_attention`, or there is no group of ranks.
+            UsageError: see `shardwise.parallel.attention.shared_attention`, there is no group of ranks, or a mask is of
+                this rank's tokens only.
         """
         if args and isinstance(args[0], int) and not isinstance(args[0], bool):
             args = args[1:]
-        group = self._group or needed()
+        group = active(self._group or needed())
         own = query.shape[self.gather_idx]
         if lengths is None:
             lengths = group.lengths(own) if has_values(query) else [own] * group.size
@@ -140,6 +141,8 @@ class DistributedAttention(nn.Module):
                 f"DistributedAttention: lengths={list(lengths)} should be the tokens of each of {group.size} ranks, "
                 f"and rank {group.rank} has {own}"
             )
+        if group.size > 1:
+            _check_masks([*args, *kwargs.values()], own, self.local_attn)
 
         def local(*whole: torch.Tensor) -> torch.Tensor:
             found: torch.Tensor = self.local_attn(*map(self._back, whole), *args, **kwargs)
@@ -155,3 +158,20 @@ class DistributedAttention(nn.Module):
     def _back(self, tensor: torch.Tensor) -> torch.Tensor:
         """View as the caller has it."""
         return tensor.movedim((1, 2), (self.gather_idx, self.scatter_idx))
+
+
+def _check_masks(arguments: Sequence[Any], own: int, attention: Any) -> None:
+    """Refuse masks and biases of a rank's own tokens: the local attention gets those of all ranks."""
+    for value in arguments:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.dim() > 1
+            and value.shape[-1] == own
+            and value.shape[-2] in (1, own)
+        ):
+            name = getattr(attention, "__name__", type(attention).__name__)
+            raise UsageError(
+                f"DistributedAttention({name}): an argument of shape {tuple(value.shape)} is for the {own} tokens of "
+                "this rank, and the local attention gets the tokens of all ranks and some of the heads. Make masks "
+                "inside of the local attention, for whole sequences"
+            )

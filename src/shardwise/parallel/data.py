@@ -106,10 +106,11 @@ def _cut(tensor: torch.Tensor, length: int, group: SequenceGroup, rank: int) -> 
 
 def _note_aligned(positions: Any, length: int, group: SequenceGroup) -> None:
     """Remember that a batch has samples which are as long as each rank's part (see `SequenceGroup.layout`)."""
-    if group.aligned or not isinstance(positions, torch.Tensor) or length % group.size or positions.is_cuda:
+    if group.aligned or group.size == 1 or not isinstance(positions, torch.Tensor) or positions.is_cuda:
         return
-    rows = positions.reshape(-1, length).view(-1, group.size, length // group.size)
-    group.aligned = group.size > 1 and bool((rows == torch.arange(length // group.size, device=rows.device)).all())
+    runs = (run_of(length, group.size, rank) for rank in range(group.size))
+    parts = [positions.reshape(-1, length)[:, first:end] for first, end in runs]
+    group.aligned = all(bool((part == torch.arange(part.shape[1], device=part.device)).all()) for part in parts)
 
 
 class SequenceLoader:

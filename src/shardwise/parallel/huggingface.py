@@ -1,15 +1,18 @@
 """Models of transformers whose attention works on sequences that several ranks share.
 
 transformers looks attention up by name in a registry (`AttentionInterface`), and what makes its masks in another one
-(`AttentionMaskInterface`). Both get an entry: the mask of a rank's tokens is of no use, so the second one hands on
-which tokens are padding, and the first one makes the mask of the whole sequence where one is needed: for padding, for
-several samples in a row, and for sliding windows.
+(`AttentionMaskInterface`). Both get an entry: the second one hands on the pattern of the mask and which tokens are
+padding, and the first one makes the mask of the whole sequence (`shardwise.parallel.masks`) where one is needed: for
+padding, for several samples in a row, and for sliding windows.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,14 +21,22 @@ from torch import nn
 from shardwise.compat import has_values
 from shardwise.errors import UsageError
 from shardwise.parallel.attention import shared_attention
+from shardwise.parallel.eager import share_scores
+from shardwise.parallel.masks import Pattern, WholeMask, carried, carried_pattern, pattern_of
+from shardwise.parallel.positions import count_positions
 from shardwise.parallel.ring import ring_attention
-from shardwise.parallel.sequence import Layout, SequenceGroup, current
+from shardwise.parallel.sequence import Layout, SequenceGroup, active, current
+from shardwise.parallel.ulysses import query_runs
+from shardwise.utils.logging import warn_once
 
 PREFIX = "shardwise_"
 """Before the name of an attention, that of the same over shared sequences."""
 
-CORES = ("sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Attentions that can be shared: they make no mask of their own, or can do without."""
+EAGER = "eager"
+"""Name of the attention in plain torch that each model's file has for itself."""
+
+CORES = ("sdpa", EAGER, "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attentions that can be shared."""
 
 RING = "ring"
 """Name of ring attention (`shardwise.parallel.ring`); without ranks to share a sequence it is `sdpa`."""
@@ -59,16 +70,27 @@ def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool 
             "of other models in shardwise.parallel.DistributedAttention"
         )
     chosen = core or str(getattr(config, "_attn_implementation", None) or "sdpa").removeprefix(PREFIX)
-    _check(chosen, config)
+    _check(model, chosen)
     register(chosen, PREFIX + chosen, in_eval=in_eval)
-    choose(PREFIX + chosen)
+    shared_here = functools.partial(shares, in_eval)
+    if model._can_set_attn_implementation():  # type: ignore[operator]
+        choose(PREFIX + chosen)
+    elif chosen == EAGER and share_scores(model, shared_here, whole_mask):
+        config._attn_implementation = PREFIX + chosen
+    else:
+        raise UsageError(
+            f"{type(model).__name__} does not let others compute its attention ({chosen}), so sequences cannot be "
+            "shared among ranks: set sequence_parallel_size to 1"
+        )
+    count_positions(model, shared_here)
     for part in model.modules():
         if getattr(part, "config", None) is not None:
             _models[id(part.config)] = model
     return model
 
 
-def _check(core: str, config: Any) -> None:
+def _check(model: nn.Module, core: str) -> None:
+    config: Any = model.config
     if core not in (*CORES, RING):
         raise UsageError(
             f"the attention {core!r} cannot work on shared sequences; choose one of {', '.join(CORES)}, ring "
@@ -81,8 +103,24 @@ def _check(core: str, config: Any) -> None:
             f"sequence parallelism over {group.size} ranks needs at least as many attention heads, the model has "
             f"{heads}; share_attention(model, {RING!r}) needs none"
         )
+    why = None
     if getattr(config, "attention_chunk_size", None):
-        raise UsageError("attention in chunks (attention_chunk_size) does not work on shared sequences yet")
+        why = "it attends in chunks (attention_chunk_size)"
+    elif getattr(config, "is_encoder_decoder", False):
+        why = "an encoder and a decoder have different sequences"
+    elif any(hasattr(module, "relative_attention_bias") for module in model.modules()):
+        why = "it adds a bias by relative positions to scores (relative_attention_bias)"
+    if why is not None:
+        raise UsageError(
+            f"{type(model).__name__} does not work on sequences that ranks share: {why}. Set sequence_parallel_size "
+            "to 1"
+        )
+    if getattr(config, "output_router_logits", False) and getattr(config, "router_aux_loss_coef", 0):
+        warn_once(
+            f"{type(model).__name__} adds a loss of imbalance of its experts (output_router_logits). With shared "
+            "sequences that loss is of each rank's tokens, and differs from one process's; set router_aux_loss_coef to "
+            "0 to be exact"
+        )
 
 
 def register(core: str, name: str, *, in_eval: bool = True) -> None:
@@ -97,8 +135,9 @@ def register(core: str, name: str, *, in_eval: bool = True) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
     local = "sdpa" if core == RING else core
-    attention, mask = ALL_ATTENTION_FUNCTIONS[local], ALL_MASK_ATTENTION_FUNCTIONS[local]
-    AttentionInterface.register(name, _attention(_core_of(attention), core, in_eval))
+    attention = None if local == EAGER else _core_of(ALL_ATTENTION_FUNCTIONS[local])
+    mask = ALL_MASK_ATTENTION_FUNCTIONS[local]
+    AttentionInterface.register(name, _attention(attention, core, in_eval))
     AttentionMaskInterface.register(name, _mask(_core_of(mask), in_eval))
 
 
@@ -107,29 +146,51 @@ def _core_of(function: Any) -> Callable[..., Any]:
     return found
 
 
-def _shares(in_eval: bool, training: bool) -> SequenceGroup | None:
+def shares(in_eval: bool, training: bool) -> SequenceGroup | None:
+    """Return the group of ranks that share sequences; None: this rank has whole ones."""
     group = current()
-    return group if group is not None and group.size > 1 and (in_eval or training) else None
+    if group is None or not (in_eval or training or group.comparing) or active(group).size == 1:
+        return None
+    return group
 
 
 def _mask(core: Callable[..., Any], in_eval: bool) -> Callable[..., Any]:
     def mask(*args: Any, **kwargs: Any) -> Any:
         model = _models.get(id(kwargs.get("config")))
         training = torch.is_grad_enabled() if model is None else model.training
-        if _shares(in_eval, training) is None:
+        if shares(in_eval, training) is None:
             return core(*args, **kwargs)
-        if kwargs.get("use_vmap"):
+        rows, own = kwargs["batch_size"], kwargs["q_length"]
+        kept = kwargs.get("attention_mask")
+        if kwargs.get("kv_length", own) != own or (kept is not None and kept.shape != (rows, own)):
             raise UsageError(
-                "this model makes a mask of its own kind (tokens that see each other both ways, images), which cannot "
-                "be made of a rank's tokens alone: sequence_parallel_size has to be 1"
+                f"sequence parallelism: a mask for {own} queries and {kwargs.get('kv_length')} keys"
+                + ("" if kept is None else f", with padding of shape {tuple(kept.shape)}")
+                + f"; expected as many of both, and padding of shape {(rows, own)} or none: caches (use_cache=True) "
+                "and attention to another sequence cannot be divided among ranks"
             )
-        return kwargs.get("attention_mask")
+        positions = _packing_positions(sys._getframe(1)) if kept is None else None
+        pattern = pattern_of(kwargs["mask_function"], kept is not None, positions is not None)
+        return carried(pattern, kept, positions, rows, own, kwargs.get("device"))
 
     mask.core = core  # type: ignore[attr-defined]
     return mask
 
 
-def _attention(core: Callable[..., Any], kind: str, in_eval: bool) -> Callable[..., Any]:
+def _packing_positions(caller: FrameType) -> torch.Tensor | None:
+    """Return the positions by which the function that makes a mask would tell samples in a row apart.
+
+    It does so if it has been given positions, no mask of padding and no cache; what it makes of a rank's own positions
+    does not say so where these belong to one sample.
+    """
+    given = caller.f_locals
+    if given.get("past_key_values") is not None or given.get("mask_factory_function") is None:
+        return None
+    positions = given.get("position_ids")
+    return positions if isinstance(positions, torch.Tensor) else None
+
+
+def _attention(core: Callable[..., Any] | None, kind: str, in_eval: bool) -> Callable[..., Any]:
     def attention(
         module: nn.Module,
         query: torch.Tensor,
@@ -139,115 +200,151 @@ def _attention(core: Callable[..., Any], kind: str, in_eval: bool) -> Callable[.
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        group = _shares(in_eval, module.training)
+        group = shares(in_eval, module.training)
+        own_core = core or eager_core(module)
         if group is None:
-            result: tuple[torch.Tensor, None] = core(module, query, key, value, attention_mask, *args, **kwargs)
+            result: tuple[torch.Tensor, None] = own_core(module, query, key, value, attention_mask, *args, **kwargs)
             return result
-        rows, _, own, _ = query.shape
-        if key.shape[2] != own or (attention_mask is not None and attention_mask.shape != (rows, own)):
+        if kwargs.get("position_bias") is not None:
             raise UsageError(
-                f"sequence parallelism: {type(module).__name__} has {own} queries, {key.shape[2]} keys"
-                + ("" if attention_mask is None else f" and a mask of shape {tuple(attention_mask.shape)}")
-                + f"; expected as many of both and a mask of {(rows, own)}, or none: caches (use_cache=True) and masks "
-                "of pairs of tokens do not fit shared sequences"
+                f"{type(module).__name__} adds a bias by relative positions of a rank's own tokens (as T5 does), which "
+                "cannot be divided among ranks: set sequence_parallel_size to 1"
             )
-        positions = kwargs.pop("position_ids", None)
-        if has_values(query):
-            layout = group.layout(own, rows, positions, attention_mask, query.device)
-        else:  # a dry run
-            layout = Layout([own] * group.size)
         causal = kwargs.get("is_causal")
         causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+        whole = whole_mask(
+            group,
+            module,
+            query,
+            key,
+            attention_mask,
+            causal=causal,
+            window=kwargs.get("sliding_window"),
+            positions=kwargs.pop("position_ids", None),
+        )
         if kind == RING:
-            _check_ring(layout, kwargs)
-            out = ring_attention(group, query, key, value, layout.lengths, causal=causal, scale=kwargs.get("scaling"))
+            _check_ring(kwargs)
+            out = ring_attention(
+                group, query, key, value, whole.layout.lengths, mask=whole, scale=kwargs.get("scaling")
+            )
             return out.transpose(1, 2).contiguous(), None
-        whole = _whole_mask(layout, kind, rows, causal, kwargs.get("sliding_window"), query.device)
-        if kind.startswith("flash") and layout.positions is not None:
-            kwargs["position_ids"] = layout.positions
+        if kind.startswith("flash"):
+            if whole.layout.positions is not None:
+                kwargs["position_ids"] = whole.layout.positions
+        else:
+            kwargs["is_causal"] = whole.pattern.causal
+        mask = whole.of_kind(kind, query.dtype, query.device)
+        heads = OwnHeads(module, query.shape[1], key.shape[1], group)
+        given = {name: heads.own_of(argument) for name, argument in kwargs.items()}
 
         def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            owner = module
-            if q.shape[2] == k.shape[2] and getattr(module, "num_key_value_groups", 1) > 1:
-                owner = _Ungrouped(module)  # type: ignore[assignment]
-            found = core(owner, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), whole, *args, **kwargs)
+            owner = heads.with_keys(k.shape[2], q.shape[2])
+            found = own_core(owner, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, *args, **given)
             output: torch.Tensor = found[0]
             return output
 
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        return shared_attention(local, group, q, k, v, layout.lengths), None
+        return shared_attention(local, group, q, k, v, whole.layout.lengths), None
 
     attention.core = core  # type: ignore[attr-defined]
     return attention
 
 
-def _check_ring(layout: Layout, kwargs: dict[str, Any]) -> None:
-    window = kwargs.get("sliding_window")
-    asks = {
-        "several samples in a row": layout.positions is not None,
-        "padding": layout.kept is not None,
-        "a sliding window": window is not None and window < sum(layout.lengths),
-        "dropout": bool(kwargs.get("dropout")),
-    }
-    if any(asks.values()):
-        found = ", ".join(what for what, asked in asks.items() if asked)
+def whole_mask(
+    group: SequenceGroup,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    positions: torch.Tensor | None = None,
+) -> WholeMask:
+    """Return the mask of the whole sequence for an attention (all ranks call).
+
+    Args:
+        group: the ranks.
+        module: the attention, for messages.
+        query, key: of this rank's tokens, (rows, heads, tokens, width).
+        mask: what the model has been given in place of a mask.
+        causal, window: the pattern, if the model has made no mask.
+        positions: of this rank's tokens.
+    """
+    rows, _, own, _ = query.shape
+    pattern = Pattern(causal, window) if mask is None else carried_pattern(mask, rows, own)
+    if key.shape[2] != own or pattern is None:
         raise UsageError(
-            f"ring attention knows no masks but causal ones, and no dropout; this batch or model has {found}. Use as "
-            "many ranks a sequence as there are heads, or fewer, and share_attention(model, 'sdpa')"
+            f"sequence parallelism: {type(module).__name__} has {own} queries, {key.shape[2]} keys"
+            + ("" if mask is None else f" and a mask of shape {tuple(mask.shape)}")
+            + "; expected as many of both, and a mask of padding or none: caches (use_cache=True), attention to "
+            "another sequence and masks of pairs of tokens do not fit shared sequences"
+        )
+    layout = Layout([own] * group.size)  # a dry run
+    if has_values(query):
+        stands: torch.Tensor | None = positions
+        kept: torch.Tensor | None = None
+        if mask is not None and (pattern.padded or pattern.packed):
+            stands, kept = mask, mask[..., 0] if pattern.padded else None
+            positions = mask[..., 0] if pattern.packed else positions
+        layout = group.layout(own, rows, positions, kept, query.device, key=stands)
+    return WholeMask(layout, pattern, rows)
+
+
+def _check_ring(kwargs: dict[str, Any]) -> None:
+    if kwargs.get("dropout"):
+        raise UsageError(
+            "ring attention has no dropout: set the model's attention dropout to 0, or use as many ranks a sequence as "
+            'there are heads, or fewer, and share_attention(model, "sdpa")'
         )
 
 
-class _Ungrouped:
-    """A module of attention with as many key heads as query heads."""
+def eager_core(module: nn.Module) -> Callable[..., Any]:
+    """Return the attention of plain torch that a model's own file has.
 
-    num_key_value_groups = 1
+    Raises:
+        UsageError: it has none.
+    """
+    for kind in type(module).__mro__:
+        found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
+        if found is not None:
+            core: Callable[..., Any] = found
+            return core
+    raise UsageError(
+        f'{type(module).__name__} has no eager attention that works on shared sequences: choose "sdpa", or set '
+        "sequence_parallel_size to 1"
+    )
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+
+class OwnHeads:
+    """A module of attention as the core sees it on a rank that has some of its heads.
+
+    What the module has one number a head of (attention sinks) is this rank's part.
+
+    Args:
+        module: the attention.
+        heads: query heads of all ranks.
+        keys: key heads of all ranks.
+        group: the ranks.
+    """
+
+    def __init__(self, module: nn.Module, heads: int, keys: int, group: SequenceGroup) -> None:
+        self._module, self._heads = module, heads
+        self._run = slice(*query_runs(heads, group.size)[group.rank])
+        self._groups = heads // keys
+
+    def with_keys(self, keys: int, heads: int) -> OwnHeads:
+        """Return the same, for this many key and query heads on this rank."""
+        self._groups = heads // keys
+        return self
+
+    def own_of(self, value: Any) -> Any:
+        """Return this rank's part of a tensor with one number a head; everything else as it is."""
+        if isinstance(value, torch.Tensor) and value.shape == (self._heads,) and self._heads > 1:
+            return value[self._run]
+        return value
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _whole_mask(layout: Layout, kind: str, rows: int, causal: bool, window: int | None, device: torch.device) -> Any:
-    """Return the mask of the whole sequence in the form that an attention takes; None: it needs none."""
-    if kind.startswith("flash"):
-        return layout.kept
-    tokens = sum(layout.lengths)
-    window = window if window is not None and window < tokens else None
-    key = (kind, rows, causal, window)
-    if key not in layout.masks:
-        layout.masks[key] = _made_mask(layout, kind, rows, causal, window, device)
-    return layout.masks[key]
-
-
-def _made_mask(layout: Layout, kind: str, rows: int, causal: bool, window: int | None, device: torch.device) -> Any:
-    tokens = sum(layout.lengths)
-    samples = None if layout.positions is None else _samples(layout.positions)
-    kept = layout.kept
-
-    def sees(row: Any, _: Any, query: Any, key: Any) -> Any:
-        found = query >= key if causal else query >= 0
-        if window is not None:
-            found = found & (query - key < window)
-        if samples is not None:
-            found = found & (samples[row, query] == samples[row, key])
-        if kept is not None:
-            found = found & kept[row, key]
-        return found | (query == key)  # padding sees itself: a row without anything would be no number
-
-    if kind == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-
-        per_row = rows if samples is not None or kept is not None else None
-        return create_block_mask(sees, per_row, None, tokens, tokens, device=str(device))
-    if samples is None and kept is None and window is None:
-        return None
-    places = torch.arange(tokens, device=device)
-    row = torch.arange(rows, device=device).view(-1, 1, 1, 1)
-    return sees(row, None, places.view(1, 1, -1, 1), places.view(1, 1, 1, -1)).expand(rows, 1, tokens, tokens)
-
-
-def _samples(positions: torch.Tensor) -> torch.Tensor:
-    """Return the number of the sample that each token belongs to: one begins wherever positions do not go on."""
-    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        if name == "num_key_value_groups":
+            return self._groups
+        return self.own_of(getattr(self._module, name))

@@ -21,7 +21,8 @@ from torch import nn
 from shardwise.comm.communicator import Handle
 from shardwise.compat import has_values
 from shardwise.errors import UsageError
-from shardwise.parallel.sequence import SequenceGroup, group_of, needed
+from shardwise.parallel.masks import Pattern, WholeMask
+from shardwise.parallel.sequence import Layout, SequenceGroup, active, group_of, needed
 
 _QUERIES = 512
 """Queries for which scores are there at a time."""
@@ -49,8 +50,9 @@ class _Hop:
 class _Ring:
     """Where the tokens of each rank lie, and which of them a rank's queries see."""
 
-    def __init__(self, group: SequenceGroup, lengths: Sequence[int], causal: bool, scale: float) -> None:
-        self.group, self.lengths, self.causal, self.scale = group, list(lengths), causal, scale
+    def __init__(self, group: SequenceGroup, lengths: Sequence[int], mask: WholeMask, scale: float) -> None:
+        self.group, self.lengths, self.mask, self.scale = group, list(lengths), mask, scale
+        self.causal = mask.pattern.causal
         self.starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
 
     def source(self, step: int) -> int:
@@ -64,9 +66,11 @@ class _Ring:
     def scores(self, q: torch.Tensor, k: torch.Tensor, first: int, source: int) -> torch.Tensor:
         """Return the scores of queries from place `first` of this rank's: (rows, key heads, queries of each, q, k)."""
         found = torch.einsum("bhgqd,bhkd->bhgqk", q, k) * self.scale
-        if self.causal and source == self.group.rank:
-            places = torch.arange(first, first + q.shape[3], device=q.device).unsqueeze(1)
-            found = found.masked_fill(torch.arange(k.shape[2], device=q.device) > places, float("-inf"))
+        if not self.mask.plain or (self.causal and source == self.group.rank):
+            first += self.starts[self.group.rank]
+            start = self.starts[source]
+            seen = self.mask.dense(slice(first, first + q.shape[3]), slice(start, start + k.shape[2]), q.device)
+            found = found.masked_fill(~seen.unsqueeze(1), float("-inf"))
         return found
 
 
@@ -98,8 +102,9 @@ class _RingAttention(torch.autograd.Function):
                     part = slice(first, first + piece.shape[3])
                     scores = ring.scores(piece, keys, first, source)
                     higher = torch.maximum(most[..., part], scores.amax(-1))
-                    shrunk = torch.exp(most[..., part] - higher)
-                    weights = torch.exp(scores - higher.unsqueeze(-1))
+                    level = higher.masked_fill(higher.isinf(), 0.0)  # of queries that have seen no key yet
+                    shrunk = torch.exp(most[..., part] - level)
+                    weights = torch.exp(scores - level.unsqueeze(-1))
                     sums[..., part] = sums[..., part] * shrunk + weights.sum(-1)
                     total[..., part, :] *= shrunk.unsqueeze(-1)
                     total[..., part, :] += torch.einsum("bhgqk,bhkd->bhgqd", weights, values)
@@ -107,9 +112,11 @@ class _RingAttention(torch.autograd.Function):
             if hop is not None:
                 here = hop.wait().view(2, *k.shape[:2], ring.lengths[ring.source(step + 1)], k.shape[3])
         group.exchanges += 1
+        blind = sums == 0  # padding that sees no key: its result is zero
+        sums.masked_fill_(blind, 1.0)
         out = (total / sums.unsqueeze(-1)).to(q.dtype)
         ctx.ring = ring
-        ctx.save_for_backward(q, k, v, out, most + sums.log())
+        ctx.save_for_backward(q, k, v, out, most.masked_fill(blind, 0.0) + sums.log())
         return out
 
     @staticmethod
@@ -160,6 +167,7 @@ def ring_attention(
     *,
     causal: bool = True,
     scale: float | None = None,
+    mask: WholeMask | None = None,
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
 
@@ -171,6 +179,7 @@ def ring_attention(
         lengths: tokens of each rank.
         causal: tokens see those before them and themselves.
         scale: of the scores; None: 1 / sqrt(width).
+        mask: of the whole sequence, instead of `causal`.
 
     Raises:
         UsageError: the shapes do not fit.
@@ -182,7 +191,8 @@ def ring_attention(
             "fit: expected (rows, heads, tokens, width) with the same tokens and width, and query heads that are a "
             "multiple of key heads"
         )
-    ring = _Ring(group, lengths, causal, width**-0.5 if scale is None else scale)
+    mask = mask or WholeMask(Layout(list(lengths)), Pattern(causal), rows)
+    ring = _Ring(group, lengths, mask, width**-0.5 if scale is None else scale)
     grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], tokens, width)
     found: torch.Tensor = _RingAttention.apply(ring, grouped, key, value)
     return found.reshape(query.shape)
@@ -221,7 +231,7 @@ class RingAttention(nn.Module):
         lengths: Sequence[int] | None = None,
     ) -> torch.Tensor:
         """Return the result of this rank's tokens; see `ring_attention`. Without `lengths` the ranks ask each other."""
-        group = self._group or needed()
+        group = active(self._group or needed())
         own = query.shape[2]
         if lengths is None:
             lengths = group.lengths(own) if has_values(query) else [own] * group.size

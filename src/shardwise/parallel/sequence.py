@@ -10,8 +10,9 @@ to fewer. One group at a time is the process's own: attention layers that were n
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,12 +54,14 @@ class Layout:
 
     Attributes:
         lengths: tokens of each rank.
+        first: position of the first token, if positions go on without a break from rank to rank; else None.
         positions: of all tokens in their samples, (rows, tokens), if several samples are packed into a row; else None.
         kept: which tokens are no padding, (rows, tokens); None: all.
         masks: made from these, by what they are for.
     """
 
     lengths: list[int]
+    first: int | None = None
     positions: torch.Tensor | None = None
     kept: torch.Tensor | None = None
     masks: dict[Any, Any] = field(default_factory=dict)
@@ -79,6 +82,7 @@ class SequenceGroup:
         rank: this process's number among them.
         aligned: a batch has been split in which every rank's part is a sample of its own.
         exchanges: calls of attention layers that have exchanged heads.
+        comparing: the model runs in evaluation mode in place of training (`shardwise.parallel.proof`).
     """
 
     def __init__(self, comm: Communicator, data: Communicator | None = None) -> None:
@@ -86,6 +90,7 @@ class SequenceGroup:
         self.size, self.rank = comm.world, comm.rank
         self.aligned = False
         self.exchanges = 0
+        self.comparing = False
         self._comms = [comm]
         self._group = comm.user_group
         self._pass: int | None = None
@@ -167,12 +172,19 @@ class SequenceGroup:
         return told
 
     def layout(
-        self, own: int, rows: int, positions: torch.Tensor | None, kept: torch.Tensor | None, device: torch.device
+        self,
+        own: int,
+        rows: int,
+        positions: torch.Tensor | None,
+        kept: torch.Tensor | None,
+        device: torch.device,
+        *,
+        key: torch.Tensor | None = None,
     ) -> Layout:
         """Return how the sequence lies on the ranks, where models give positions along (all ranks call).
 
         The ranks tell each other once for each tensor of positions; all layers of a model pass the same one. On a
-        device the host waits for it, once.
+        device the host waits for it, once. Without positions and padding they tell each other once in a forward pass.
 
         Args:
             own: tokens of this rank.
@@ -180,16 +192,20 @@ class SequenceGroup:
             positions: of this rank's tokens in their samples, (rows or 1, tokens).
             kept: which of them are no padding.
             device: for what is made.
+            key: the tensor that the two are part of, which all layers of a model pass; None: the first that is there.
 
         Raises:
             UsageError: every rank has the whole sequence.
         """
-        key = positions if positions is not None else kept
-        if key is not None and key in self._known:
+        if key is None:
+            key = positions if positions is not None else kept
+        if key is None:
+            return Layout(self.lengths(own))
+        if key in self._known:
             version, layout = self._known[key]
             if version == key._version and layout.lengths[self.rank] == own:
                 return layout
-        runs = _runs(positions)
+        runs = runs_of(positions)
         padded = kept is not None and not bool(kept.all())
         told = self.comm.exchange([own, runs, padded], "sequence_layout")
         layout = Layout([int(length) for length, _, _ in told])
@@ -202,13 +218,14 @@ class SequenceGroup:
             begins = [found[0] if found is not None else None for _, found, _ in told]
             if None in ends or any(b != e for b, e in zip(begins[1:], ends, strict=False)):
                 layout.positions = self.whole(positions.expand(rows, own).contiguous(), layout.lengths)
-        if key is not None:
-            self._known[key] = (key._version, layout)
+            else:
+                layout.first = begins[0]
+        self._known[key] = (key._version, layout)
         return layout
 
     def _check_split(self, told: list[Any]) -> None:
         """Refuse whole sequences on every rank, which nobody has split."""
-        if self.size > 1 and not self.aligned and told[0][1] == [0, told[0][0]] and all(t == told[0] for t in told):
+        if self.size > 1 and not self.aligned and all(runs == [0, length] for length, runs, _ in told):
             raise UsageError(
                 f"sequence parallelism: all {self.size} ranks have positions 0 to {told[0][0] - 1}, so each has the "
                 "whole sequence, or its part without the positions that this has in the whole. Give each rank its "
@@ -229,7 +246,7 @@ class SequenceGroup:
         return found.to(part.dtype)
 
 
-def _runs(positions: torch.Tensor | None) -> list[int] | None:
+def runs_of(positions: torch.Tensor | None) -> list[int] | None:
     """Return the first position and the one that would follow, if all rows count up from the same one; else None."""
     if positions is None or positions.shape[-1] == 0:
         return None
@@ -238,6 +255,27 @@ def _runs(positions: torch.Tensor | None) -> list[int] | None:
         return None
     first = int(positions[0, 0])
     return [first, first + positions.shape[-1]]
+
+
+_whole_for: list[list[int]] = []
+"""Ranks of groups each of which has whole sequences for now."""
+
+
+@contextlib.contextmanager
+def whole_sequences(group: SequenceGroup) -> Iterator[None]:
+    """Let each rank of a group have whole sequences inside of the block: its attention exchanges nothing."""
+    _whole_for.append(group.members)
+    try:
+        yield
+    finally:
+        _whole_for.remove(group.members)
+
+
+def active(group: SequenceGroup) -> SequenceGroup:
+    """Return a group, or within `whole_sequences` that of this rank alone."""
+    if group.size == 1 or group.members not in _whole_for:
+        return group
+    return SequenceGroup(Communicator(None, group.comm.ledger, group.comm.device, name=NAME, alone=True))
 
 
 _current: list[SequenceGroup] = []

@@ -1,0 +1,215 @@
+"""Attention modules of transformers that compute scores themselves instead of calling a registered attention.
+
+The class of such a module becomes a subclass that exchanges heads around the scores; its parameters stay. Biases by
+distance (ALiBi) are those of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.errors import UsageError
+from shardwise.parallel.attention import shared_attention
+from shardwise.parallel.masks import WholeMask
+from shardwise.parallel.sequence import SequenceGroup
+from shardwise.parallel.ulysses import query_runs
+
+Shares = Callable[[bool], SequenceGroup | None]
+"""Returns the group of ranks for training mode or evaluation; None: this rank has whole sequences."""
+
+MaskOf = Callable[..., WholeMask]
+"""`shardwise.parallel.huggingface.whole_mask`."""
+
+Bias = Callable[[int, int], torch.Tensor | None]
+"""Returns what is added to the scores of the heads from one number to below another: (rows or 1, heads, 1, tokens)."""
+
+
+class SharedScores(nn.Module):
+    """Base class of the subclasses.
+
+    Attributes:
+        shares, mask_of: see above; set by `share_scores`.
+    """
+
+    shares: Shares
+    mask_of: MaskOf
+
+    def _group(self, cache: Any, other: Any = None) -> SequenceGroup | None:
+        group = self.shares(self.training)
+        # A cache of a forward pass in training is new and is not read again; one with tokens cannot be divided.
+        if group is not None and (other is not None or (cache is not None and cache.get_seq_length() > 0)):
+            raise UsageError(
+                f"sequence parallelism: {type(self).__name__} has been given a cache or another sequence to attend to, "
+                "which cannot be divided among ranks. Pass use_cache=False, or set sequence_parallel_size to 1"
+            )
+        return group
+
+    def _attend(
+        self,
+        group: SequenceGroup,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        scale: float,
+        dropout: float,
+        bias: Callable[[WholeMask], Bias] | None = None,
+    ) -> torch.Tensor:
+        """Return the attention of this rank's tokens, (rows, tokens, heads * width)."""
+        whole = self.mask_of(group, self, q, k, mask)
+        dense = whole.of_kind("eager", q.dtype, q.device)
+        first, end = query_runs(q.shape[1], group.size)[group.rank]
+        added = None if bias is None else bias(whole)(first, end)
+
+        def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            scores = q @ k.transpose(2, 3) * scale
+            if added is not None:
+                scores = scores + added
+            if dense is not None:
+                scores = self._masked(scores, dense)
+            weights = F.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(v.dtype)
+            return (F.dropout(weights, dropout, self.training) @ v).transpose(1, 2)
+
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return shared_attention(local, group, q, k, v, whole.layout.lengths, grouped=False).flatten(2)
+
+    def _masked(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return scores with a mask of zeros and least numbers, as the family does so."""
+        return scores + mask
+
+
+class SharedBloom(SharedScores):
+    """BLOOM: ALiBi counts the tokens that are no padding."""
+
+    def forward(
+        self, hidden_states: Any, residual: Any, alibi: Any, attention_mask: Any, layer_past: Any = None, **kwargs: Any
+    ) -> Any:
+        """Return what `BloomAttention` does."""
+        group = self._group(layer_past)
+        if group is None:
+            return super().forward(hidden_states, residual, alibi, attention_mask, layer_past, **kwargs)
+        owner: Any = self
+        q, k, v = owner._reshape(owner.query_key_value(hidden_states))
+
+        def bias(whole: WholeMask) -> Bias:
+            tokens = sum(whole.layout.lengths)
+            kept = whole.kept
+            kept = torch.ones(whole.rows, tokens, dtype=torch.long, device=q.device) if kept is None else kept.long()
+            made = sys.modules[type(self).__module__].build_alibi_tensor(kept, owner.num_heads, q.dtype)
+            return lambda first, end: made.view(whole.rows, owner.num_heads, 1, tokens)[:, first:end]
+
+        found = self._attend(group, q, k, v, attention_mask, owner.inv_norm_factor, owner.attention_dropout.p, bias)
+        return residual + F.dropout(owner.dense(found), owner.hidden_dropout, self.training), None
+
+
+class SharedMpt(SharedScores):
+    """MPT: ALiBi counts all tokens, up to the longest sequence."""
+
+    def forward(
+        self, hidden_states: Any, position_bias: Any, past_key_values: Any = None, attention_mask: Any = None, **kw: Any
+    ) -> Any:
+        """Return what `MptAttention` does."""
+        group = self._group(past_key_values)
+        if group is None:
+            return super().forward(hidden_states, position_bias, past_key_values, attention_mask, **kw)
+        owner: Any = self
+        mixed = owner.Wqkv(hidden_states)
+        if owner.clip_qkv:
+            mixed = mixed.clamp(min=-owner.clip_qkv, max=owner.clip_qkv)
+        q, k, v = (x.unflatten(2, (owner.n_heads, -1)).transpose(1, 2) for x in mixed.chunk(3, dim=2))
+
+        def bias(whole: WholeMask) -> Bias:
+            tokens = sum(whole.layout.lengths)
+            return lambda first, end: None if position_bias is None else position_bias[None, first:end, :, -tokens:]
+
+        found = self._attend(group, q, k, v, attention_mask, owner.softmax_scale, owner.attn_dropout_p, bias)
+        return owner.out_proj(found), None
+
+    def _masked(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return scores.masked_fill(mask != 0, torch.finfo(scores.dtype).min)
+
+
+class SharedXglm(SharedScores):
+    """XGLM."""
+
+    def forward(
+        self,
+        hidden_states: Any,
+        key_value_states: Any = None,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Return what `XGLMAttention` does."""
+        group = self._group(past_key_values, key_value_states)
+        if group is None:
+            return super().forward(hidden_states, key_value_states, past_key_values, attention_mask, **kwargs)
+        owner: Any = self
+        projected = (project(hidden_states) for project in (owner.q_proj, owner.k_proj, owner.v_proj))
+        q, k, v = (x.unflatten(2, (owner.num_heads, -1)).transpose(1, 2) for x in projected)
+        found = self._attend(group, q, k, v, attention_mask, owner.scaling, owner.dropout)
+        return owner.out_proj(found), None
+
+    def _masked(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.max(scores + mask, torch.full((), torch.finfo(scores.dtype).min, device=scores.device))
+
+
+class SharedMethod(SharedScores):
+    """GPT-J, GPT-Neo, CodeGen: a method `_attn` computes scores, alike for all heads."""
+
+    def _attn(self, query: Any, key: Any, value: Any, attention_mask: Any = None) -> Any:
+        group = self._group(None)
+        scores = super()._attn  # type: ignore[misc]
+        if group is None:
+            return scores(query, key, value, attention_mask)
+        whole = self.mask_of(group, self, query, key, attention_mask)
+        dense = whole.of_kind("eager", torch.float32, query.device)
+
+        def local(*heads: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = scores(*(x.transpose(1, 2) for x in heads), dense)[0]
+            return found.transpose(1, 2)
+
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return shared_attention(local, group, q, k, v, whole.layout.lengths, grouped=False).transpose(1, 2), None
+
+
+_KINDS: dict[str, type[SharedScores]] = {
+    "BloomAttention": SharedBloom,
+    "MptAttention": SharedMpt,
+    "XGLMAttention": SharedXglm,
+    "GPTJAttention": SharedMethod,
+    "GPTNeoSelfAttention": SharedMethod,
+    "CodeGenAttention": SharedMethod,
+}
+"""Name of a class of transformers -> what it becomes."""
+
+
+_subclasses: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _subclass(of: type[nn.Module], kind: type[SharedScores]) -> type[nn.Module]:
+    if of not in _subclasses:
+        _subclasses[of] = type(of.__name__, (kind, of), {"__module__": of.__module__})
+    return _subclasses[of]
+
+
+def share_scores(model: nn.Module, shares: Shares, mask_of: MaskOf) -> bool:
+    """Let the attention modules of a model that compute scores themselves share sequences; return if it has any."""
+    found = False
+    for module in model.modules():
+        before = type(module)
+        kind = _KINDS.get(before.__name__)
+        if kind is None or not before.__module__.startswith("transformers."):
+            continue
+        if not isinstance(module, SharedScores):
+            module.__class__ = _subclass(before, kind)
+        module.shares, module.mask_of = shares, mask_of  # type: ignore[assignment]
+        found = True
+    return found

@@ -1,0 +1,191 @@
+"""Attention masks of whole sequences, of which each rank has a run of the tokens.
+
+A rank cannot make the mask of a whole sequence from its own tokens when a model of transformers asks for it. It hands
+on a `Pattern` instead, and the mask is made in the attention. The tensor that stands for a mask on the way there has
+the shape (rows, own tokens, number of the pattern), which survives whatever a model does with masks between layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.errors import UsageError
+from shardwise.parallel.sequence import Layout
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which keys a query sees, by their places in the sequence.
+
+    Attributes:
+        causal: those before it, and itself.
+        window: those whose distance is below this; None: all.
+        padded: the model has been given a mask of padding.
+        packed: samples that positions tell apart do not see each other.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    padded: bool = False
+    packed: bool = False
+
+    def sees(self, query: Any, key: Any) -> Any:
+        """Return where queries see keys, for places of both that broadcast."""
+        found = query >= key if self.causal else (query >= 0) & (key >= 0)
+        if self.window is not None:
+            found = found & (query - key < self.window)
+            if not self.causal:
+                found = found & (key - query < self.window)
+        return found
+
+
+_patterns: list[Pattern] = []
+"""Patterns by their numbers, less one."""
+
+_LEAVES = {
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "packed_sequence_mask_function",
+    "remap_positions_for_packed_sequence",
+    "and_masks",
+}
+"""What mask functions of transformers are made of that is understood here; packing is known from positions."""
+
+
+def pattern_of(function: Callable[..., Any], padded: bool, packed: bool) -> Pattern:
+    """Return the pattern of a mask function of transformers.
+
+    Args:
+        function: for places of rows, heads, queries and keys.
+        padded: see `Pattern`.
+        packed: see `Pattern`.
+
+    Raises:
+        UsageError: it depends on something else.
+    """
+    causal, window = False, None
+    for name, part in _parts(function):
+        if name not in _LEAVES:
+            raise UsageError(
+                f"this model makes attention masks of its own kind ({name}), which cannot be made of a rank's tokens "
+                "alone: set sequence_parallel_size to 1"
+            )
+        causal = causal or name in ("causal_mask_function", "sliding_window_overlay")
+        if name.startswith("sliding_window"):
+            (width,) = (cell.cell_contents for cell in part.__closure__ or ())
+            window = int(width) + (name == "sliding_window_bidirectional_overlay")  # there the distance may be equal
+    return Pattern(causal, window, padded, packed)
+
+
+def _parts(function: Any) -> Iterator[tuple[str, Any]]:
+    yield function.__qualname__.partition(".")[0], function
+    for cell in getattr(function, "__closure__", None) or ():
+        inner = cell.cell_contents
+        for part in inner if isinstance(inner, tuple) else (inner,):
+            if callable(part):
+                yield from _parts(part)
+
+
+def carried(
+    pattern: Pattern, kept: torch.Tensor | None, positions: torch.Tensor | None, rows: int, own: int, device: Any
+) -> torch.Tensor:
+    """Return the tensor that stands for a mask.
+
+    Args:
+        pattern: whose number is the last size.
+        kept: which tokens of this rank are no padding, if the pattern is padded.
+        positions: of the tokens, if the pattern is packed.
+        rows: of the batch.
+        own: tokens of this rank.
+        device: of the tensor.
+    """
+    if pattern not in _patterns:
+        _patterns.append(pattern)
+    number = _patterns.index(pattern) + 1
+    values = torch.ones(rows, 1, dtype=torch.bool, device=device) if kept is None else kept.bool()
+    if pattern.packed and positions is not None:
+        values = positions
+    return values.expand(rows, own).unsqueeze(-1).expand(rows, own, number)
+
+
+def carried_pattern(mask: Any, rows: int, own: int) -> Pattern | None:
+    """Return the pattern that a tensor from `carried` stands for; None: it is another one."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 3 or mask.shape[:2] != (rows, own):
+        return None
+    return _patterns[mask.shape[2] - 1] if 0 < mask.shape[2] <= len(_patterns) else None
+
+
+def samples_of(positions: torch.Tensor) -> torch.Tensor:
+    """Return the number of the sample that each token belongs to: one begins wherever positions do not go on."""
+    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+
+@dataclass
+class WholeMask:
+    """The mask of a whole sequence.
+
+    Attributes:
+        layout: how the sequence lies on the ranks, with its padding and samples.
+        pattern: which places see which.
+        rows: of the batch.
+    """
+
+    layout: Layout
+    pattern: Pattern
+    rows: int
+
+    def __post_init__(self) -> None:
+        self.kept = self.layout.kept
+        positions = self.layout.positions if self.pattern.packed else None
+        self.samples = None if positions is None else samples_of(positions)
+        tokens = sum(self.layout.lengths)
+        window = self.pattern.window
+        self.window = window if window is not None and window < tokens else None
+        self.plain = self.kept is None and self.samples is None and self.window is None
+
+    def sees(self, row: Any, _: Any, query: Any, key: Any) -> Any:
+        """Return where queries see keys, in the form that flex attention calls."""
+        found = self.pattern.sees(query, key)
+        if self.samples is not None:
+            found = found & (self.samples[row, query] == self.samples[row, key])
+        if self.kept is not None:
+            found = found & self.kept[row, key]
+        return found
+
+    def dense(self, queries: slice, keys: slice, device: torch.device) -> torch.Tensor:
+        """Return True where a query sees a key; (rows or 1, 1, queries, keys)."""
+        rows = 1 if self.kept is None and self.samples is None else self.rows
+        row = torch.arange(rows, device=device).view(-1, 1, 1, 1)
+        query = torch.arange(queries.start, queries.stop, device=device).view(1, 1, -1, 1)
+        key = torch.arange(keys.start, keys.stop, device=device).view(1, 1, 1, -1)
+        found: torch.Tensor = self.sees(row, None, query, key)
+        return found.expand(rows, 1, query.shape[2], key.shape[3])
+
+    def of_kind(self, kind: str, dtype: torch.dtype, device: torch.device) -> Any:
+        """Return the mask in the form that an attention of one process takes; None: it needs none."""
+        if kind.startswith("flash"):
+            return self.kept
+        key = (kind, self.pattern, self.rows, dtype)
+        if key not in self.layout.masks:
+            self.layout.masks[key] = self._made(kind, dtype, device)
+        return self.layout.masks[key]
+
+    def _made(self, kind: str, dtype: torch.dtype, device: torch.device) -> Any:
+        tokens = sum(self.layout.lengths)
+        if kind == "flex_attention":
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            per_row = self.rows if self.samples is not None or self.kept is not None else None
+            return create_block_mask(self.sees, per_row, None, tokens, tokens, device=str(device))
+        if self.plain and (kind == "sdpa" or not self.pattern.causal):
+            return None
+        mask = self.dense(slice(0, tokens), slice(0, tokens), device)
+        if kind == "sdpa":
+            return mask.expand(self.rows, -1, -1, -1)
+        return torch.where(mask, torch.zeros((), dtype=dtype, device=device), torch.finfo(dtype).min)

@@ -1,0 +1,262 @@
+"""A comparison of a model over shared sequences with the same model over whole ones, on a few tokens.
+
+Attention that sees a rank's own tokens only, positions that begin anew on each rank, and masks of a rank's own tokens
+give other numbers, and no error. So before the first forward pass in training each rank runs the model twice, without
+gradients and dropout: on a few whole sequences by itself, and on its run of the same tokens. What modules return has to
+agree. The sequences have a few tokens of the batch on each rank; padding and packed samples are there if the batch has
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.parallel.sequence import SequenceGroup, runs_of, whole_sequences
+from shardwise.trees import tensors_in
+
+TOKENS = 8
+"""Tokens of each rank, at most."""
+
+_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
+"""By dtype: difference of a token's numbers that rounding does not make, relative to the largest number of a tensor."""
+
+
+@dataclass
+class _Call:
+    """Arguments of a forward pass: on whole sequences, and on this rank's run of them."""
+
+    whole: tuple[tuple[Any, ...], dict[str, Any]]
+    own: tuple[tuple[Any, ...], dict[str, Any]]
+    tokens: int
+
+
+@dataclass
+class _Seen:
+    """What one call of a module has taken and returned."""
+
+    name: str
+    taken: list[torch.Tensor]
+    returned: list[torch.Tensor]
+
+
+@dataclass
+class _Recording:
+    """Calls of modules in the order in which they end."""
+
+    seen: list[_Seen] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def of(self, model: nn.Module) -> Iterator[None]:
+        """Record the calls of all modules inside of the block."""
+        handles = []
+        for name, module in model.named_modules():
+
+            def ended(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                taken = tensors_in((args, kwargs))
+                self.seen.append(_Seen(name, [x.detach() for x in taken], [x.detach() for x in tensors_in(output)]))
+
+            handles.append(module.register_forward_hook(ended, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def difference(
+    run: Callable[..., Any], model: nn.Module, group: SequenceGroup, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str | None:
+    """Return how a model over shared sequences differs from the same over whole ones; None: it does not.
+
+    All ranks of the job call, as the model's parameters may be sharded over them.
+
+    Args:
+        run: calls the model.
+        model: whose modules are compared.
+        group: the ranks that share sequences.
+        args: of the first forward pass.
+        kwargs: of the first forward pass.
+    """
+    call = _call_of(model, group, args, kwargs)
+    if call is None:
+        return None
+    modes = {module: module.training for module in model.modules()}
+    whole, own = _Recording(), _Recording()
+    exchanges = group.exchanges
+    group.comparing = True
+    try:
+        model.eval()
+        with torch.no_grad():
+            with own.of(model):  # first, as what cannot be shared says so by name
+                run(*call.own[0], **call.own[1])
+            with whole_sequences(group), whole.of(model):
+                run(*call.whole[0], **call.whole[1])
+    finally:
+        group.comparing = False
+        for module, training in modes.items():
+            module.training = training
+    if group.exchanges == exchanges:
+        return None  # the pass that follows is refused for it
+    return _first_difference(whole.seen, own.seen, group, call.tokens)
+
+
+def _call_of(model: nn.Module, group: SequenceGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+    """Return the arguments of the two forward passes; None: all ranks have whole sequences, which is refused later."""
+    takes = inspect.signature(model.forward).parameters
+    named = [*zip([*takes, *[""] * len(args)], args, strict=False), *kwargs.items()]
+    tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+    rows, own = next(((len(x), x.shape[1]) for _, x in tensors if x.dim() > 1), (0, 0))
+    positions = next((x for name, x in tensors if name == "position_ids" and x.dim() == 2), None)
+    padded = any(not bool(x.all()) for name, x in tensors if name == "attention_mask")
+    told = group.comm.exchange([own, padded, runs_of(positions)], "sequence_proof")
+    if not group.aligned and all(run == [0, length] for length, _, run in told):
+        return None
+    few = min(TOKENS, *(length for length, *_ in told))
+    if few < 1:
+        return None
+    batch = _Batch(group, few, rows, own, padded=any(entry[1] for entry in told), runs=[entry[2] for entry in told])
+    whole = [batch.whole(value, name) for name, value in named]
+    own_values = [batch.part(new, old) for new, (_, old) in zip(whole, named, strict=True)]
+    count = len(args)
+    given = dict(zip(kwargs, whole[count:], strict=True))
+    optional = "position_ids" not in takes or takes["position_ids"].default is not inspect.Parameter.empty
+    if "position_ids" in given and batch.counted and optional:
+        del given["position_ids"]  # `split` has made them; the model takes its own positions in one process
+    return _Call(
+        (tuple(whole[:count]), given),
+        (tuple(own_values[:count]), dict(zip(kwargs, own_values[count:], strict=True))),
+        few,
+    )
+
+
+@dataclass
+class _Batch:
+    """A batch of one row made of the first tokens that each rank has.
+
+    Attributes:
+        group: the ranks.
+        few: tokens of each.
+        rows, own: rows and tokens of what this rank has been given.
+        padded: some tokens are padding.
+        runs: first position of each rank and the one after its last; None: its positions do not count up.
+    """
+
+    group: SequenceGroup
+    few: int
+    rows: int
+    own: int
+    padded: bool
+    runs: list[list[int] | None]
+
+    @property
+    def packed(self) -> bool:
+        """Whether several samples are packed into a row."""
+        return any(run is None for run in self.runs) or any(
+            run[0] != before[1] for before, run in itertools.pairwise(self.runs) if run and before
+        )
+
+    @property
+    def counted(self) -> bool:
+        """Whether positions are 0, 1, 2, ..."""
+        return not self.packed and self.runs[0] is not None and self.runs[0][0] == 0
+
+    def has_tokens(self, value: Any) -> bool:
+        """Whether a tensor has this rank's tokens in its second dimension."""
+        return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == self.own
+
+    def whole(self, value: Any, name: str) -> Any:
+        """Return a value for whole sequences."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        tokens = self.few * self.group.size
+        if not self.has_tokens(value):
+            return value[:1] if value.dim() > 0 and len(value) == self.rows else value
+        if name == "position_ids":
+            first = self.runs[0][0] if self.runs[0] is not None else 0
+            places = torch.arange(tokens, device=value.device) + first
+            if self.packed:
+                places[self.few + 1 :] -= self.few + 1
+            return places.view(1, -1).to(value.dtype)
+        if name == "attention_mask":
+            mask = torch.ones(1, tokens, dtype=value.dtype, device=value.device)
+            mask[:, : self.few // 2 if self.padded else 0] = 0
+            return mask
+        if value.is_floating_point():
+            generator = torch.Generator().manual_seed(value.dim())
+            drawn = torch.randn(1, tokens, *value.shape[2:], generator=generator)
+            return drawn.to(value.device, value.dtype)
+        part = value[:1, : self.few]
+        flat = part.reshape(1, self.few, -1).movedim(2, 0).reshape(-1, self.few)
+        found = self.group.whole(flat, [self.few] * self.group.size)
+        return found.view(-1, tokens).T.reshape(1, tokens, *value.shape[2:])
+
+    def part(self, whole: Any, value: Any) -> Any:
+        """Return this rank's part of what `whole` has made of a value."""
+        if not self.has_tokens(value):
+            return whole
+        first = self.group.rank * self.few
+        return whole[:, first : first + self.few].contiguous()
+
+
+def _first_difference(whole: list[_Seen], own: list[_Seen], group: SequenceGroup, few: int) -> str | None:
+    """Return which module is the first one to return something else although it has been given the same."""
+    expected: dict[tuple[str, int], _Seen] = {}
+    calls: dict[str, int] = {}
+    for seen in whole:
+        calls[seen.name] = calls.get(seen.name, 0) + 1
+        expected[seen.name, calls[seen.name]] = seen
+    calls, first = {}, None
+    for seen in own:
+        calls[seen.name] = calls.get(seen.name, 0) + 1
+        other = expected.get((seen.name, calls[seen.name]))
+        if other is None or len(other.returned) != len(seen.returned):
+            continue
+        off = _apart(other.returned, seen.returned, group, few)
+        if off is None:
+            continue
+        what = f"{seen.name or 'the model'} returns other numbers (by {off:.1e} of the largest)"
+        first = first or what
+        if len(other.taken) == len(seen.taken) and _apart(other.taken, seen.taken, group, few) is None:
+            return what
+    return first
+
+
+def _apart(whole: list[torch.Tensor], own: list[torch.Tensor], group: SequenceGroup, few: int) -> float | None:
+    """Return by how much tensors differ, if by more than rounding; None: they do not, or cannot be compared."""
+    for expected, found in zip(whole, own, strict=True):
+        dimension = _token_dimension(expected.shape, found.shape, group.size, few)
+        if dimension is None or not expected.numel():
+            continue
+        part = expected.narrow(dimension, group.rank * found.shape[dimension], found.shape[dimension])
+        dtype = expected.dtype if expected.is_floating_point() else torch.float64
+        wide = torch.promote_types(dtype, torch.float32)
+        scale = float(expected.to(wide).nan_to_num(0, 0, 0).abs().max()) or 1.0
+        off = (part.to(wide) - found.to(wide)).abs().nan_to_num(0, 0, 0).movedim(dimension, 0).flatten(1).amax(
+            1
+        ) / scale
+        wrong = int((off > _LIMITS[dtype]).sum())
+        # In 16 bits routers may choose other experts for some tokens.
+        if wrong > (0 if wide is dtype else len(off) // 4):
+            return float(off.max())
+    return None
+
+
+def _token_dimension(whole: torch.Size, own: torch.Size, ranks: int, few: int) -> int | None:
+    """Return the only dimension in which shapes differ, if that is of tokens.
+
+    What has tokens in its first dimension may have them in another order, as the rows of experts.
+    """
+    if len(whole) != len(own):
+        return None
+    differ = [number for number, sizes in enumerate(zip(whole, own, strict=True)) if sizes[0] != sizes[1]]
+    if len(differ) != 1 or differ[0] == 0 or own[differ[0]] != few or whole[differ[0]] != few * ranks:
+        return None
+    return differ[0]

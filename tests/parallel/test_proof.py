@@ -1,0 +1,95 @@
+"""Before training a model over shared sequences is compared with itself over whole ones: what differs is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import shardwise
+from shardwise.errors import UsageError
+from shardwise.parallel import split
+from tests.harness import run_ranks
+from tests.parallel.models import GPT, data, llama, loss_of
+
+
+class OwnPlaces(GPT):
+    """Positions begin anew on each rank."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, torch.arange(input_ids.shape[1]).view(1, -1))
+
+
+class Mean(nn.Module):
+    """Takes the mean over the tokens that a rank has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(1, keepdim=True)
+
+
+class Plain(nn.Module):
+    """Attention to the tokens that it is given."""
+
+    def forward(self, *args: torch.Tensor, **kwargs: bool) -> torch.Tensor:
+        return scaled_dot_product_attention(*args, **kwargs)
+
+
+def one_layer_alone() -> nn.Module:
+    model = GPT(shared=True)
+    model.blocks[1].attend = Plain()
+    return model
+
+
+def mean_over_tokens() -> nn.Module:
+    model = GPT(shared=True)
+    model.blocks[0].norm2 = Mean()
+    return model
+
+
+MODELS = {
+    "right": lambda: GPT(shared=True),
+    "llama": lambda: llama(shared=True),
+    "own tokens": one_layer_alone,
+    "own places": lambda: OwnPlaces(shared=True),
+    "mean": mean_over_tokens,
+}
+NAMED = {"own tokens": r"blocks\.1\.attend", "own places": r"places", "mean": r"blocks\.0\.norm2"}
+
+
+def begun(kinds: list[str], more: dict[str, Any]) -> dict[str, str]:
+    found = {}
+    for kind in kinds:
+        torch.manual_seed(7)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "sequence_parallel_size": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            **more,
+        }
+        engine, *_ = shardwise.initialize(model=MODELS[kind](), config=config)
+        try:
+            batch = split(data(0, 1, length=30))
+            loss, tokens = loss_of(engine, batch)
+            engine.backward(loss, weight=tokens)
+            engine.step()
+            assert engine.module.training and all(module.training for module in engine.module.modules())
+            found[kind] = "trains"
+        except UsageError as error:
+            found[kind] = str(error)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    "more", [{}, pytest.param({"bf16": {"enabled": True}}, marks=pytest.mark.thorough)], ids=["fp32", "bf16"]
+)
+def test_what_differs_from_one_process_is_named(more: dict[str, Any]) -> None:
+    for found in run_ranks(begun, 2, list(MODELS), more):
+        assert {kind for kind, text in found.items() if text == "trains"} == {"right", "llama"}, found
+        for kind, name in NAMED.items():
+            with pytest.raises(UsageError, match=rf"computes something else than in one process; on rank \d {name}"):
+                raise UsageError(found[kind])
