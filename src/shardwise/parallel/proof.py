@@ -207,26 +207,26 @@ class _Batch:
 
 
 def _first_difference(whole: list[_Seen], own: list[_Seen], group: SequenceGroup, few: int) -> str | None:
-    """Return which module is the first one to return something else although it has been given the same."""
+    """Return which module is the first one to return something else, and whether it has been given something else."""
     expected: dict[tuple[str, int], _Seen] = {}
     calls: dict[str, int] = {}
     for seen in whole:
         calls[seen.name] = calls.get(seen.name, 0) + 1
         expected[seen.name, calls[seen.name]] = seen
-    calls, first = {}, None
+    calls = {}
     for seen in own:
         calls[seen.name] = calls.get(seen.name, 0) + 1
         other = expected.get((seen.name, calls[seen.name]))
         if other is None or len(other.returned) != len(seen.returned):
             continue
         off = _apart(other.returned, seen.returned, group, few)
-        if off is None:
-            continue
-        what = f"{seen.name or 'the model'} returns other numbers (by {off:.1e} of the largest)"
-        first = first or what
-        if len(other.taken) == len(seen.taken) and _apart(other.taken, seen.taken, group, few) is None:
-            return what
-    return first
+        if off is not None:
+            alike = len(other.taken) == len(seen.taken) and _apart(other.taken, seen.taken, group, few) is None
+            how = "returns" if alike else "is given"
+            return (
+                f"{seen.name or 'the model'} {how} other numbers (what it returns differs by {off:.1e} of the largest)"
+            )
+    return None
 
 
 def _apart(whole: list[torch.Tensor], own: list[torch.Tensor], group: SequenceGroup, few: int) -> float | None:
