@@ -20,7 +20,7 @@ from shardwise.moe import ExpertGroup, ExpertLoad, MoE
 from shardwise.moe.exchange import bind_experts
 from shardwise.moe.experts import GroupSizes, grouped_linear
 from shardwise.moe.gates import capacity_of, route
-from shardwise.moe.huggingface import Names, StackedExperts
+from shardwise.moe.huggingface import Form, Names, StackedExperts
 from tests.device.recorded import imagined
 from tests.moe.models import EXPERTS, WIDTH, expert, plain
 
@@ -257,7 +257,7 @@ def stacked(ep_size: int) -> StackedExperts:
     given = nn.Module()
     given.gate_up_proj = nn.Parameter(torch.randn(4, 48, 16).bfloat16())
     given.down_proj = nn.Parameter(torch.randn(4, 16, 24).bfloat16())
-    return StackedExperts(given, Names.of(ExpertParallel()), ep_size, nn.functional.silu, grouped=True)
+    return StackedExperts(given, Form(Names.of(ExpertParallel())), ep_size, nn.functional.silu, grouped=True)
 
 
 def recorded_experts(ep_size: int) -> list[Event]:
