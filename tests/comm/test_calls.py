@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import native
 from shardwise.comm.calls import compare_calls
 from shardwise.errors import DesyncError
 from tests.harness import run_ranks
@@ -62,22 +58,3 @@ def test_ranks_that_call_something_else_are_named(kind: str, said: tuple[str, ..
 
 def test_ranks_that_call_the_same_get_their_results() -> None:
     assert run_ranks(calls, 2, "same") == ["[1.0, 2.0] [2.0, 2.0, 2.0]", "[1.0, 1.0, 2.0, 2.0, 2.0] [2.0, 2.0, 2.0]"]
-
-
-def late_peer() -> list[bool]:
-    """Rank 1 comes late to a collective whose end rank 0 looks for."""
-    rank = dist.get_rank()
-    if rank:
-        time.sleep(1.0)
-    works = native.all_gather([(torch.empty(4), torch.full((2,), float(rank)))], dist.group.WORLD)
-    ended = works.ends()
-    first = ended()
-    works.wait()
-    until = time.monotonic() + 20
-    while not ended() and time.monotonic() < until:
-        time.sleep(0.01)
-    return [first, ended()]
-
-
-def test_the_end_of_a_collective_is_seen_without_waiting() -> None:
-    assert run_ranks(late_peer, 2)[0] == [False, True]

@@ -15,10 +15,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.positions import Here, Position, Waiting, follow, follow_devices, process_word, state_of
-from shardwise.comm.stalls import EXIT_CODE, StallWatch, judge
+from shardwise.comm.positions import (
+    Here,
+    Position,
+    Waiting,
+    follow,
+    follow_devices,
+    is_following,
+    process_word,
+    state_of,
+)
+from shardwise.comm.stalls import EXIT_CODE, StallWatch, judge, stop_watching, watch
 from shardwise.utils.logging import logger
 from tests.engine.test_idle_steps import Lines
 
@@ -103,25 +113,54 @@ def test_a_rank_in_its_data_loader_or_in_a_collective_of_torch_says_so() -> None
     assert seen[0].doing == "its data loader" and not seen[0].waits and "test_stalls.py" in seen[0].line
 
 
+class Event:
+    """A CUDA event of which the test says when the device gets there."""
+
+    def __init__(self) -> None:
+        self.there, self.queries = False, 0
+
+    def wait(self) -> None: ...
+
+    def reached(self) -> bool:
+        self.queries += 1
+        return self.there
+
+
 def test_collectives_of_a_device_are_followed_until_they_end() -> None:
     ledger = Ledger()
     records = [ledger.open("all_gather", "world", 8, 8, name, 2, (0, 1)) for name in "abc"]
-    ended = {"a": True, "b": False, "c": True}
-    for record in records:
-        record.kind = "gather"
-        follow(record, lambda: 1 / 0)  # type: ignore[arg-type, return-value]  # nobody looks yet
+    events = [Event() for _ in records]
     follow_devices(True)
     try:
-        for record in records:
-            follow(record, lambda name=record.label: lambda: ended[name])  # type: ignore[misc]
+        for record, event in zip(records, events, strict=True):
+            record.kind = "gather"
+            follow(record, event)
         here = Here()
+        assert not here(quiet=60.0).waits  # a graph may be captured, which a query would break
+        assert not any(event.queries for event in events)
+        events[0].there = events[2].there = True
         assert here().what == "all_gather 'b' #0"
         time.sleep(0.05)
-        assert here().seconds >= 0.05  # since it was first seen
-        ended["b"] = True
+        assert here(quiet=0.05).seconds >= 0.05  # since the last launch
+        events[1].there = True
         assert not here().waits
     finally:
         follow_devices(False)
+    follow(records[0], Event())
+    assert not is_following() and not here().waits
+
+
+def test_devices_are_followed_only_while_a_thread_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for store in (None, FakeStore()):
+        monkeypatch.setattr("shardwise.comm.stalls.default_store", lambda store=store: store)
+        started = watch(range(2), 0, 30.0, Ledger())
+        assert not is_following()
+        stop_watching(started)
+    monkeypatch.setattr("shardwise.comm.stalls.default_store", dist.HashStore)
+    started = watch(range(2), 0, 30.0, Ledger())
+    assert is_following()
+    stop_watching(started)
+    assert not is_following()
 
 
 def test_what_has_become_of_a_process() -> None:
@@ -162,7 +201,7 @@ class Ranks:
                 rank,
                 limit,
                 store=store,
-                where=where,
+                where=where and (lambda _, where=where: where()),
                 end=lambda code, rank=rank: self._end(rank, code),  # type: ignore[misc]
             )
             for rank, where in enumerate(places)
@@ -248,7 +287,7 @@ def test_a_store_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -
 
     lines = Lines()
     logger.addHandler(lines)
-    watch = StallWatch(range(2), 0, 0.2, store=Silent(), where=growing(GATHER))  # type: ignore[arg-type]
+    watch = StallWatch(range(2), 0, 0.2, store=Silent(), where=lambda _, place=growing(GATHER): place())  # type: ignore[arg-type]
     try:
         watch.start()
         until = time.monotonic() + 30
@@ -265,7 +304,7 @@ def test_a_store_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -
 
 def test_waits_within_the_limit_ask_nobody() -> None:
     store = dist.HashStore()
-    watches = [StallWatch(range(2), rank, 20.0, store=store, where=lambda: GATHER) for rank in range(2)]
+    watches = [StallWatch(range(2), rank, 20.0, store=store, where=lambda _: GATHER) for rank in range(2)]
     for watch in watches:
         watch.start()
     time.sleep(2.5)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardwise.comm import groups, native
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
+from shardwise.comm.positions import follow_devices, oldest_under_way
 from tests.gpu.forced import start_group
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -91,12 +92,22 @@ def test_broadcast_and_all_to_all(group: dist.ProcessGroup, dtype: torch.dtype) 
     assert torch.equal(out[:7], tensor[3:10])
 
 
-def test_the_end_of_a_collective_is_seen(group: dist.ProcessGroup) -> None:
-    works = native.all_gather([(torch.zeros(4, device="cuda"), values(4, FP32))], group)
-    ended = works.ends()
-    works.wait()
-    torch.cuda.synchronize()
-    assert ended()
+def test_the_end_of_a_collective_is_seen_and_nothing_holds_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    start_group()
+    monkeypatch.setattr(Communicator, "sends", True)
+    comm = Communicator(None, Ledger(), torch.device("cuda", torch.cuda.current_device()))
+    follow_devices(True)
+    try:
+        own = torch.ones(1 << 20, device="cuda")
+        before = torch.cuda.memory_allocated()
+        for _ in range(20):
+            comm.all_gather([(torch.empty_like(own), own)], "unit").wait()
+        assert torch.cuda.memory_allocated() - before < own.nbytes
+        torch.cuda.synchronize()
+        assert oldest_under_way() is None
+    finally:
+        follow_devices(False)
+        comm.destroy()
 
 
 def test_a_communicator_of_one_rank_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:

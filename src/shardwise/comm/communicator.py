@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from shardwise.comm import groups, native
 from shardwise.comm.ledger import Ledger, Record, user_line
-from shardwise.comm.positions import Waiting, follow
+from shardwise.comm.positions import Waiting, follow, is_following
 from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.comm.whereabouts import Whereabouts, describe
@@ -84,11 +84,18 @@ class PendingCollective(Protocol):
 class Handle:
     """A launched collective whose record is closed by the first `wait()`.
 
+    Args:
+        pending: the collective; None: nothing is to be waited for.
+        record: of the ledger.
+        ledger: where `record` is.
+        whereabouts: makes the errors.
+        streams: of a device that waits for the collective; None: the host does.
+
     Attributes:
         record: of the ledger.
     """
 
-    __slots__ = ("__weakref__", "_ledger", "_pending", "_record", "_whereabouts", "record")
+    __slots__ = ("__weakref__", "_ledger", "_pending", "_record", "_streams", "_whereabouts", "record")
 
     def __init__(
         self,
@@ -96,7 +103,9 @@ class Handle:
         record: Record | None,
         ledger: Ledger,
         whereabouts: Whereabouts | None = None,
+        streams: Streams | None = None,
     ) -> None:
+        self._streams = streams
         self._pending = pending
         self._record = record
         self.record = record
@@ -130,6 +139,8 @@ class Handle:
             raise report from error.__cause__
         self._pending = None
         if self._record is not None:
+            if self._streams is not None and is_following():
+                follow(self._record, self._streams.mark())
             self._ledger.close(self._record, time.perf_counter() - start)
             self._record = None
 
@@ -606,11 +617,10 @@ class Communicator:
         if pending is None:
             self.ledger.close(record, 0.0)
             return Handle(None, None, self.ledger)
-        if isinstance(pending, native.Works):
-            follow(record, pending.ends)
-            if self.ledger.timed:
-                record.begun = now(cuda=True)
-        return Handle(pending, record, self.ledger, self._whereabouts)
+        streams = self.streams if isinstance(pending, native.Works) else None
+        if streams is not None and self.ledger.timed:
+            record.begun = now(cuda=True)
+        return Handle(pending, record, self.ledger, self._whereabouts, streams)
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

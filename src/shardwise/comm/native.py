@@ -46,12 +46,6 @@ class Works:
         self._works = [work for work in works if work is not None]
         self._finish = finish
 
-    def ends(self) -> Callable[[], bool]:
-        """Return what tells, from any thread and without waiting, whether the backend has come to their end."""
-        together = [getattr(work, "works", [work]) for work in self._works]  # some have been launched as one
-        works = [work for several in together for work in several if hasattr(work, "is_completed")]
-        return lambda: all(work.is_completed() for work in works)
-
     def wait(self) -> None:
         """Wait (on CUDA: make the current stream wait) and do the local rest; later calls do nothing."""
         for work in self._works:

@@ -1,7 +1,7 @@
 """Where a rank is: which collective it waits for, and what its script does.
 
-The host waits inside of `Waiting`. On a device the host goes on while collectives wait: those that it has launched
-are followed (`follow`) until they have ended. What the script does is read from the stack of its thread: which of the
+The host waits inside of `Waiting`. On a device the host goes on while collectives wait: an event behind each of them is
+followed (`follow`), and queried once the host has launched none for a while. What the script does is read from the stack of its thread: which of the
 engine's methods it is in, a data loader, a collective of torch, or just a line.
 """
 
@@ -21,6 +21,7 @@ from typing import Any
 
 from shardwise.comm.ledger import Ledger, Record, line_of
 from shardwise.comm.rendezvous import machine
+from shardwise.device.streams import Mark
 
 _PAST = 256
 """Collectives of which a rank tells."""
@@ -30,8 +31,11 @@ _DEEP = 400
 _waits: dict[int, tuple[Record, float]] = {}
 """What each thread of this process waits for, and since when (`time.perf_counter()`)."""
 
-_followed: deque[tuple[Record, Callable[[], bool]]] | None = None
-"""Collectives that a device has not been seen to end, in the order of their launch; None: nobody looks."""
+_followed: deque[tuple[Record, Mark, float]] | None = None
+"""The last collectives that a device has been given, the event behind each, and when (`time.perf_counter()`); None:
+following is off. An entry must not refer to a buffer, nor to a `Work` of torch, which refers to its outputs."""
+_MOST_FOLLOWED = 1024
+"""Because a host that is so far ahead of its device waits for it."""
 
 
 class Waiting:
@@ -51,31 +55,39 @@ class Waiting:
         _waits.pop(self._thread, None)
 
 
-def follow(record: Record, ends: Callable[[], Callable[[], bool]]) -> None:
-    """Have a collective of a device looked at, if somebody does.
+def follow(record: Record, mark: Mark) -> None:
+    """Add a collective to those that are followed, if following is on.
 
     Args:
-        record: what is said of it.
-        ends: gives what tells whether the device has come to its end, without waiting, from another thread.
+        record: of the collective.
+        mark: event in the stream that waits for the collective, behind it.
     """
     if _followed is not None:
-        _followed.append((record, ends()))
+        _followed.append((record, mark, time.perf_counter()))
+
+
+def is_following() -> bool:
+    """Whether collectives of devices are followed."""
+    return _followed is not None
 
 
 def follow_devices(on: bool) -> None:
-    """Begin to follow collectives of devices, or forget them."""
+    """Switch following on or off; either forgets all collectives."""
     global _followed
-    _followed = deque() if on else None
+    _followed = deque(maxlen=_MOST_FOLLOWED) if on else None
 
 
-def oldest_under_way() -> Record | None:
-    """Return the first collective that the device has not ended, and forget those before it."""
-    while _followed:
-        record, ended = _followed[0]
-        if not ended():
-            return record
-        _followed.popleft()
-    return None
+def oldest_under_way(quiet: float = 0.0) -> tuple[Record, float] | None:
+    """Return the first followed collective that the device has not ended, and when the last one was launched.
+
+    Args:
+        quiet: seconds since the last launch before which the device is not queried. Because a query from another thread
+            breaks the capture of a CUDA graph, it is left to stalls that are suspected.
+    """
+    followed = list(_followed or ())
+    if not followed or time.perf_counter() - followed[-1][2] < quiet:
+        return None
+    return next(((record, followed[-1][2]) for record, mark, _ in followed if not mark.reached()), None)
 
 
 @dataclass(frozen=True)
@@ -209,8 +221,8 @@ class Here:
         self._facts = facts or dict
         self._since: tuple[int, float] = (-1, 0.0)  # of a wait that has been seen, not told
 
-    def __call__(self) -> Position:
-        """Return the position of this process."""
+    def __call__(self, quiet: float = 0.0) -> Position:
+        """Return the position of this process; `quiet` is as in `oldest_under_way`."""
         frame = None if self._thread is None else sys._current_frames().get(self._thread)
         script = _Script.of(frame)
         rest: dict[str, Any] = {"doing": script.doing, "line": script.line, **self._facts()}
@@ -219,7 +231,7 @@ class Here:
             rest["past"] = [
                 (named(one), order_of(one), one.turn, one.call or one.line, _size(one)) for one in records if one.kind
             ]
-        wait = self._wait(script.blocked)
+        wait = self._wait(script.blocked, quiet)
         if wait is not None:
             record, seconds = wait
             rest |= {"line": record.line or script.line, "call": record.call}
@@ -238,16 +250,14 @@ class Here:
             )
         return Position(**rest)
 
-    def _wait(self, blocked: bool) -> tuple[Record, float] | None:
+    def _wait(self, blocked: bool, quiet: float) -> tuple[Record, float] | None:
         """Return what the script waits for, and how long it has."""
         waits = dict(_waits)
         own = waits.get(self._thread or 0)
         if own is None and blocked and waits:  # in the hands of another thread
             own = min(waits.values(), key=lambda wait: wait[1])
-        if own is not None:
-            return own[0], time.perf_counter() - own[1]
-        record = oldest_under_way()
-        return None if record is None else (record, self._seen(record.sequence))
+        own = own or oldest_under_way(quiet)
+        return None if own is None else (own[0], time.perf_counter() - own[1])
 
     def _seen(self, number: int) -> float:
         """Return for how long a wait has been seen that nobody has told of."""

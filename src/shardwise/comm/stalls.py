@@ -50,6 +50,8 @@ _LATER = 0.25
 """Part of the limit after which it is looked again whether ranks are where they were."""
 _MOURNED_S = 5.0
 """Seconds for which a rank may still wait after another has raised: where the host waits, it hears of it at once."""
+_QUIET = 0.5
+"""Part of the limit for which the host has launched no collective before its device is queried."""
 _SILENT_S = 10.0
 """Seconds after which a store is taken to answer no more."""
 
@@ -199,7 +201,7 @@ class StallWatch:
         rank: this process's own number among all.
         limit: seconds that a collective may wait.
         store: through which the ranks talk; None: the default group's.
-        where: returns where this rank is.
+        where: returns where this rank is; its argument is as in `shardwise.comm.positions.oldest_under_way`.
         end: ends the process with an exit code, from any thread.
     """
 
@@ -210,7 +212,7 @@ class StallWatch:
         limit: float,
         *,
         store: dist.Store | None = None,
-        where: Callable[[], Position] | None = None,
+        where: Callable[[float], Position] | None = None,
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._ranks, self._rank, self._limit = list(ranks), rank, limit
@@ -249,6 +251,14 @@ class StallWatch:
             self._threads = []
             atexit.unregister(self.close)
 
+    @property
+    def running(self) -> bool:
+        """Whether the thread has been started and has not been told to end."""
+        return bool(self._threads)
+
+    def _place(self) -> Position:
+        return self._where(self._limit * _QUIET if self._failed is None else _MOURNED_S)
+
     def _key(self, *parts: object) -> str:
         return key_of("stalls", *parts)
 
@@ -264,6 +274,8 @@ class StallWatch:
             return  # the same, in the middle of a question
         finally:
             self._asking = None
+            if self in _watching:
+                follow_devices(False)  # because nobody else looks at what is followed
 
     def _watch_store(self) -> None:
         """Say so if the store does not answer: a rank that serves it may be the one that is stopped."""
@@ -272,7 +284,7 @@ class StallWatch:
             since = self._asking
             if since is None or time.monotonic() - since < _SILENT_S:
                 said = said and since is not None
-            elif not said and (here := self._where()).waits and here.seconds > self._limit:
+            elif not said and (here := self._place()).waits and here.seconds > self._limit:
                 said = True
                 logger.warning(
                     "rank %d %s. It cannot ask where the others are: the store in which the ranks have met does not "
@@ -283,7 +295,7 @@ class StallWatch:
 
     def _look(self, store: dist.Store) -> None:
         self._answer(store)
-        here = self._where()
+        here = self._place()
         if not here.waits:
             return
         self._end_after_failure(store, here)
@@ -294,7 +306,7 @@ class StallWatch:
         now = before
         if all(place is not None and place.waits for place in before.values()):
             self._pause(store, self._limit * _LATER, lambda: False)
-            if self._closed.is_set() or self._where().number != here.number:
+            if self._closed.is_set() or self._place().number != here.number:
                 return
             now = self._ask(store)
         now[self._rank] = now[self._rank] or here
@@ -310,7 +322,7 @@ class StallWatch:
         self._asking = time.monotonic()
         asked = store.add(self._key("asked"), 0)
         if asked != self._answered:
-            here = self._where().written()
+            here = self._place().written()
             for number in range(max(self._answered, asked - _MOST_ASKED), asked):
                 store.set(self._key(number + 1, self._rank), here)
             self._answered = asked
@@ -386,10 +398,12 @@ def watch(
     """
     while _watching:
         _watching.pop().close()
-    follow_devices(True)
     started = StallWatch(ranks, rank, limit, where=Here(ledger, threading.get_ident(), facts))
-    started.start()
     _watching.append(started)
+    follow_devices(True)
+    started.start()
+    if not started.running:
+        follow_devices(False)
     return started
 
 
