@@ -51,6 +51,14 @@ def timeout_of(group: dist.ProcessGroup | None, device: torch.device) -> timedel
     return found if isinstance(found, timedelta) else None
 
 
+def launched_of(group: dist.ProcessGroup) -> int:
+    """Return how many collectives this rank has launched in a group, or -1 where torch does not tell."""
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):
+        return -1
+
+
 @contextlib.contextmanager
 def connecting_alone() -> Iterator[None]:
     """Have groups that are made inside of the block connect by themselves.

@@ -27,7 +27,9 @@ class Model(torch.nn.Module):
         self.layers = layers
     def forward(self, x, order):
         for index in order:
-            x = self.layers[index](x)
+            x = self.layers[index](x)  # LAYER
+            if fault == "forward" and step == 2 and rank == 0 and index == 1:
+                shardwise.comm.all_reduce(torch.zeros(7))  # FORWARD
         return x
 config = {
     "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -52,6 +54,8 @@ for step in range(3 if fault == "uneven" and rank == 1 else 4):
             engine.eval(); engine(torch.ones(2, 16), order); engine.train()  # EXTRA
         elif fault == "own":
             torch.distributed.all_reduce(torch.ones(3))  # OWN
+        elif fault == "root":
+            torch.distributed.broadcast(torch.ones(3), 1)  # ROOT
         elif fault == "save":
             engine.save_checkpoint("saved")  # SAVE
         elif fault == "sleeps":
@@ -70,6 +74,8 @@ for step in range(3 if fault == "uneven" and rank == 1 else 4):
             order = [0, 1, 3]
         elif fault == "swaps":
             order = [1, 0, 2, 3]
+    elif step == 2 and fault == "root":
+        torch.distributed.broadcast(torch.ones(3), 0)  # OTHER ROOT
     if fault == "shape" and step == 2:
         shardwise.comm.all_reduce(torch.ones(2 + rank % 2))  # SHAPE
     train(order)
@@ -98,24 +104,40 @@ STUCK = "the ranks wait for each other in different collectives"
 FAULTS = {
     "extra": Fault(EXIT_CODE, (STUCK, r"They part here:\n.*rank 0: .*@TRAIN\n.*rank 1: .*@EXTRA")),
     "own": Fault(EXIT_CODE, (STUCK, r"torch\.distributed\.all_reduce\(\) has been called by rank 1 at .*@OWN")),
+    "forward": Fault(
+        EXIT_CODE,
+        (
+            STUCK,
+            r"rank 0: waits in torch\.distributed\.all_reduce\(\) for \d+ s, in a forward pass at .*@FORWARD",
+            r"ranks? 1.*: waits in all_gather .* for \d+ s, in a forward pass at .*@LAYER",
+        ),
+    ),
+    "root": Fault(
+        EXIT_CODE,
+        (
+            STUCK,
+            r"Ranks call torch\.distributed\.broadcast\(\) with different arguments: .*@OTHER ROOT by .*@ROOT by rank",
+        ),
+    ),
     "save": Fault(EXIT_CODE, (STUCK, r"save_checkpoint\(\) has been called by rank 1 at .*@SAVE")),
     "uneven": Fault(EXIT_CODE, (STUCK, r"save_checkpoint\(\) has been called by rank 1 at .*@LAST.*number of batches")),
     "shape": Fault(
         1,
         (
             r"DesyncError: strict_sync: the ranks have called different collectives:\n"
-            r".*rank 0: all_reduce\(float32\[2\]\) at .*@SHAPE\n.*rank 1: all_reduce\(float32\[3\]\) at .*@SHAPE",
+            r".*rank 0: all_reduce\(float32\[2\], op=SUM\) at .*@SHAPE\n"
+            r".*rank 1: all_reduce\(float32\[3\], op=SUM\) at .*@SHAPE",
         ),
     ),
     "skips": Fault(1, (r"strict_sync: ranks \[1\].*'layers\.2'.*rank 1 \['layers\.0', 'layers\.1', 'layers\.3'\]",)),
     "swaps": Fault(1, (r"DesyncError: strict_sync: ranks \[1\].*rank 1 \['layers\.1', 'layers\.0'",)),
     "raises": Fault(1, (r"ValueError: seeded", r"rank 1 failed first.*: exit code 1")),
     "killed": Fault(137, (r"rank 1 failed first.*: killed by SIGKILL",)),
-    "stopped": Fault(0, (r"for rank 1:\n.*rank 1: does not answer: its process \(\d+\) is stopped",)),
-    "sleeps": Fault(0, (r"for rank 1:\n.*rank 1: is outside of collectives at .*@SLEEP",)),
-    "loader": Fault(0, (r"for rank 1:\n.*rank 1: is in its data loader at .*@SLOW LOADER",)),
+    "stopped": Fault(0, (r"for rank 1:\n(.*\n)*.*rank 1: has not answered for \d+ s: its process \(\d+\) is stopped",)),
+    "sleeps": Fault(0, (r"for rank 1:\n(.*\n)*.*rank 1: is outside of collectives at .*@SLEEP",)),
+    "loader": Fault(0, (r"for rank 1:\n(.*\n)*.*rank 1: is in its data loader at .*@SLOW LOADER",)),
 }
-QUICK = {("extra", 2), ("stopped", 2)}
+QUICK = {("forward", 2), ("stopped", 2)}
 """Those of `make test`: the judgement of the others is tested in test_stalls.py."""
 
 

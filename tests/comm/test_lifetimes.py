@@ -39,9 +39,7 @@ class Outputs:
     def __init__(self) -> None:
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []
 
-    def launch(
-        self, _: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup
-    ) -> list[Work]:
+    def launch(self, _: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup) -> list[Work]:
         for out, own in pairs:
             parts = max(1, out.numel() // max(1, own.numel()))
             out.copy_(own.repeat(parts)[: out.numel()].view_as(out))

@@ -1,30 +1,33 @@
 """Where a rank is: which collective it waits for, and what its script does.
 
 The host waits inside of `Waiting`. On a device the host goes on while collectives wait: an event behind each of them is
-followed (`follow`), and queried once the host has launched none for a while. What the script does is read from the stack of its thread: which of the
-engine's methods it is in, a data loader, a collective of torch, or just a line.
+followed (`follow`), and queried once the host has launched none for a while. What the script does is read from the
+stack of its thread: which of the engine's methods it is in, a data loader, a collective of torch, or just a line.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import sys
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from shardwise.comm.ledger import Ledger, Record, line_of
 from shardwise.comm.rendezvous import machine
+from shardwise.compat import launched_of
 from shardwise.device.streams import Mark
 
-_PAST = 256
-"""Collectives of which a rank tells."""
 _DEEP = 400
 """Frames of a stack that are looked at."""
 
@@ -90,6 +93,10 @@ def oldest_under_way(quiet: float = 0.0) -> tuple[Record, float] | None:
     return next(((record, followed[-1][2]) for record, mark, _ in followed if not mark.reached()), None)
 
 
+Place = tuple[str, str, int]
+"""What is the same on all ranks of a collective: name, order (see `order_of`) and bytes."""
+
+
 @dataclass(frozen=True)
 class Position:
     """Where a rank is.
@@ -106,8 +113,6 @@ class Position:
         number: of the wait on that rank.
         step: steps that it has taken; -1: not known.
         loader: what the engine's data loader has done; empty: not known.
-        past: the last collectives that it has launched, the oldest first: name, kind, number in that order, line
-            where the script has called the engine, bytes.
     """
 
     what: str = ""
@@ -121,25 +126,22 @@ class Position:
     number: int = -1
     step: int = -1
     loader: str = ""
-    past: Sequence[Sequence[Any]] = ()
 
     @classmethod
-    def read(cls, data: bytes) -> Position | None:
-        """Return what has been written, if it is one: anybody who reaches the store may have written it."""
+    def read(cls, found: Mapping[str, Any]) -> Position | None:
+        """Return what `written` has returned, or None if it is something else."""
         try:
-            found = cls(**json.loads(data))
-            past = [
-                (str(what), str(kind), int(turn), str(line), int(size)) for what, kind, turn, line, size in found.past
-            ]
-            found = replace(found, past=past, members=[int(rank) for rank in found.members])
-        except (TypeError, ValueError, RecursionError):
+            members = [start + step * i for start, count, step in found.get("members", ()) for i in range(count)]
+            return cls(**{**found, "members": members})
+        except (TypeError, ValueError):
             return None
-        right = all(isinstance(getattr(found, name), kind) for name, kind in _KINDS.items())
-        return found if right else None
 
-    def written(self) -> str:
-        """Return what `read` reads."""
-        return json.dumps(asdict(self))
+    def written(self) -> dict[str, Any]:
+        """Return the position in JSON's terms, in a few hundred bytes: what has its default value is left out."""
+        found = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+        if self.members:
+            found["members"] = _runs(self.members)
+        return found
 
     @property
     def waits(self) -> bool:
@@ -147,19 +149,14 @@ class Position:
         return bool(self.what)
 
     @property
-    def place(self) -> tuple[str, str, int]:
-        """What is the same on ranks that are in the same collective."""
-        return self.what, self.kind, self.size
+    def torch(self) -> bool:
+        """Whether it is in a collective of torch."""
+        return self.kind.startswith(_TORCH)
 
-    def has_launched(self, other: Position) -> bool:
-        """Whether this rank has launched what another one waits for, as far as it tells."""
-        if self.place == other.place:
-            return True
-        launched = {turn: (what, kind, size) for what, kind, turn, _, size in self.past if kind == other.kind}
-        turn = turn_of(other.what)
-        if turn in launched:
-            return launched[turn] == other.place
-        return bool(launched) and turn < min(launched)  # so long ago that it does not tell of it
+    @property
+    def place(self) -> Place:
+        """What is the same on ranks that are in the same collective."""
+        return ("" if self.kind.startswith(_PAIR) else self.what), self.kind, self.size
 
     def __str__(self) -> str:
         at = f" at {self.line}" if self.line else ""
@@ -167,17 +164,27 @@ class Position:
         inside = f", in {self.doing}" if self.doing else ""
         after = f", after {self.step} steps" if self.step >= 0 else ""
         if self.waits:
-            apart = "" if self.doing == self.what else inside
-            return f"waits in {self.what} for {self.seconds:.0f} s{apart}{at}{after}"
+            return f"waits in {self.what} for {self.seconds:.0f} s{inside}{at}{after}"
         where = f"is in {self.doing}" if self.doing else "is outside of collectives"
         return f"{where}{at}{after}"
 
 
-_KINDS = {
-    field.name: {"str": str, "int": int, "float": int | float}[str(field.type)]
-    for field in fields(Position)
-    if field.type in ("str", "int", "float")
-}
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return numbers as runs of (start, count, step): groups of a mesh are a few of them, however many ranks they have.
+
+    >>> _runs([0, 8, 16, 17, 18])
+    [(0, 3, 8), (17, 2, 1)]
+    """
+    found: list[tuple[int, int, int]] = []
+    for number in numbers:
+        start, count, step = found[-1] if found else (0, 0, 0)
+        if count == 1:
+            found[-1] = start, 2, number - start
+        elif count and number == start + count * step:
+            found[-1] = start, count + 1, step
+        else:
+            found.append((number, 1, 1))
+    return found
 
 
 def named(record: Record) -> str:
@@ -190,15 +197,29 @@ def _size(record: Record) -> int:
     return 0 if record.op == "all_to_all" else record.size
 
 
+def order_of(record: Record) -> str:
+    """Return with which collectives it is in one order: each group of ranks has orders of its own."""
+    members = record.members
+    known = _groups.get(id(members))
+    if known is None or known[0] is not members:  # a ledger has thousands of records of a few groups
+        if len(_groups) >= _MOST_GROUPS:
+            _groups.clear()
+        known = _groups[id(members)] = members, zlib.crc32(repr(list(members)).encode())
+    return f"{record.group}/{record.kind}/{known[1]:x}"
+
+
+_groups: dict[int, tuple[Sequence[int], int]] = {}
+_MOST_GROUPS = 256
+
+
 def turn_of(what: str) -> int:
     """Return the number of a collective in its order from its name; -1 if it has none."""
     number = what.rpartition("#")[2]
     return int(number) if number.isdigit() else -1
 
 
-def order_of(record: Record) -> str:
-    """Return with which collectives it is in one order: each group of ranks has orders of its own."""
-    return f"{record.group}/{record.kind}"
+Launch = tuple[str, str, int, int]
+"""Of a launched collective its name, the line where the script has called the engine, its bytes, and its number."""
 
 
 class Here:
@@ -219,18 +240,13 @@ class Here:
         self._ledger = ledger
         self._thread = thread or threading.main_thread().ident
         self._facts = facts or dict
-        self._since: tuple[int, float] = (-1, 0.0)  # of a wait that has been seen, not told
+        self._since: tuple[int, float] = (-1, 0.0)  # of a collective of torch
 
     def __call__(self, quiet: float = 0.0) -> Position:
         """Return the position of this process; `quiet` is as in `oldest_under_way`."""
         frame = None if self._thread is None else sys._current_frames().get(self._thread)
         script = _Script.of(frame)
         rest: dict[str, Any] = {"doing": script.doing, "line": script.line, **self._facts()}
-        if self._ledger is not None:
-            records = self._ledger.records(self._ledger.sequence - _PAST)
-            rest["past"] = [
-                (named(one), order_of(one), one.turn, one.call or one.line, _size(one)) for one in records if one.kind
-            ]
         wait = self._wait(script.blocked, quiet)
         if wait is not None:
             record, seconds = wait
@@ -244,11 +260,44 @@ class Here:
                 number=record.sequence,
                 **rest,
             )
-        if script.torch:
-            return Position(
-                what=script.doing, kind="torch", seconds=self._seen(script.call), number=script.call, **rest
-            )
+        if script.torch is not None:
+            call = script.torch
+            return Position(call.what, call.size, call.kind, call.members, seconds=self._seen(call.number),
+                            number=call.number, **rest)  # fmt: skip
         return Position(**rest)
+
+    def launched(self, waits: Sequence[Place]) -> list[bool]:
+        """Return for each collective that some rank waits for whether this rank has launched it."""
+        kept: dict[str, dict[int, Place]] = {kind: {} for _, kind, _ in waits}
+        for record in self._records():
+            if (kind := order_of(record)) in kept:
+                kept[kind][record.turn] = named(record), kind, _size(record)
+        found = []
+        for what, kind, size in waits:
+            turns, turn = kept[kind], turn_of(what)
+            # A turn before those of the ledger was launched long ago.
+            found.append(turns[turn] == (what, kind, size) if turn in turns else bool(turns) and turn < min(turns))
+        return found
+
+    def recent(self, kinds: Sequence[str]) -> dict[str, tuple[int, str]]:
+        """Return for each order the number of one of its last collectives, and digests of that and all later ones."""
+        kept: dict[str, dict[int, Record]] = {}
+        for record in self._records():
+            if (kind := order_of(record)) in kinds:
+                kept.setdefault(kind, {})[record.turn] = record
+        found = {}
+        for kind, launched in kept.items():
+            turns = sorted(launched)[-RECENT:]
+            found[kind] = turns[0], "".join(_digest(_launch(launched[turn])) for turn in turns)
+        return found
+
+    def launch(self, kind: str, turn: int) -> Launch | None:
+        """Return one collective that this rank has launched."""
+        found = (_launch(one) for one in self._records() if one.turn == turn and order_of(one) == kind)
+        return next(found, None)
+
+    def _records(self) -> list[Record]:
+        return [] if self._ledger is None else [record for record in self._ledger.records() if record.kind]
 
     def _wait(self, blocked: bool, quiet: float) -> tuple[Record, float] | None:
         """Return what the script waits for, and how long it has."""
@@ -260,11 +309,89 @@ class Here:
         return None if own is None else (own[0], time.perf_counter() - own[1])
 
     def _seen(self, number: int) -> float:
-        """Return for how long a wait has been seen that nobody has told of."""
+        """Return for how long a call has been seen."""
         now = time.perf_counter()
         if self._since[0] != number:
             self._since = number, now
         return now - self._since[1]
+
+
+RECENT = 32
+"""Collectives of each order of which a rank tells digests."""
+DIGEST = 4
+"""Letters of one."""
+
+
+def _launch(record: Record) -> Launch:
+    return named(record), record.call or record.line, _size(record), record.sequence
+
+
+def _digest(launch: Launch) -> str:
+    return hashlib.blake2b(repr(launch[:3]).encode(), digest_size=DIGEST // 2).hexdigest()
+
+
+@dataclass(frozen=True)
+class _TorchCall:
+    """A collective of torch that a thread is in.
+
+    Attributes:
+        what: see `Position`.
+        size: see there.
+        kind: see there.
+        members: see there.
+        number: identifies the call, as far as two looks can tell.
+    """
+
+    what: str
+    size: int
+    kind: str
+    members: Sequence[int]
+    number: int
+
+    @classmethod
+    def of(cls, frame: FrameType) -> _TorchCall:
+        """Return the call of a frame of `torch.distributed`."""
+        name, given = frame.f_code.co_name, frame.f_locals
+        group = given.get("group")
+        group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+        members: list[int] = []
+        with suppress(RuntimeError, ValueError, KeyError):  # it has been destroyed
+            members = dist.get_process_group_ranks(group)
+        said = []
+        if "op" in given and (op := str(given["op"]).rpartition(".")[2]) != "SUM":
+            said.append(f"op={op}")
+        peer = -1
+        for root in ("src", "dst"):
+            own = given.get(f"group_{root}")
+            number = members[own] if isinstance(own, int) and own < len(members) else given.get(root)
+            if isinstance(number, int):
+                peer = number
+                said.append(f"{root}={number}")
+        if group is not dist.group.WORLD:
+            said.append(f"group=ranks {', '.join(map(str, members[:8]))}{', ...' if len(members) > 8 else ''}")
+        kind = f"{_TORCH}{getattr(group, 'group_name', '')}"
+        if name in ("send", "recv"):
+            ends = (dist.get_rank(), peer) if name == "send" else (peer, dist.get_rank())
+            kind = f"{_PAIR}{ends[0]}>{ends[1]}/{given.get('tag')}"
+            members = sorted(end for end in ends if end >= 0)
+        tensor = given.get(_ALIKE.get(name, ""))
+        size = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+        call = hash((id(frame), frame.f_lasti, -1 if group is None else launched_of(group)))
+        return cls(f"torch.distributed.{name}({', '.join(said)})", size, kind, members, call)
+
+
+_TORCH, _PAIR = "torch/", "torch/pair/"
+_ALIKE = {
+    "all_reduce": "tensor",
+    "reduce": "tensor",
+    "broadcast": "tensor",
+    "all_gather": "tensor",
+    "gather": "tensor",
+    "all_gather_into_tensor": "input_tensor",
+    "reduce_scatter": "output",
+    "reduce_scatter_tensor": "output",
+}
+"""Arguments of torch's collectives that have the same size on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -274,24 +401,23 @@ class _Script:
     Attributes:
         line: of the script.
         doing: see `Position`.
-        torch: it is in a collective of torch, which the script has called.
+        torch: the collective of torch that it is in, whoever has called that.
         blocked: it may wait for another thread that works for it.
-        call: identifies the call of torch's collective, as far as two looks can tell.
     """
 
     line: str = ""
     doing: str = ""
-    torch: bool = False
+    torch: _TorchCall | None = None
     blocked: bool = False
-    call: int = -1
 
     @classmethod
     def of(cls, frame: FrameType | None) -> _Script:
         if frame is None:
             return cls()
         blocked = frame.f_code.co_filename.endswith((_AUTOGRAD, _THREADING, _QUEUE))
-        method = loader = collective = ""
-        ours, call = False, -1
+        method = loader = ""
+        ours = False
+        called: FrameType | None = None
         inner: FrameType | None = frame
         for _ in range(_DEEP):
             if inner is None:
@@ -301,27 +427,25 @@ class _Script:
                 method = name  # the outermost, which the script has called
             elif any(part in file for part in _LOADERS):
                 loader = "its data loader"
-            elif file.endswith(_C10D) and not name.startswith("_") and not ours and not name.startswith(_NO_WAITS):
-                collective, call = f"torch.distributed.{name}()", hash((id(inner), inner.f_lasti))
+            elif file.endswith(_COLLECTIVES) and not ours and not name.startswith(_NO_WAITS):
+                called = inner
             ours = ours or (_PACKAGE in file and not file.endswith(_API))
             inner = inner.f_back
-        line = line_of(frame)
-        if method:
-            return cls(line, _METHODS.get(method, f"engine.{method}()"), blocked=blocked)
-        if collective:
-            return cls(line, collective, torch=True, call=call)
-        return cls(line, loader, blocked=blocked)
+        doing = _METHODS.get(method, f"engine.{method}()") if method else loader
+        return cls(line_of(frame), doing, None if called is None else _TorchCall.of(called), blocked)
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ENGINE = os.path.join("shardwise", "engine", "engine.py")
 _API = os.path.join("shardwise", "comm", "api.py")
-_C10D = os.path.join("torch", "distributed", "distributed_c10d.py")
+_COLLECTIVES = tuple(
+    os.path.join("torch", "distributed", file) for file in ("distributed_c10d.py", "_functional_collectives.py")
+)
 _AUTOGRAD = os.path.join("torch", "autograd", "graph.py")
 _THREADING, _QUEUE = f"{os.sep}threading.py", f"{os.sep}queue.py"
 _LOADERS = (os.path.join("torch", "utils", "data", ""), os.path.join(_PACKAGE, "data", ""))
 _METHODS = {"forward": "a forward pass"}
-_NO_WAITS = ("get_", "is_")
+_NO_WAITS = ("_", "get_", "is_")
 
 
 def process_word() -> dict[str, Any]:
@@ -329,25 +453,30 @@ def process_word() -> dict[str, Any]:
     return {"machine": _machine(), "pid": os.getpid(), "began": _status(os.getpid())[1]}
 
 
-def state_of(word: Mapping[str, Any]) -> str:
-    """Say what has become of a process that does not answer.
+def state_of(word: Mapping[str, Any], waited: float) -> str:
+    """Say what is known of a process that does not answer.
 
     Args:
         word: what its `process_word` was.
+        waited: seconds for which it has not answered.
     """
     pid, began = word.get("pid"), word.get("began")
+    begin = f"has not answered for {waited:.0f} s"
     if word.get("machine") != _machine() or not isinstance(pid, int):
-        return "does not answer: it is stopped, or gone, or its machine cannot be reached"
+        return (
+            f"{begin}: it is on another machine, where its process may have ended, may be stopped, or may be in "
+            "compiled code that holds Python's lock; or the network between them is broken"
+        )
     state, since = _status(pid)
     if not state or since != began or state in "ZX":
-        return f"does not answer: its process ({pid}) has ended"
+        return f"{begin}: its process ({pid}) has ended"
     if state in "Tt":
         how = f"`kill -CONT {pid}` lets it go on"
-        return f"does not answer: its process ({pid}) is stopped (SIGSTOP, or a debugger); {how}"
+        return f"{begin}: its process ({pid}) is stopped (SIGSTOP, or a debugger); {how}"
     if state == "D":
-        return f"does not answer: its process ({pid}) waits in the kernel, as a rule for a disk or a device"
+        return f"{begin}: its process ({pid}) waits in the kernel, as a rule for a disk or a device"
     return (
-        f"does not answer: its process ({pid}) runs, and lets no other thread run; it is in compiled code that holds "
+        f"{begin}: its process ({pid}) runs, and lets no other thread run; it is in compiled code that holds "
         "Python's lock, or has no processor"
     )
 

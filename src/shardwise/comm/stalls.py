@@ -1,15 +1,19 @@
-"""Reports of collectives that wait too long, while they wait: where each rank is, and who is waited for.
+"""Stall watchdog: where each rank is while a collective waits too long, and who is waited for.
 
 A thread of each process looks how long its collectives have waited. Where one has waited longer than a limit, its rank
-asks all others where they are, through the store of the default group, not through the group that stands still. Every
-process answers from its thread, whatever the script does, so that who does not answer is stopped or gone.
+asks all ranks where they are, through the store of the default group, not through the group that stands still. Every
+process answers from its thread, whatever the script does.
 
-If all ranks wait, none for a collective that all of its ranks have come to, and still do so in the same ones a while
-later, they wait for each other and would do so until the limit of the process group: the job is ended, on all ranks,
-with a report. In all other cases somebody is only slow: the report says who, and the job goes on.
+One rank asks at a time, the one whose claim the store has taken. Each rank overwrites one short answer; if all wait,
+they answer once more a while later. If they still wait in the same collectives, none of which all of its ranks have
+come to, they wait for each other and would do so until the limit of the process group: the job is ended, on all ranks,
+with a report. Otherwise a rank is only slow: the report of the rank that has asked says which, and the job goes on. A
+rank that does not wait reads one number of the store every few seconds.
 
-Where the host does not wait for collectives (NCCL), those that it has launched are looked at until they have ended, and
-a rank that waits for one that has raised ends, too: its collectives would end only with torch's watchdog.
+Where the host does not wait for collectives (NCCL), the device is queried once the host has launched none for a while.
+A rank that waits for one that has raised ends, too: its collectives would end only with torch's watchdog.
+
+What ranks write is authenticated with a secret that they have shared in a collective: anybody may reach the store.
 """
 
 from __future__ import annotations
@@ -17,18 +21,29 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.positions import Here, Position, follow_devices, process_word, state_of
+from shardwise.comm.positions import Here, Launch, Position, follow_devices, process_word, state_of
 from shardwise.comm.rendezvous import answers
-from shardwise.comm.whereabouts import FAILED, key_of
+from shardwise.comm.sealed import seal, unsealed
+from shardwise.comm.stallreport import (
+    Confirmation,
+    Positions,
+    first_difference,
+    is_stuck,
+    judge,
+    parting_in_words,
+    waits_of,
+)
+from shardwise.comm.whereabouts import FAILED, key_of, sign_failures
 from shardwise.compat import default_store
 from shardwise.errors import DesyncError, PeerLostError
 from shardwise.utils.logging import logger
@@ -41,11 +56,13 @@ _LOST_CODE = 1
 _LOOKS = 10
 """How often the thread looks within the limit."""
 _SLOWEST_S = 2.0
-"""Seconds between two looks at most."""
+"""Seconds between two looks at most; the store is read as often by a rank that has waited for `_SUSPECTED`."""
+_IDLE_LOOKS, _IDLE_S = 6, 5.0
+"""How often the store is read within the limit by a rank that does not wait, and the most seconds between that."""
+_SUSPECTED = 0.25
+"""Part of the limit after which a wait is suspected to be a stall."""
 _ANSWERED_S = 3.0
-"""Seconds in which a process answers that is alive: more than two looks."""
-_MOST_ASKED = 64
-"""Questions that are answered at once."""
+"""Seconds that a process has to answer beside those until it reads the store."""
 _LATER = 0.25
 """Part of the limit after which it is looked again whether ranks are where they were."""
 _MOURNED_S = 5.0
@@ -54,155 +71,54 @@ _QUIET = 0.5
 """Part of the limit for which the host has launched no collective before its device is queried."""
 _SILENT_S = 10.0
 """Seconds after which a store is taken to answer no more."""
+_SHOWN = 4
+"""Ranks of which it is said how they have launched the collective in which they part."""
 
-Positions = Mapping[int, Position | None]
-"""By rank; None: it has not answered."""
 
-
-@dataclass(frozen=True)
-class Report:
-    """What is known of a collective that waits too long.
+@dataclass
+class _Question:
+    """What this rank is asking.
 
     Attributes:
-        text: for people.
-        stuck: the ranks wait for each other.
-        absent: ranks that are waited for.
+        claim: what the store holds while no other rank asks.
+        wait: number of this rank's wait.
+        since: when it was asked, by the watch's clock.
+        stage: "where", "pause", "confirm" or "parting".
+        missing: ranks that have not answered.
+        answers: what the others have said.
+        places: answers to the first question.
+        confirmed: answers to the second.
+        candidates: by order, the collective in which ranks part, and a rank for each way of launching it.
     """
 
-    text: str
-    stuck: bool
-    absent: tuple[int, ...] = ()
+    claim: str
+    wait: int
+    since: float = 0.0
+    stage: str = ""
+    missing: set[int] = field(default_factory=set)
+    answers: dict[int, Any] = field(default_factory=dict)
+    places: dict[int, Position | None] = field(default_factory=dict)
+    confirmed: dict[int, Confirmation] = field(default_factory=dict)
+    candidates: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
 
-
-def judge(before: Positions, now: Positions, own: int, silent: Mapping[int, str] | None = None) -> Report:
-    """Return who is waited for, or that ranks wait for each other.
-
-    Args:
-        before: where the ranks were.
-        now: where they are.
-        own: this rank, which waits.
-        silent: what has become of ranks that do not answer, as far as it is known.
-
-    >>> gather, reduce = Position("all_gather 'a' #4", line="t.py:3", seconds=9.0), Position("all_gather 'b' #4")
-    >>> judge({0: gather, 1: reduce}, {0: gather, 1: reduce}, 0).stuck
-    True
-    >>> print(judge({0: gather, 1: Position(line="t.py:7")}, {0: gather, 1: Position(line="t.py:7")}, 0).text)
-    rank 0 waits in all_gather 'a' #4 for 9 s at t.py:3, for rank 1:
-      rank 1: is outside of collectives at t.py:7
-    """
-    here = now[own]
-    assert here is not None
-    unknown = "does not answer: it is stopped, or gone"
-    told = {rank: (silent or {}).get(rank, unknown) if place is None else str(place) for rank, place in now.items()}
-    table = [f"  rank {rank}: {text}" for rank, text in told.items() if rank != own]
-    there = {rank: place for rank, place in now.items() if place is not None and place.waits}
-    still = len(there) == len(now) and _same_waits(before, there)
-    if still and not any(_may_end(place, there) for place in there.values()):
-        text = f"the ranks wait for each other in different collectives.\n  rank {own}: {here}"
-        return Report("\n".join([text, *table, *_parting(there), *(_advice(there) or [_CHECK])]), True)
-    absent = tuple(rank for rank in here.members or now if rank != own and rank not in there)
-    if absent:
-        whom = f", for rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
-    elif _may_end(here, there):
-        whom = "; all ranks are there, so the network between them is slow"
-    else:
-        whom = "; others wait, too"
-    return Report("\n".join([f"rank {own} {here}{whom}:", *table]), False, absent)
-
-
-def _same_waits(before: Positions, now: Mapping[int, Position]) -> bool:
-    earlier = {rank: place.number for rank, place in before.items() if place is not None and place.waits}
-    return earlier == {rank: place.number for rank, place in now.items()}
-
-
-def _may_end(waited: Position, places: Mapping[int, Position]) -> bool:
-    """Whether all ranks of a collective have come to it, so that it is on its way."""
-    taking_part = [place for rank, place in places.items() if not waited.members or rank in waited.members]
-    return all(place.has_launched(waited) for place in taking_part)
-
-
-def _parting(places: Mapping[int, Position]) -> list[str]:
-    """Say where the ranks have first launched different collectives, or from different lines, as far as they tell."""
-    pasts = {
-        rank: {(kind, turn): (what, line, size) for what, kind, turn, line, size in place.past}
-        for rank, place in places.items()
-    }
-    first, *others = pasts.values()
-    for turn, own in first.items():
-        if all(turn in past for past in others) and any(past[turn] != own for past in others):
-            sizes = len({past[turn][2] for past in pasts.values()}) > 1
-            launched = {rank: past[turn] for rank, past in pasts.items()}
-            return [
-                "They part here:",
-                *(
-                    f"  rank {rank}: {what}{f' of {size} bytes' if sizes else ''} at {line}"
-                    for rank, (what, line, size) in launched.items()
-                ),
-            ]
-    return []
-
-
-def _advice(places: Mapping[int, Position]) -> list[str]:
-    """Say what is wrong by name, where it can be known."""
-    found: list[str] = []
-    doing: dict[str, list[int]] = {}
-    sizes: dict[tuple[str, str], dict[int, int]] = {}
-    for rank, place in places.items():
-        doing.setdefault(place.doing, []).append(rank)
-        sizes.setdefault((place.what, place.kind), {})[rank] = place.size
-    for (what, _), by_rank in sizes.items():
-        if len(set(by_rank.values())) > 1:
-            shown = ", ".join(f"{size} bytes on rank {rank}" for rank, size in by_rank.items())
-            found.append(f"Ranks pass tensors of different sizes to {what}: {shown}.")
-    if len(doing) > 1:
-        for method, ranks in doing.items():
-            if method in _TOGETHER or method.startswith("torch."):
-                lines = " and ".join(sorted({places[rank].call or places[rank].line for rank in ranks}))
-                others = [rank for rank in places if rank not in ranks]
-                found.append(
-                    f"{method} has been called by {_ranks(ranks)} at {lines}, and not by {_ranks(others)}: every rank "
-                    "of its group has to call it, at the same point. Take it out of `if rank == 0:`, or, if it comes "
-                    "after a loop over data, see that all ranks get the same number of batches."
-                )
-    loaders = {rank: place.loader for rank, place in places.items() if place.loader}
-    if len(set(loaders.values())) > 1:
-        found.append("Loaders differ: " + ", ".join(f"that of rank {rank} {text}" for rank, text in loaders.items()))
-    return found
-
-
-_TOGETHER = tuple(
-    f"engine.{name}()"
-    for name in (
-        "save_checkpoint",
-        "load_checkpoint",
-        "resume",
-        "save_16bit_model",
-        "module_state_dict",
-        "load_module_state_dict",
-        "export",
-        "load_weights",
-        "copy_to_memory",
-        "memory_report",
-        "gathered",
-        "destroy",
-    )
-)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    @property
+    def name(self) -> str:
+        """What answers repeat."""
+        return f"{self.claim} {self.stage}"
 
 
 class StallWatch:
-    """The thread of one process; see the module docstring.
+    """The watchdog of one process; see the module docstring.
 
     Args:
         ranks: global ranks of the job; all have such a watch.
         rank: this process's own number among all.
         limit: seconds that a collective may wait.
+        secret: the same on all ranks, and known to nobody else.
         store: through which the ranks talk; None: the default group's.
-        where: returns where this rank is; its argument is as in `shardwise.comm.positions.oldest_under_way`.
+        here: tells where this rank is.
         end: ends the process with an exit code, from any thread.
+        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -210,78 +126,96 @@ class StallWatch:
         ranks: Sequence[int],
         rank: int,
         limit: float,
+        secret: str,
         *,
         store: dist.Store | None = None,
-        where: Callable[[float], Position] | None = None,
+        here: Here | None = None,
         end: Callable[[int], object] = os._exit,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._ranks, self._rank, self._limit = list(ranks), rank, limit
-        self._every = min(_SLOWEST_S, limit / _LOOKS)
-        self._where = where or Here()
+        self._secret = secret
+        self.every = min(_SLOWEST_S, limit / _LOOKS)
+        self._idle = min(_IDLE_S, limit / _IDLE_LOOKS)
+        self._here = here or Here()
         self._end = end
+        self._clock = clock
         self._shared = store if store is not None else default_store()
+        self._store: Any = None
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._answered = 0
-        self._told: dict[int, float] = {}  # seconds at which a wait is reported next, by its number
+        self._read_at = clock()  # when the store has been read last
+        self._heard = 0  # number of the last question
+        self._claim = ""  # what the store holds of the rank that asks, as far as it is known
+        self._question: _Question | None = None
+        self._ends: tuple[str, float] | None = None  # why this rank ends, and when
+        self._due: dict[int, float] = {}  # seconds at which a wait is asked about next, by its number
         self._failed: float | None = None  # when it was first seen that a rank has raised
-        self._asking: float | None = None  # since when the store has not answered
+        self._requested: float | None = None  # since when the store has not answered
 
     def start(self) -> None:
         """Begin to look; without a store there is nobody to ask, and nothing happens."""
-        if self._shared is None:
+        if self._shared is None or not self.join(_connected_anew(self._shared)):
             return
-        store = _connected_anew(self._shared)
-        try:
-            self._answered = store.add(self._key("asked"), 0)
-            store.set(self._key("process", self._rank), json.dumps(process_word()))
-        except RuntimeError:
-            return  # a store that has nothing behind it, as torch's backend "fake" has
-        for name, work in (("shardwise-stalls", lambda: self._watch(store)), ("shardwise-store", self._watch_store)):
+        for name, work in (("shardwise-stalls", self._watch), ("shardwise-store", self._watch_store)):
             self._threads.append(threading.Thread(target=work, name=name, daemon=True))
             self._threads[-1].start()
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
+
+    def join(self, store: dist.Store) -> bool:
+        """Write how this process can be looked at; return whether the store keeps anything."""
+        self._store = store
+        try:
+            self._heard = store.add(self._key("asked"), 0)
+            self._write("process", self._rank, process_word())
+        except RuntimeError:
+            return False  # as that of torch's backend "fake"
+        return True
 
     def close(self) -> None:
         """Look no more."""
         self._closed.set()
         for thread in self._threads:
-            thread.join(_SILENT_S)  # a store that does not answer is not waited for
-        if self._threads:
-            self._threads = []
-            atexit.unregister(self.close)
+            thread.join(_SILENT_S)  # a store that does not answer is not waited for while the process goes on
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        if not self._threads:
+            atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """Wait for the thread: one that comes back from the store while the interpreter ends aborts the process."""
+        self.close()
+        if self._threads and getattr(sys, "last_value", None) is None:
+            logger.warning(
+                "rank %d has ended and waits for the store in which the ranks have met: the process that serves it "
+                "(the launcher; without one, rank 0) is stopped or out of reach",
+                self._rank,
+            )
+            for thread in self._threads:
+                thread.join()
 
     @property
     def running(self) -> bool:
         """Whether the thread has been started and has not been told to end."""
         return bool(self._threads)
 
-    def _place(self) -> Position:
-        return self._where(self._limit * _QUIET if self._failed is None else _MOURNED_S)
+    # -- the thread --------------------------------------------------------------------------------------------------
 
-    def _key(self, *parts: object) -> str:
-        return key_of("stalls", *parts)
-
-    def _watch(self, store: dist.Store) -> None:
+    def _watch(self) -> None:
         try:
-            while not self._closed.wait(self._every):
-                self._asking = time.monotonic()
-                if not answers(store):
-                    return  # its process has ended, and soon this one will
-                self._look(store)
-                self._asking = None
+            while not self._closed.wait(self.every):
+                self.look()
         except (RuntimeError, ValueError):
-            return  # the same, in the middle of a question
+            return  # the store's process has ended, and soon this one will
         finally:
-            self._asking = None
+            self._requested = None
             if self in _watching:
                 follow_devices(False)  # because nobody else looks at what is followed
 
     def _watch_store(self) -> None:
         """Say so if the store does not answer: a rank that serves it may be the one that is stopped."""
         said = False
-        while not self._closed.wait(self._every):
-            since = self._asking
+        while not self._closed.wait(self.every):
+            since = self._requested
             if since is None or time.monotonic() - since < _SILENT_S:
                 said = said and since is not None
             elif not said and (here := self._place()).waits and here.seconds > self._limit:
@@ -293,84 +227,207 @@ class StallWatch:
                     here,
                 )
 
-    def _look(self, store: dist.Store) -> None:
-        self._answer(store)
+    def look(self) -> None:
+        """Answer what has been asked, and ask if it is time.
+
+        Raises:
+            RuntimeError: the store has gone.
+        """
+        if self._ends is not None:
+            if self._clock() >= self._ends[1]:
+                self._give_up(DesyncError, self._ends[0], EXIT_CODE)
+            return
         here = self._place()
-        if not here.waits:
+        waited = here.seconds if here.waits else 0.0
+        suspected = self._question is not None or waited >= self._limit * _SUSPECTED
+        if not suspected and self._clock() - self._read_at < self._idle:
             return
-        self._end_after_failure(store, here)
-        if here.seconds < self._told.get(here.number, self._limit):
+        self._requested = time.monotonic()
+        if not answers(self._store):
+            raise RuntimeError("the store has gone")
+        self._read_at = self._clock()
+        self._answer(here)
+        if suspected:
+            self._end_after_failure()
+        if self._question is not None:
+            self._collect(self._question, here)
+        elif here.waits and waited >= self._due.get(here.number, self._limit):
+            self._ask(here)
+        self._requested = None
+
+    def _place(self) -> Position:
+        return self._here(self._limit * _QUIET if self._failed is None else _MOURNED_S)
+
+    # -- answering ---------------------------------------------------------------------------------------------------
+
+    def _answer(self, here: Position) -> None:
+        """Answer the last question; end with the others, if that has been decided."""
+        asked = self._store.add(self._key("asked"), 0)
+        if asked == self._heard:
             return
-        self._told = {here.number: 2 * here.seconds}  # waits that have ended count no more
-        before = self._ask(store)
-        now = before
-        if all(place is not None and place.waits for place in before.values()):
-            self._pause(store, self._limit * _LATER, lambda: False)
-            if self._closed.is_set() or self._place().number != here.number:
-                return
-            now = self._ask(store)
-        now[self._rank] = now[self._rank] or here
-        report = judge(before, now, self._rank, self._silent(store, now))
-        if report.stuck:
-            store.set(self._key("stuck"), report.text)
-        else:
-            event = {"kind": "stall", "rank": self._rank, "what": here.what, "ranks": list(report.absent)}
-            logger.warning("%s", report.text, extra={"event": event})
+        self._heard = asked
+        question = self._read("question")
+        if question is None or question["by"] == self._rank or self._closed.is_set():
+            return
+        stage, name = question["stage"], question["name"]
+        if stage == "stuck":
+            self._give_up(DesyncError, question["text"], EXIT_CODE)
+        elif stage == "where":
+            self._write("answer", self._rank, {"to": name, "place": here.written()})
+            if here.waits:  # the report of the rank that asks is about this wait, too
+                self._due = {here.number: max(2 * here.seconds, self._limit)}
+        elif self._rank in question["of"] or not question["of"]:
+            own = self._read("question", self._rank)
+            if own is not None and own["name"] == name:
+                said = self._confirmation(own["waits"], here) if stage == "confirm" else self._launches(own["launches"])
+                self._write("answer", self._rank, {"to": name, **said})
 
-    def _answer(self, store: dist.Store) -> None:
-        """Answer what has been asked since the last time; end with the others, if that has been decided."""
-        self._asking = time.monotonic()
-        asked = store.add(self._key("asked"), 0)
-        if asked != self._answered:
-            here = self._place().written()
-            for number in range(max(self._answered, asked - _MOST_ASKED), asked):
-                store.set(self._key(number + 1, self._rank), here)
-            self._answered = asked
-        if store.check([self._key("stuck")]):
-            self._give_up(DesyncError, store.get(self._key("stuck")).decode(errors="replace"), EXIT_CODE)
+    def _confirmation(self, waits: Sequence[Any], here: Position) -> dict[str, Any]:
+        places = [(str(what), str(kind), int(size)) for what, kind, size in waits]
+        launched = [place for place, yes in zip(places, self._here.launched(places), strict=True) if yes]
+        kinds = [place[1] for place in [*places, here.place]]
+        return {"wait": here.number, "launched": launched, "recent": self._here.recent(kinds)}
 
-    def _end_after_failure(self, store: dist.Store, here: Position) -> None:
+    def _launches(self, asked: Mapping[str, int]) -> dict[str, Any]:
+        return {"launches": {kind: self._here.launch(kind, turn) for kind, turn in asked.items()}}
+
+    def _end_after_failure(self) -> None:
         """End if this rank waits though another has raised, and the wait has not ended by itself."""
-        if not store.check([key_of(FAILED)]):
+        if not self._store.check([key_of(FAILED)]):
             return
-        now = time.monotonic()
-        self._failed = self._failed or now
-        if now - self._failed >= _MOURNED_S and here.seconds >= _MOURNED_S:
-            text = store.get(key_of(FAILED)).decode(errors="replace")
+        text = unsealed(self._store.get(key_of(FAILED)), self._secret, key_of(FAILED))
+        if text is None:
+            return
+        now = self._clock()
+        self._failed = now if self._failed is None else self._failed
+        here = self._place()
+        if now - self._failed >= _MOURNED_S and here.waits and here.seconds >= _MOURNED_S:
             self._give_up(PeerLostError, f"it {here}, and {text}", _LOST_CODE)
 
-    def _ask(self, store: dist.Store) -> dict[int, Position | None]:
-        """Return where the ranks are."""
-        number = store.add(self._key("asked"), 1)
-        found: dict[int, Position | None] = dict.fromkeys(self._ranks)
-        missing = set(self._ranks)
+    # -- asking ------------------------------------------------------------------------------------------------------
 
-        def all_there() -> bool:
-            for rank in sorted(missing):
-                if store.check([self._key(number, rank)]):
-                    missing.discard(rank)
-                    found[rank] = Position.read(store.get(self._key(number, rank)))
-            return not missing
+    def _ask(self, here: Position) -> None:
+        """Ask all ranks where they are, unless another rank is asking."""
+        self._due = {here.number: 2 * here.seconds}  # waits that have ended count no more
+        claim = f"{self._rank} {self._heard + 1}"
+        held = self._claim = self._store.compare_set(self._key("claim"), self._claim, claim).decode()
+        if held != claim and int(held.split()[1]) <= self._heard:  # that question is over
+            held = self._claim = self._store.compare_set(self._key("claim"), held, claim).decode()
+        if held != claim:
+            self._due = {here.number: here.seconds + self._patience}  # that rank's question comes, or it has ended
+            return
+        self._question = _Question(claim, here.number)
+        self._put(self._question, "where", self._ranks)
+        self._question.answers[self._rank] = {"place": here.written()}
+        self._question.missing.discard(self._rank)
 
-        self._pause(store, max(_ANSWERED_S, 3 * self._every), all_there)
-        return found
+    @property
+    def _patience(self) -> float:
+        """Seconds in which a process answers that is alive and has a processor."""
+        return self._idle + 3 * self.every + _ANSWERED_S
 
-    def _silent(self, store: dist.Store, places: Positions) -> dict[int, str]:
-        """Return what has become of the ranks that do not answer, as far as it is known."""
-        found = {}
-        for rank, place in places.items():
-            if place is None and store.check([self._key("process", rank)]):
-                word = _object(store.get(self._key("process", rank)))
-                found[rank] = state_of(word)
-        return found
+    def _put(
+        self, question: _Question, stage: str, of: Iterable[int], each: Mapping[int, dict[str, Any]] | None = None
+    ) -> None:
+        """Write a question, with what it is to each rank."""
+        question.stage, question.since = stage, self._clock()
+        question.missing, question.answers = set(of), {}
+        for rank, own in (each or {}).items():
+            self._write("question", rank, {"name": question.name, **own})
+        chosen = sorted(question.missing) if len(question.missing) < len(self._ranks) else []
+        self._write("question", {"stage": stage, "name": question.name, "by": self._rank, "of": chosen})
+        self._heard = self._store.add(self._key("asked"), 1)
 
-    def _pause(self, store: dist.Store, seconds: float, enough: Callable[[], bool]) -> None:
-        """Answer the others for some seconds, or until it is enough."""
-        until = time.monotonic() + seconds
-        while True:
-            self._answer(store)
-            if enough() or time.monotonic() >= until or self._closed.wait(self._every / 4):
+    def _collect(self, question: _Question, here: Position) -> None:
+        """Take the answers that have come, and go on when all have, or when no more are waited for."""
+        if here.number != question.wait or not here.waits:
+            self._question = None  # it has gone on
+            return
+        waited = self._clock() - question.since
+        if question.stage == "pause":
+            if waited >= self._limit * _LATER:
+                self._confirm(question, here)
+            return
+        for rank, said in self._said_by(question.missing, question.name).items():
+            question.answers[rank] = said
+            question.missing.discard(rank)
+        if question.missing and waited < self._patience:
+            return
+        if question.stage == "where":
+            found = {rank: Position.read(said["place"]) for rank, said in question.answers.items()}
+            question.places = {rank: found.get(rank) for rank in self._ranks}
+            if all(place is not None and place.waits for place in question.places.values()):
+                question.stage, question.since = "pause", self._clock()
+            else:
+                self._report(question)
+        elif question.stage == "confirm":
+            question.confirmed = {
+                rank: Confirmation(said["wait"], frozenset(map(tuple, said["launched"])), said["recent"])
+                for rank, said in question.answers.items()
+            }
+            if is_stuck(question.places, question.confirmed) and self._ask_for_parting(question):
                 return
+            self._report(question)
+        else:
+            self._report(question)
+
+    def _confirm(self, question: _Question, here: Position) -> None:
+        """Ask ranks that all wait once more."""
+        waits = waits_of(question.places)
+        each = {
+            rank: {"waits": [wait.place for wait in waits if rank in wait.members or not wait.members]}
+            for rank in self._ranks
+        }
+        own = each.pop(self._rank)["waits"]
+        self._put(question, "confirm", self._ranks, each)
+        question.answers[self._rank] = self._confirmation(own, here)
+        question.missing.discard(self._rank)
+
+    def _ask_for_parting(self, question: _Question) -> bool:
+        """Ask how ranks have launched the first collective in which they differ; return whether there is one."""
+        by_kind: dict[str, dict[int, tuple[int, str]]] = {}
+        for rank, said in question.confirmed.items():
+            for kind, recent in said.recent.items():
+                by_kind.setdefault(kind, {})[rank] = recent
+        for kind, recents in by_kind.items():
+            difference = first_difference(recents) if len(recents) > 1 else None
+            if difference is not None:
+                question.candidates[kind] = difference[0], difference[1][:_SHOWN]
+        each: dict[int, dict[str, Any]] = {}
+        for kind, (turn, ranks) in question.candidates.items():
+            for rank in ranks:
+                each.setdefault(rank, {"launches": {}})["launches"][kind] = turn
+        if not each:
+            return False
+        own = each.pop(self._rank, None)
+        self._put(question, "parting", each, each)
+        if own is not None:
+            question.answers[self._rank] = self._launches(own["launches"])
+        return True
+
+    def _report(self, question: _Question) -> None:
+        """Say who is waited for, or end the job."""
+        self._question = None
+        if self._store.compare_set(self._key("claim"), question.claim, question.claim).decode() != question.claim:
+            return  # another rank asks, and has got the answers
+        parting = _first_parting(question.candidates, question.answers)
+        silent = self._silent(question.places)
+        report = judge(question.places, self._rank, question.confirmed or None, silent, parting)
+        if report.stuck:
+            self._write("question", {"stage": "stuck", "name": "", "by": self._rank, "text": report.text})
+            self._heard = self._store.add(self._key("asked"), 1)
+            self._ends = report.text, self._clock() + 1.5 * self.every  # when the others have read it
+        else:
+            what = question.places[self._rank]
+            event = {"kind": "stall", "rank": self._rank, "what": what and what.what, "ranks": list(report.absent)}
+            logger.warning("%s", report.text, extra={"event": event})
+
+    def _silent(self, places: Positions) -> dict[int, str]:
+        """Return what has become of the ranks that have not answered, as far as it is known."""
+        found = {}
+        for rank in [rank for rank, place in places.items() if place is None]:
+            found[rank] = state_of(self._read("process", rank) or {}, self._patience)
+        return found
 
     def _give_up(self, kind: type[Exception], text: str, code: int) -> None:
         who = f"*** shardwise: rank {self._rank} of {len(self._ranks)} ends"
@@ -378,12 +435,61 @@ class StallWatch:
         self._closed.set()
         self._end(code)
 
+    # -- the store ---------------------------------------------------------------------------------------------------
+
+    def _key(self, *parts: object) -> str:
+        return key_of("stalls", *parts)
+
+    def _write(self, *parts: Any) -> None:
+        """Write a value, the last argument, under a key that is overwritten by the next one."""
+        *place, value = parts
+        key = self._key(*place)
+        self._store.set(key, seal(json.dumps(value, separators=(",", ":")), self._secret, key))
+
+    def _read(self, *place: object) -> Any:
+        """Return a value that a rank of this job has written; None: there is none."""
+        key = self._key(*place)
+        return self._checked(key, self._store.get(key)) if self._store.check([key]) else None
+
+    def _checked(self, key: str, data: bytes) -> Any:
+        text = unsealed(data, self._secret, key)
+        return None if text is None else json.loads(text)
+
+    def _said_by(self, ranks: Iterable[int], name: str) -> dict[int, Any]:
+        """Return the answers to a question that have come."""
+        there = self._written([self._key("answer", rank) for rank in sorted(ranks)])
+        values = self._store.multi_get(there) if self._store.has_extended_api() else map(self._store.get, there)
+        found = {int(key.rpartition("/")[2]): self._checked(key, data) for key, data in zip(there, values, strict=True)}
+        return {rank: said for rank, said in found.items() if said is not None and said.get("to") == name}
+
+    def _written(self, keys: list[str]) -> list[str]:
+        """Return those of some keys that are in the store: reading another one would block."""
+        if not keys or self._store.check(keys):
+            return keys
+        half = len(keys) // 2
+        return self._written(keys[:half]) + self._written(keys[half:]) if half else []
+
+
+def _first_parting(candidates: Mapping[str, tuple[int, list[int]]], answers: Mapping[int, Any]) -> list[str]:
+    """Say where ranks have first launched different collectives, as far as they have told."""
+    partings: list[dict[int, Launch]] = []
+    for kind, (_, ranks) in candidates.items():
+        found = {rank: answers.get(rank, {}).get("launches", {}).get(kind) for rank in ranks}
+        partings.append({rank: tuple(launch) for rank, launch in found.items() if launch})
+    known = [launches for launches in partings if len(launches) > 1]
+    return parting_in_words(min(known, key=lambda launches: min(one[3] for one in launches.values()))) if known else []
+
 
 _watching: list[StallWatch] = []
 
 
 def watch(
-    ranks: Sequence[int], rank: int, limit: float, ledger: Ledger, facts: Callable[[], Mapping[str, Any]] | None = None
+    ranks: Sequence[int],
+    rank: int,
+    limit: float,
+    secret: str,
+    ledger: Ledger,
+    facts: Callable[[], Mapping[str, Any]] | None = None,
 ) -> StallWatch:
     """Start the watch of this process in place of the one that an earlier engine has started; see `StallWatch`.
 
@@ -393,12 +499,14 @@ def watch(
         ranks: of the job.
         rank: of this process.
         limit: seconds.
+        secret: the same on all ranks, and known to nobody else.
         ledger: of the job's collectives.
         facts: see `shardwise.comm.positions.Here`.
     """
     while _watching:
         _watching.pop().close()
-    started = StallWatch(ranks, rank, limit, where=Here(ledger, threading.get_ident(), facts))
+    sign_failures(secret)
+    started = StallWatch(ranks, rank, limit, secret, here=Here(ledger, threading.get_ident(), facts))
     _watching.append(started)
     follow_devices(True)
     started.start()
@@ -413,21 +521,6 @@ def stop_watching(watch: StallWatch) -> None:
     if watch in _watching:
         _watching.remove(watch)
         follow_devices(False)
-
-
-_CHECK = (
-    "Look for a branch (`if rank == 0:`, a condition on data) that leaves out or adds a forward pass, backward(), "
-    "step(), evaluation or save_checkpoint() on some ranks, and for loaders that give ranks different numbers of "
-    "batches."
-)
-
-
-def _object(data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-        return found if isinstance(found, dict) else {}
-    except (ValueError, RecursionError):
-        return {}
 
 
 def _connected_anew(store: dist.Store) -> Any:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from shardwise.comm.ledger import Ledger, Record, is_of_script, user_line
 from shardwise.comm.rendezvous import answers
+from shardwise.comm.sealed import seal
 from shardwise.compat import default_store
 from shardwise.errors import DesyncError, PeerLostError
 
@@ -62,6 +63,15 @@ Place = tuple[str, str, str]
 """A collective that a rank waits for: its name, its kind, and the user's line."""
 
 
+_secret = ""
+
+
+def sign_failures(secret: str) -> None:
+    """Have tracebacks of failures written so that ranks which know the secret take them for such."""
+    global _secret
+    _secret = secret
+
+
 def publish(word: Word) -> None:
     """Write this rank's whereabouts; without a store that can still be reached nothing happens."""
     store = default_store()
@@ -82,10 +92,11 @@ def publish_end() -> None:
     line = _raised_at(error)
     publish({"state": "ended", "text": f"{text}{f' at {line}' if line else ''}", "failed": True})
     store = default_store()
-    if store is not None and answers(store):
+    if _secret and store is not None and answers(store):
         trace = "".join(traceback.format_exception(error))[-_TRACEBACK:]
         try:
-            store.set(key_of(FAILED), f"rank {dist.get_rank()} {text}. Its traceback:\n{trace}")
+            said = f"rank {dist.get_rank()} {text}. Its traceback:\n{trace}"
+            store.set(key_of(FAILED), seal(said, _secret, key_of(FAILED)))
         except RuntimeError:
             return
 

@@ -7,6 +7,7 @@ come to any of them, and copy their state into memory when it is time. Whether t
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -104,7 +105,8 @@ class FaultTolerance:
         limit = float(self._resolution.config.stall_limit)
         if limit and self._job.world > 1:
             ranks = members_of(self._job.user_group)
-            self._stalls = watch(ranks, ranks[self._job.rank], limit, self._job.ledger, self._facts)
+            secret = str(self._job.share_object(secrets.token_hex(32), "stall_limit"))
+            self._stalls = watch(ranks, ranks[self._job.rank], limit, secret, self._job.ledger, self._facts)
         section = self._resolution.config.checkpoint
         if section.on_signal is not None:
             asked = section.on_signal
