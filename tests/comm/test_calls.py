@@ -19,6 +19,12 @@ def calls(kind: str) -> str:
             shardwise.comm.all_reduce(torch.ones(2 + rank))
         elif kind == "dtype":
             shardwise.comm.broadcast(torch.ones(2, dtype=torch.float64 if rank else torch.float32), 0)
+        elif kind == "op":
+            shardwise.comm.all_reduce(
+                torch.ones(2), shardwise.comm.ReduceOp.MAX if rank else shardwise.comm.ReduceOp.SUM
+            )
+        elif kind == "root":
+            shardwise.comm.broadcast(torch.ones(2), rank)
         elif kind == "other":
             if rank:
                 shardwise.comm.barrier()
@@ -45,9 +51,11 @@ def calls(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("shape", ("rank 0: all_reduce(float32[2]) at ", "rank 1: all_reduce(float32[3]) at ")),
-        ("dtype", ("rank 0: broadcast(float32[2]) at ", "rank 1: broadcast(float64[2]) at ")),
-        ("other", ("rank 0: all_reduce(float32[2]) at ", "rank 1: barrier() at ")),
+        ("shape", ("rank 0: all_reduce(float32[2], op=SUM) at ", "rank 1: all_reduce(float32[3], op=SUM) at ")),
+        ("dtype", ("rank 0: broadcast(float32[2], src=0) at ", "rank 1: broadcast(float64[2], src=0) at ")),
+        ("op", ("rank 0: all_reduce(float32[2], op=SUM) at ", "rank 1: all_reduce(float32[2], op=MAX) at ")),
+        ("root", ("rank 0: broadcast(float32[2], src=0) at ", "rank 1: broadcast(float32[2], src=1) at ")),
+        ("other", ("rank 0: all_reduce(float32[2], op=SUM) at ", "rank 1: barrier() at ")),
     ],
 )
 def test_ranks_that_call_something_else_are_named(kind: str, said: tuple[str, ...]) -> None:

@@ -351,9 +351,9 @@ def branching(stage: int, key: str, differ: bool) -> str:
 def test_different_branches_are_followed_or_reported(stage: int) -> None:
     assert run_ranks(branching, 2, stage, "", True) == ["", ""]
     assert run_ranks(branching, 2, stage, "strict_sync", False) == ["", ""]
-    for message in run_ranks(branching, 2, stage, "strict_sync", True):
-        assert message.startswith("DesyncError: strict_sync: ranks [1]")
-        assert "rank 0 ['left']" in message
+    messages = run_ranks(branching, 2, stage, "strict_sync", True)
+    assert messages[0] == messages[1] and messages[0].startswith("DesyncError: strict_sync: ranks [1]")
+    assert "rank 0 ['left'], rank 1 ['right']" in messages[0]
 
 
 @pytest.mark.parametrize("stage", [0, 2])

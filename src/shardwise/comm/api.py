@@ -32,6 +32,10 @@ Group = ProcessGroup | None
 P = ParamSpec("P")
 
 
+_ALIKE = ("op", "src", "dst")
+"""Arguments beside tensors that are the same on all ranks of a collective."""
+
+
 class Log(TypedDict, total=False):
     """Arguments of a collective about the communication log.
 
@@ -126,7 +130,8 @@ def _collective(
                 raise UsageError(f"shardwise.comm.{launch.__name__}: {missing}")
             if by != "two":
                 alike = given[counted] if counted is not None and by == "all" else None
-                check_call(launch.__name__, alike, given["group"])
+                rest = {argument: given[argument] for argument in _ALIKE if argument in given}
+                check_call(launch.__name__, alike, given["group"], rest)
             asked = bool(given.get("prof"))
             if not (asked or comms_logger.wants(name)):
                 return launch(*args, **kwargs)

@@ -595,20 +595,27 @@ class ShardedModel:
         """Compare which units ranks have used since the last step, in which order and how often; one small all-reduce.
 
         Raises:
-            DesyncError: on every rank, if they differ; it says what rank 0 used and what this rank did.
+            DesyncError: the same on every rank, if they differ: what rank 0 has used, and the first rank that differs.
         """
         taken = self.comm.fingerprints(str(self.gatherer.branches), "strict_sync")
         self.gatherer.branches = 0
         others = [rank for rank, branches in enumerate(taken) if branches != taken[0]]
         if others:
-            first = self.comm.share_object(self.gatherer.trace, "strict_sync.trace")
-            assert isinstance(first, list)
             names = [unit.name for unit in self.units]
+            used = []
+            for rank in (0, others[0]):
+                trace = self.comm.share_object(self.gatherer.trace, "strict_sync.trace", src=rank)
+                assert isinstance(trace, list)
+                used.append([names[index] for index in trace])
+            if used[0] == used[1]:
+                shown = f"Both have used {used[0]} first in this order, and some of them another number of times"
+            else:
+                shown = "Units in order of first use in the last forward pass: "
+                shown += f"rank 0 {used[0]}, rank {others[0]} {used[1]}"
             raise DesyncError(
                 f"strict_sync: ranks {others} have not taken the same branches of the model as rank 0 since the last "
-                f"step. Units in order of first use in the last forward pass: rank 0 {[names[i] for i in first]}, "
-                f"rank {self.comm.rank} {[names[i] for i in self.gatherer.trace]}. Without strict_sync this is "
-                "allowed: what a rank has not used contributes a zero gradient."
+                f"step. {shown}. Without strict_sync this is allowed: what a rank has not used contributes a zero "
+                "gradient."
             )
 
     def give_up_step(self) -> None:
