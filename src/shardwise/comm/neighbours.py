@@ -67,6 +67,9 @@ MOST_ADDRESSES = 4096
 """Tensors that one offer can name: it must be one message."""
 
 _MEETING = timedelta(seconds=30)
+_BACKLOG = 128
+"""Callers whom a listener has not seen yet."""
+_AGAIN_S = 0.01
 _MEETING_TAG = 1
 _LEAVING = timedelta(seconds=10)
 _LISTENING = timedelta(seconds=1)
@@ -607,10 +610,9 @@ def meet(group: dist.ProcessGroup) -> tuple[Neighbours | None, str]:
 
 
 def _meet(group: dist.ProcessGroup, *, wanted: bool) -> tuple[Neighbours | None, str]:
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
     with contextlib.ExitStack() as until_met:
         proof = torch.tensor(list(secrets.token_bytes(_PROOF_BYTES)), dtype=torch.uint8, device=CPU)
-        listener = _listener(world) if wanted and peermemory.supported() else None
+        listener = _listener() if wanted and peermemory.supported() else None
         card: dict[str, Any] = {}
         if listener is not None:
             until_met.enter_context(listener)
@@ -630,7 +632,7 @@ def _meet(group: dist.ProcessGroup, *, wanted: bool) -> tuple[Neighbours | None,
         if not _all_agree(group, all(_readable(card) for card in cards)):
             return None, "the system does not allow it (ptrace restrictions or a seccomp filter)"
         assert listener is not None
-        sockets = _connect(rank, cards, listener)
+        sockets = _connect(dist.get_rank(group), cards, listener)
         if not _all_agree(group, sockets is not None):
             for connection in (sockets or {}).values():
                 connection.close()
@@ -645,12 +647,12 @@ def _machine() -> str:
     return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
 
 
-def _listener(world: int) -> socket.socket | None:
+def _listener() -> socket.socket | None:
     """Return a socket for the others under a name that the kernel makes up and forgets with it."""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind("")  # an unused name of the abstract namespace
-        listener.listen(world)
+        listener.listen(_BACKLOG)
     except (OSError, AttributeError):
         return None
     return listener
@@ -695,8 +697,7 @@ def _connect(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket
         for peer in range(rank):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             found[peer] = connection
-            connection.settimeout(_MEETING.total_seconds())
-            connection.connect(cards[peer]["socket"].encode("latin-1"))
+            _call(connection, cards[peer]["socket"].encode("latin-1"), deadline)
             if _caller(connection) != cards[peer]["process"]:
                 raise PermissionError(f"rank {peer} does not listen where it said")
         while len(found) < len(cards) - 1:
@@ -714,6 +715,19 @@ def _connect(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket
             connection.close()
         return None
     return found
+
+
+def _call(connection: socket.socket, name: bytes, deadline: Deadline) -> None:
+    """Connect to a listener; one that has many callers, who may be strangers, has room again when it has seen them."""
+    while True:
+        connection.settimeout((deadline.left() or _MEETING).total_seconds())
+        try:
+            connection.connect(name)
+            return
+        except BlockingIOError:
+            if deadline.over():
+                raise
+            time.sleep(_AGAIN_S)
 
 
 def _caller(connection: socket.socket) -> int:
