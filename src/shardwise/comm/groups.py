@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,6 +21,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise import compat
+from shardwise.comm.ledger import Record, user_line
+from shardwise.comm.meeting import meet
+from shardwise.comm.positions import Waiting
 from shardwise.comm.wire import CPU, Deadline, Message
 from shardwise.errors import PeerLostError
 
@@ -157,13 +161,15 @@ class _Shelf:
         kind = (*ranks, timeout, backend, device)
         if self._free.get(kind):
             return self._free[kind].pop(0)
+        name = self.name(hashlib.sha256(repr(list(ranks)).encode()).hexdigest())
+        _await(ranks, timeout, backend, name)
         group = made_well(
             lambda _: _connected_alone(ranks, timeout, backend, device),
             lambda _: None,  # kept, for the same reason
             lambda made: made,
             compat.default_store(),
             len(ranks),
-            self.name(hashlib.sha256(repr(list(ranks)).encode()).hexdigest()),
+            name,
         )
         self._made[group] = kind
         return group
@@ -218,6 +224,8 @@ def new_group(
     def discard(made: list[dist.ProcessGroup]) -> None:
         dist.destroy_process_group(made[place])
 
+    name = _shelf.name("job")
+    _await(range(dist.get_world_size()), timeout, backend, name)
     return made_well(
         lambda _: [
             dist.new_group(
@@ -233,8 +241,21 @@ def new_group(
         lambda made: made[place],
         compat.default_store(),
         dist.get_world_size(),
-        _shelf.name("job"),
+        name,
     )[place]
+
+
+def _await(ranks: Sequence[int], timeout: timedelta, backend: str, name: str) -> None:
+    """Wait until all ranks of a group come to make it: torch would wait without a word, and name a key of its store."""
+    store = compat.default_store()
+    if store is None or backend == "fake":
+        return
+    record = Record(0, "new_group", "", 0, 0, f"of {len(ranks)} ranks", user_line(), time.perf_counter())
+    record.kind, record.members = name, list(ranks)
+    with Waiting(record, record.launched):
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        what = f"the making of a process group of {len(ranks)} ranks"
+        meet(dist.PrefixStore(f"shardwise/made/{name}", store), dist.get_rank(), ranks, timeout, attempt, what)
 
 
 def give_back(group: dist.ProcessGroup) -> None:

@@ -27,40 +27,53 @@ def ended_key(attempt: str, rank: int) -> str:
     return f"shardwise/ended/attempt{attempt}/{rank}"
 
 
-def meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta, attempt: str = "0") -> None:
+MEETING = "the meeting of the ranks (shardwise.initialize or init_distributed)"
+
+
+def meet(
+    store: dist.Store,
+    rank: int,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    attempt: str = "0",
+    what: str = MEETING,
+) -> None:
     """Wait until all ranks have come.
 
     Args:
-        store: the process group's own store, under a prefix of its own.
+        store: under a prefix that only this meeting has.
         rank: of this process.
-        world_size: number of ranks.
+        ranks: all that come.
         timeout: how long to wait.
         attempt: of the job, as an elastic agent counts.
+        what: to which they come, in words.
 
     Raises:
         LaunchError: a rank has ended, or has not come in time, or the process that serves the store has gone.
     """
-    if world_size == 1:
+    if len(ranks) == 1:
         return
     try:
-        _meet(store, rank, world_size, timeout, attempt)
+        _meet(store, rank, ranks, timeout, attempt, what)
     except RuntimeError as error:
         if isinstance(error, LaunchError):
             raise
         # torch's own text has the frames of its C++ code.
         reason = str(error).partition("\n")[0].partition("Exception raised from")[0].strip()
         raise LaunchError(
-            f"rank {rank} has lost the store in which the ranks meet, before all had come: the process that serves it "
-            f"(the launcher, or rank 0 without one) has ended. See its output. ({reason})"
+            f"rank {rank} has lost the store in which the ranks meet, before all had come to {what}: the process that "
+            f"serves it (the launcher, or rank 0 without one) has ended. See its output. ({reason})"
         ) from None
 
 
-def _meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta, attempt: str) -> None:
+def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, attempt: str, what: str) -> None:
     began = time.monotonic()
     store.set(_came(rank), "")
-    if store.add("meeting/number", 1) == world_size:
+    if store.add("meeting/number", 1) == len(ranks):
         store.set("meeting/all", "")
-    job = getattr(store, "underlying_store", store)
+    job = store
+    while isinstance(job, dist.PrefixStore):
+        job = job.underlying_store
     notice, pause = NOTICE_S, _POLL_S
     # Waiting for the key would have torch print a warning whenever a part of the time is over.
     while not store.check(["meeting/all"]):
@@ -69,24 +82,23 @@ def _meet(store: dist.Store, rank: int, world_size: int, timeout: timedelta, att
         waited = time.monotonic() - began
         if pause < _SLOWEST_POLL_S and waited < timeout.total_seconds():
             continue
-        missing = [other for other in range(world_size) if not store.check([_came(other)])]
+        missing = [other for other in ranks if not store.check([_came(other)])]
         for other in missing:
             if job.check([ended_key(attempt, other)]):
                 how = job.get(ended_key(attempt, other)).decode()
                 raise LaunchError(
-                    f"rank {other} has not come to the meeting of the ranks (shardwise.initialize or "
-                    f"init_distributed): it has ended with {how}. Every rank has to call it."
+                    f"rank {other} has not come to {what}: it has ended with {how}. Every rank has to call it."
                 )
         if waited >= timeout.total_seconds():
             raise LaunchError(
-                f"{_who(missing)} not come to the meeting of the ranks (shardwise.initialize or init_distributed) "
-                f"within {waited:.0f} s; {world_size - len(missing)} of {world_size} ranks have. Look at what they do: "
-                "they stand still, load something for long, or take another way through the script. If they are only "
-                "slow, raise the limit (SHARDWISE_TIMEOUT, in minutes)."
+                f"{_who(missing)} not come to {what} within {waited:.0f} s; {len(ranks) - len(missing)} of "
+                f"{len(ranks)} ranks have. Look at what they do: they stand still, load something for long, or take "
+                "another way through the script. If they are only slow, raise the limit (SHARDWISE_TIMEOUT, in "
+                "minutes)."
             )
-        if waited >= notice and rank == min(set(range(world_size)) - set(missing), default=rank):
+        if waited >= notice and rank == min(set(ranks) - set(missing), default=rank):
             notice = 2 * waited
-            _log.warning("%s not come to the meeting of the ranks after %.0f s; the others wait", _who(missing), waited)
+            _log.warning("%s not come to %s after %.0f s; the others wait", _who(missing), what, waited)
 
 
 def _came(rank: int) -> str:

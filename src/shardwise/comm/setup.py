@@ -106,7 +106,7 @@ def init_distributed(
         store = join(place, place.master_port or distributed_port, timeout)
     else:
         store = private_keys(next(rendezvous(init_method, place.rank, place.world_size, timeout=timeout))[0])
-    meet(store, place.rank, place.world_size, timeout, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    meet(store, place.rank, range(place.world_size), timeout, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     device = None
     if _has_nccl(backend):
         if torch.cuda.device_count() == 1:
