@@ -115,6 +115,19 @@ def test_the_rank_that_the_others_waited_for_is_named() -> None:
     assert found.message().startswith("shardwise run: rank 0 failed first: ")
 
 
+def test_the_rank_whose_disk_has_failed_is_named_whichever_ends_first() -> None:
+    """All ranks raise together."""
+    own = "Traceback (most recent call last):\nshardwise.errors.OffloadError: /disk: No space left on device\n"
+    others = own.replace("/disk", "engine.step(): on rank 1: /disk")
+    exits = [Exit(0, 10, 1, 108.0, False), Exit(1, 11, 1, 109.0, False)]
+    found = _first(exits, {0: _error(others, 107.9), 1: _error(own, 107.9)})
+    assert (found.rank, found.exit.rank) == (1, 1) and found.report == own.rstrip()
+    # It may not have failed itself, as when a process that writes for it has.
+    save = others.replace("engine.step(): on", "saving checkpoint 'a': failed on")
+    found = _first([exits[0], Exit(1, 11, -15, 115.0, True)], {0: _error(save, 107.9)})
+    assert found.message().startswith("shardwise run: rank 1 has failed, as the other ranks say. For want of it rank 0")
+
+
 def test_those_that_the_launcher_stopped_do_not_count() -> None:
     exits = [Exit(0, 10, 1, 109.0, False), Exit(1, 11, -9, 111.0, True), Exit(2, 12, 7, 110.5, True)]
     failure = _first(exits, {0: _error(BUG, 108.0)})

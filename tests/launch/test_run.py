@@ -217,12 +217,20 @@ def test_signals_to_the_launcher_leave_nothing_behind(tmp_path, sig: signal.Sign
 
 NEVER_MEETS = """
 import os, signal, sys
-if os.environ["RANK"] == "1":
-    if sys.argv[1] == "ends":
-        sys.exit(0)
-    os.kill(os.getpid(), signal.SIGSTOP)
+def end():
+    if os.environ["RANK"] == "1":
+        if sys.argv[1].startswith("ends"):
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+later = sys.argv[1].endswith("later")
+if not later:
+    end()
 from shardwise.comm.setup import init_distributed
 init_distributed()
+if later:
+    end()
+    import torch, shardwise
+    shardwise.initialize(model=torch.nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1})
 """
 
 
@@ -231,17 +239,20 @@ init_distributed()
     [
         ("ends", r"rank 1 ended with exit code 0 [\d.]+ s after the start"),
         ("stops", "rank 1 stands still: its process"),
+        ("ends later", r"rank 1 ended with exit code 0 [\d.]+ s after the start"),
+        ("stops later", "rank 1 stands still: its process"),
     ],
 )
 def test_a_rank_that_does_not_come_to_the_meeting_is_named(tmp_path, monkeypatch, what: str, headline: str) -> None:
     # One that has ended is noticed at once, whatever the limit is.
-    monkeypatch.setenv("SHARDWISE_TIMEOUT", "10" if what == "ends" else "0.02")
+    monkeypatch.setenv("SHARDWISE_TIMEOUT", "10" if "ends" in what else "0.15" if "later" in what else "0.02")
     done = _run("--nproc", "2", "--grace", "0", _script(tmp_path, NEVER_MEETS), what)
     assert done.returncode == 1
     report = done.stderr.partition("shardwise run: rank")
     assert re.match(headline, "rank" + report[2]), done.stderr
     assert "For want of it rank 0 failed: exit code 1" in report[2]
-    assert "LaunchError: rank 1 has not come to the meeting of the ranks" in report[2]
+    where = "the making of a process group of 2 ranks" if "later" in what else "the meeting of the ranks"
+    assert f"LaunchError: rank 1 has not come to {where}" in report[2]
     for word in ("DistStoreError", "frame #", "TCPStore", "socket.cpp"):
         assert word not in done.stderr
 
@@ -272,6 +283,32 @@ def test_an_interruption_takes_a_line_for_each_rank(tmp_path) -> None:
     assert f"{script}:" in one and "Traceback" not in errors
     assert last == "shardwise run: received SIGINT; all processes have ended."
     assert "Traceback" in (tmp_path / "rank_0.err").read_text()
+
+
+STOPS = """
+import os, signal
+if os.environ["RANK"] == "0":
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+SOON = """
+from shardwise.launch import agent
+from shardwise.launch.cli import main
+agent.LATE_STOPPED_S = 0.5
+main()
+"""
+
+
+def test_a_rank_that_is_stopped_while_the_others_end_is_named(tmp_path) -> None:
+    script, launch = _script(tmp_path, STOPS), tmp_path / "launch.py"
+    launch.write_text(SOON)
+    argv = [sys.executable, str(launch), "run", "--nproc", "2", str(script)]
+    launcher = subprocess.Popen(argv, env=_environment(), stderr=subprocess.PIPE, text=True)
+    assert launcher.stderr is not None
+    line = next(line for line in launcher.stderr if "still runs" in line)
+    found = re.search(r"rank 0 still runs, \d+ s after rank 1 ended .*: `kill -CONT (\d+)` lets it go on", line)
+    assert found
+    os.kill(int(found[1]), signal.SIGCONT)
+    assert launcher.wait(timeout=60) == 0
 
 
 def test_without_a_launcher_a_lost_rank_0_is_told_shortly(tmp_path) -> None:

@@ -31,7 +31,7 @@ from shardwise.comm.rendezvous import serve
 from shardwise.comm.setup import DEFAULT_PORT, DEFAULT_TIMEOUT
 from shardwise.errors import LaunchError
 from shardwise.launch.attempt import Attempt
-from shardwise.launch.failure import Ending, Failure
+from shardwise.launch.failure import Ending, Failure, ranks_in_words
 from shardwise.launch.recovery import Recovery
 
 GRACE_S = 5.0
@@ -39,6 +39,10 @@ GRACE_S = 5.0
 
 SAVING_GRACE_S = 60.0
 """The same for processes that handle the signal themselves, as those do that save a checkpoint on it."""
+
+LATE_S, LATE_STOPPED_S = 60.0, 10.0
+"""How long after the last end of a rank, with exit code 0, it is said which ranks go on: if none is stopped, and else.
+It is said again after twice as long."""
 
 _ENDED_ON = {
     128 + int(sig): sig
@@ -168,6 +172,7 @@ class Agent(SimpleElasticAgent):
         self._recovery: Recovery | None = None
         self._notices: list[str] = []
         self._told_of: set[int] = set()
+        self._late = 1.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
@@ -203,6 +208,7 @@ class Agent(SimpleElasticAgent):
             self._recovery = Recovery(self.failure.rank, end.at, self._noticed, started, self._recovery_file())
         self._attempts += 1
         self._told_of.clear()
+        self._late = 1.0
         return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
 
     def _recovery_file(self) -> Path:
@@ -258,7 +264,25 @@ class Agent(SimpleElasticAgent):
             # Those that have not met yet would wait for it.
             worker_group.spec.rdzv_handler.tell_ended(self._attempts - 1, rank, "exit code 0")  # type: ignore[attr-defined]
             self._told_of.add(rank)
+        self._tell_late(attempt)
         return RunResult(state=WorkerState.HEALTHY)
+
+    def _tell_late(self, attempt: Attempt) -> None:
+        """Say which ranks go on for long after others have ended: for one that is stopped the job waits without end."""
+        exits = list(attempt.gang.exits.values())
+        since = time.time() - max((end.at for end in exits), default=time.time())
+        if since < LATE_STOPPED_S * self._late:
+            return
+        states, pids = attempt.gang.states(), attempt.gang.pids()
+        stopped = [rank for rank, state in states.items() if state in "Tt"]
+        if not states or since < (LATE_STOPPED_S if stopped else LATE_S) * self._late:
+            return
+        self._late *= 2
+        said = f"{ranks_in_words(list(states))} still {'run' if len(states) > 1 else 'runs'}, {since:.0f} s after "
+        said += f"{ranks_in_words([end.rank for end in exits])} ended with exit code 0"
+        for rank in stopped:
+            said += f"; rank {rank} is stopped (SIGSTOP, or a debugger): `kill -CONT {pids[rank]}` lets it go on"
+        self._say(said)
 
     def _leave_out(self, rank: int, spec: WorkerSpec) -> str:
         """Give up the slot of a rank that has now failed first twice in a row; return what there is to say of it.

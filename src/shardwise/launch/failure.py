@@ -32,15 +32,15 @@ _LOST_PEER = re.compile(
     re.IGNORECASE,
 )
 _WAITED = re.compile(
-    r"^[\w.]*(PeerLostError|DesyncError|DistStoreError|DistNetworkError)\b|has not come to the meeting"
+    r"^[\w.]*(PeerLostError|DesyncError|DistStoreError|DistNetworkError)\b|has not come to the (meeting|making)"
     r"|timed out waiting \d+ms for (recv|send)"
     rf"|{_LOST_PEER.pattern}",
     re.IGNORECASE | re.MULTILINE,
 )
 """What a rank raises that has failed for want of another one."""
-_FAILED_ON = re.compile(r"^[\w.]*CheckpointError: .*?\bfailed on rank (\d+): ", re.MULTILINE)
-"""What all ranks raise when one of them has failed in saving or loading."""
-_SILENT = re.compile(r"has waited [\d.]+ s for rank (\d+)|rank (\d+) has not come to the meeting")
+_SILENT = re.compile(r"has waited [\d.]+ s for rank (\d+)|rank (\d+) has not come to the (?:meeting|making)")
+_ELSEWHERE = re.compile(r"\bon rank (\d+): ")
+"""In what a rank raises with the others, because one of them has failed."""
 _HINTS: dict[int, str] = {
     signal.SIGKILL: (
         "Something outside the job killed it; most often the kernel, because memory ran out. See `dmesg` "
@@ -160,12 +160,16 @@ def first_failure(
             # exception.
             end = replace(end, code=1)
         report, has_traceback = (recorded[1], True) if recorded else last_traceback(errors[rank].text())
-        said = _last_exception(report)
-        other = _FAILED_ON.search(said)
-        lost_peer = end.code > 0 and (bool(_LOST_PEER.search(said)) or (other is not None and int(other[1]) != rank))
+        lost_peer = end.code > 0 and bool(_LOST_PEER.search(_last_exception(report)))
         candidates.append((lost_peer, began, rank, end, report, has_traceback))
-    _, began, _, end, report, has_traceback = min(candidates, key=lambda c: c[:3])
+    chosen = min(candidates, key=lambda c: c[:3])
+    named = _ELSEWHERE.search(_last_exception(chosen[4]))
+    cause = None if named is None else int(named[1])
+    chosen = next((candidate for candidate in candidates if candidate[2] == cause), chosen)
+    _, began, _, end, report, has_traceback = chosen
     failure = Failure(end, max(0.0, began - started), report, has_traceback, len(candidates), len(exits))
+    if cause is not None and cause in exits and cause != end.rank:
+        return replace(failure, guilty=cause, guilt="has failed, as the other ranks say")
     if end.code < 0 or not _WAITED.search(_last_exception(report)):
         return failure
     early = [other for other in exits.values() if other.code == 0 and other.at <= end.at]

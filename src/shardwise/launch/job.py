@@ -1,8 +1,8 @@
 """Run a script as a job of several processes on this machine and return its exit code.
 
-Invariant: whatever happens (a rank fails, is killed, hangs; the user interrupts; the launcher is told to
-end), the call ends within the grace period, no process that the job has started is left, and the exit code
-is that of the rank that failed first, or 128 + the signal.
+Invariant: whatever ends the job (a rank fails or is killed; the user interrupts; the launcher is told to end), the call
+ends within the grace period, no process that the job has started is left, and the exit code is that of the rank that
+failed first, or 128 + the signal. A rank that stands still while no other fails is waited for, and named.
 """
 
 from __future__ import annotations

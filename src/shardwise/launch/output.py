@@ -32,6 +32,7 @@ CHUNK = 1 << 16
 _ERASED = b"\r\x1b[2K"
 """What takes a line off a terminal."""
 _LINE_END = re.compile(rb"(\r*\n|\r+)")
+_ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _TRACEBACK = (b"Traceback (most recent call last)", b"+ Exception Group Traceback (most recent call last)")
 
 Tags = Literal["auto", "always", "never"]
@@ -169,6 +170,15 @@ class OutputChannel:
         shown = b""
         for line, superseded in lines:
             text = line.removeprefix(self._torch_prefix)
+            if self._interrupted:
+                # A progress bar has no line end: what follows it is in its line.
+                text = _ESCAPE.sub(b"", text)
+                begins = [place for mark in _TRACEBACK if (place := text.find(mark)) >= 0]
+                if (begins or self._held) and not superseded:
+                    self._kept.append(text)
+                    self._held.append(text[min(begins, default=0) :])
+                if begins or self._held or superseded:
+                    continue
             if superseded:
                 now = time.monotonic()
                 if not text or now - self._progress_at < PROGRESS_S:
@@ -178,9 +188,6 @@ class OutputChannel:
                 self._kept.append(text)
                 if text.lstrip().startswith(_TRACEBACK):
                     self.traceback_at = time.time()
-                if self._interrupted and (self._held or text.lstrip().startswith(_TRACEBACK)):
-                    self._held.append(text)
-                    continue
             shown += (self._prefix + text if self._prefix else line) + b"\n"
         if not self._raw or self._interrupted:
             self._screen.write(shown)
