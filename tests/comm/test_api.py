@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import threading
+import time
 from typing import get_type_hints
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from shardwise.comm import api
 from shardwise.comm.logger import comms_logger
+from shardwise.comm.positions import Here, Position
 from shardwise.errors import UsageError
 from tests.harness.pool import run_ranks
 
@@ -69,3 +72,40 @@ def test_calls_are_recorded_with_their_bytes() -> None:
         message = {"isend" if rank == 0 else "irecv": {12: 1}}
         assert records == {"all_reduce": {16: 1}, "mine": {32: 1}, "all_gather": {16: 1}, "barrier": {0: 1}, **message}
         assert value == [3.0] * 4
+
+
+def where_a_rank_waits(call: str) -> list[str]:
+    """What rank 0 is said to be in while rank 1 comes late."""
+    tensor, seen = torch.ones(3), list[Position]()
+    here = Here(thread=threading.get_ident())
+    late = threading.Timer(0.4, lambda: seen.append(here()))
+    if api.get_rank():
+        time.sleep(1.0)
+    else:
+        late.start()
+    if call == "forward":
+        layer = torch.nn.Identity()
+        layer.register_forward_hook(lambda *_: torch.distributed.broadcast(tensor, 1))
+        layer(tensor)
+    elif call == "work":
+        api.all_reduce(tensor, api.ReduceOp.MAX, async_op=True).wait()
+    elif api.get_rank():
+        api.send(tensor, 0)
+    else:
+        api.recv(tensor, 1)
+    if api.get_rank() == 0:
+        late.join()
+    return [f"{place.what}|{place.size}|{place.line.partition('tests')[2]}" for place in seen]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("forward", "torch.distributed.broadcast(src=1)|12|"),
+        ("work", "torch.distributed.all_reduce(op=MAX)|0|"),
+        ("recv", "torch.distributed.recv(src=1)|0|"),
+    ],
+)
+def test_a_collective_of_torch_is_a_position_wherever_it_is_called(call: str, said: str) -> None:
+    found = run_ranks(where_a_rank_waits, 2, call)[0]
+    assert len(found) == 1 and found[0].startswith(said) and "test_api.py:" in found[0], found

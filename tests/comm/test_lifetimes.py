@@ -69,8 +69,8 @@ def observers(directory: Path) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def alive_after_steps(world: int, stage: int, extra: tuple[tuple[str, Any], ...]) -> list[int]:
-    outputs, case, alive = Outputs(), CASES["gpt"], []
+def alive_after_steps(model: str, world: int, stage: int, extra: tuple[tuple[str, Any], ...]) -> list[int]:
+    outputs, case, alive = Outputs(), CASES[model], []
     with imagined(world, 0), recording(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_launch", outputs.launch)
         patch.setattr("shardwise.comm.stalls.default_store", dist.HashStore)
@@ -85,11 +85,15 @@ def alive_after_steps(world: int, stage: int, extra: tuple[tuple[str, Any], ...]
 
 
 @pytest.mark.parametrize(
-    ("world", "stage"), [(2, 2), (8, 3), *(pytest.param(*one, marks=pytest.mark.thorough) for one in ((2, 3), (8, 1)))]
+    ("model", "world", "stage"),
+    [
+        ("odd_mlp", 2, 2),
+        ("gpt", 8, 3),
+        *(pytest.param(*one, marks=pytest.mark.thorough) for one in (("gpt", 2, 3), ("gpt", 8, 1))),
+    ],
 )
-def test_no_output_outlives_its_last_reader(world: int, stage: int, tmp_path: Path) -> None:
-    bare = alive_after_steps(world, stage, (("stall_limit", 0),))
-    watched = alive_after_steps(world, stage, observers(tmp_path))
+def test_no_output_outlives_its_last_reader(model: str, world: int, stage: int, tmp_path: Path) -> None:
+    bare = alive_after_steps(model, world, stage, (("stall_limit", 0),))
+    watched = alive_after_steps(model, world, stage, observers(tmp_path))
     comms_logger.configure(enabled=False, path="")
-    print(bare, watched)
     assert watched == bare and bare[0] >= bare[-1]

@@ -334,6 +334,17 @@ def test_a_rank_that_waits_on_a_device_ends_when_another_has_raised(capfd: pytes
     assert "ValueError: seeded. Its traceback:" in said
 
 
+def test_a_failure_is_looked_for_once_the_host_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its device is queried."""
+    job, key = Job([lambda _: BUSY]), "shardwise/failed/0"
+    job.run(20.0)
+    assert not job.store.requests["get"]
+    job.store.values[key] = seal("rank 1 has ended with ValueError", SECRET, key).encode()
+    monkeypatch.setattr("shardwise.comm.stalls.quiet_for", lambda: 6.0)
+    job.run(8.0)
+    assert job.store.requests["get"] and not job.ended  # it may have nothing under way
+
+
 def test_a_store_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
     monkeypatch.setattr("shardwise.comm.stalls._SILENT_S", 0.5)
     released = threading.Event()

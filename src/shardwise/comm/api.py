@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict
 
 import torch
@@ -21,6 +21,7 @@ from shardwise.comm.calls import check_call
 from shardwise.comm.clocks import measure_by
 from shardwise.comm.ledger import user_line
 from shardwise.comm.logger import comms_logger
+from shardwise.comm.positions import WaitingForWork
 from shardwise.comm.stragglers import Stragglers, blame
 from shardwise.compat import all_gather_single, reduce_scatter_single
 from shardwise.errors import UsageError
@@ -34,6 +35,7 @@ P = ParamSpec("P")
 
 _ALIKE = ("op", "src", "dst")
 """Arguments beside tensors that are the same on all ranks of a collective."""
+_SAYING_WHICH = (*_ALIKE, "group", "tag")
 
 
 class Log(TypedDict, total=False):
@@ -132,9 +134,11 @@ def _collective(
                 alike = given[counted] if counted is not None and by == "all" else None
                 rest = {argument: given[argument] for argument in _ALIKE if argument in given}
                 check_call(launch.__name__, alike, given["group"], rest)
+            pending = asynchronous or bool(given.get("async_op"))
             asked = bool(given.get("prof"))
             if not (asked or comms_logger.wants(name)):
-                return launch(*args, **kwargs)
+                work = launch(*args, **kwargs)
+                return _Pending(work, launch.__name__, given) if pending and work is not None else work
             size = _size(given[counted]) if counted is not None else 0
             world, line = get_world_size(given["group"]), user_line()
 
@@ -143,8 +147,8 @@ def _collective(
 
             start = time.perf_counter()
             work = launch(*args, **kwargs)
-            if (asynchronous or given.get("async_op")) and work is not None:
-                return _Recorded(work, start, record)
+            if pending and work is not None:
+                return _Pending(work, launch.__name__, given, start, record)
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             record(time.perf_counter() - start)
@@ -176,16 +180,32 @@ def _size(tensors: torch.Tensor | list[torch.Tensor] | None) -> int:
     return sum(t.nbytes for t in (tensors if isinstance(tensors, list) else [tensors]))
 
 
-class _Recorded:
-    """A Work that is recorded when it is waited for."""
+class _Pending:
+    """torch's `Work`, with the same methods; the watchdog knows which collective a rank waits for in it.
 
-    def __init__(self, work: Any, start: float, record: Callable[[float | None], None]) -> None:
-        self._work, self._start = work, start
-        self._record: Callable[[float | None], None] | None = record
+    Args:
+        work: of torch.
+        name: of the collective.
+        given: its arguments, of which no tensor is kept.
+        start: when it was launched (`time.perf_counter()`).
+        record: writes it into the log when it has been waited for; None: it is not logged.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        name: str,
+        given: Mapping[str, Any],
+        start: float = 0.0,
+        record: Callable[[float | None], None] | None = None,
+    ) -> None:
+        self._work, self._name, self._start, self._record = work, name, start, record
+        self._given = {argument: given[argument] for argument in _SAYING_WHICH if argument in given}
 
     def wait(self, *args: Any) -> Any:
-        """Wait and record."""
-        result = self._work.wait(*args)
+        """Wait, and record."""
+        with WaitingForWork(self._name, self._given):
+            result = self._work.wait(*args)
         if self._record is not None:
             # On a device only the stream has waited.
             self._record(None if torch.cuda.is_initialized() else time.perf_counter() - self._start)

@@ -58,6 +58,29 @@ class Waiting:
         _waits.pop(self._thread, None)
 
 
+class WaitingForWork:
+    """Let it be known inside of the block that this thread waits for an asynchronous collective of torch.
+
+    Args:
+        name: of the collective.
+        given: its arguments, as far as they say which it is.
+    """
+
+    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
+        self._name, self._given = name, given
+
+    def __enter__(self) -> None:
+        self._thread = threading.get_ident()
+        _works[self._thread] = self._name, self._given, time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        _works.pop(self._thread, None)
+
+
+_works: dict[int, tuple[str, Mapping[str, Any], float]] = {}
+"""The asynchronous collective of torch that each thread of this process waits for, and since when."""
+
+
 def follow(record: Record, mark: Mark) -> None:
     """Add a collective to those that are followed, if following is on.
 
@@ -78,6 +101,12 @@ def follow_devices(on: bool) -> None:
     """Switch following on or off; either forgets all collectives."""
     global _followed
     _followed = deque(maxlen=_MOST_FOLLOWED) if on else None
+
+
+def quiet_for() -> float:
+    """Return how long no collective of a device has been launched; 0 if none is followed."""
+    followed = _followed
+    return time.perf_counter() - followed[-1][2] if followed else 0.0
 
 
 def oldest_under_way(quiet: float = 0.0) -> tuple[Record, float] | None:
@@ -260,8 +289,9 @@ class Here:
                 number=record.sequence,
                 **rest,
             )
-        if script.torch is not None:
-            call = script.torch
+        work = _works.get(self._thread or 0)
+        call = script.torch if work is None else _TorchCall.of(*work)
+        if call is not None:
             return Position(call.what, call.size, call.kind, call.members, seconds=self._seen(call.number),
                             number=call.number, **rest)  # fmt: skip
         return Position(**rest)
@@ -349,9 +379,8 @@ class _TorchCall:
     number: int
 
     @classmethod
-    def of(cls, frame: FrameType) -> _TorchCall:
-        """Return the call of a frame of `torch.distributed`."""
-        name, given = frame.f_code.co_name, frame.f_locals
+    def of(cls, name: str, given: Mapping[str, Any], place: object) -> _TorchCall:
+        """Return a call from its name, its arguments, and something that tells it from others."""
         group = given.get("group")
         group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
         members: list[int] = []
@@ -370,17 +399,18 @@ class _TorchCall:
         if group is not dist.group.WORLD:
             said.append(f"group=ranks {', '.join(map(str, members[:8]))}{', ...' if len(members) > 8 else ''}")
         kind = f"{_TORCH}{getattr(group, 'group_name', '')}"
-        if name in ("send", "recv"):
-            ends = (dist.get_rank(), peer) if name == "send" else (peer, dist.get_rank())
+        if name in _PAIRS:
+            ends = (dist.get_rank(), peer) if name.endswith("send") else (peer, dist.get_rank())
             kind = f"{_PAIR}{ends[0]}>{ends[1]}/{given.get('tag')}"
             members = sorted(end for end in ends if end >= 0)
         tensor = given.get(_ALIKE.get(name, ""))
         size = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
-        call = hash((id(frame), frame.f_lasti, -1 if group is None else launched_of(group)))
+        call = hash((place, -1 if group is None else launched_of(group)))
         return cls(f"torch.distributed.{name}({', '.join(said)})", size, kind, members, call)
 
 
 _TORCH, _PAIR = "torch/", "torch/pair/"
+_PAIRS = ("send", "recv", "isend", "irecv")
 _ALIKE = {
     "all_reduce": "tensor",
     "reduce": "tensor",
@@ -432,7 +462,10 @@ class _Script:
             ours = ours or (_PACKAGE in file and not file.endswith(_API))
             inner = inner.f_back
         doing = _METHODS.get(method, f"engine.{method}()") if method else loader
-        return cls(line_of(frame), doing, None if called is None else _TorchCall.of(called), blocked)
+        call = None if called is None else _TorchCall.of(
+            called.f_code.co_name, called.f_locals, (id(called), called.f_lasti)
+        )  # fmt: skip
+        return cls(line_of(frame), doing, call, blocked)
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

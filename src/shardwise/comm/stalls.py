@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.positions import Here, Launch, Position, follow_devices, process_word, state_of
+from shardwise.comm.positions import Here, Launch, Position, follow_devices, process_word, quiet_for, state_of
 from shardwise.comm.rendezvous import answers
 from shardwise.comm.sealed import seal, unsealed
 from shardwise.comm.stallreport import (
@@ -239,7 +239,7 @@ class StallWatch:
             return
         here = self._place()
         waited = here.seconds if here.waits else 0.0
-        suspected = self._question is not None or waited >= self._limit * _SUSPECTED
+        suspected = self._question is not None or self._failed is not None or waited >= self._limit * _SUSPECTED
         if not suspected and self._clock() - self._read_at < self._idle:
             return
         self._requested = time.monotonic()
@@ -247,7 +247,7 @@ class StallWatch:
             raise RuntimeError("the store has gone")
         self._read_at = self._clock()
         self._answer(here)
-        if suspected:
+        if suspected or quiet_for() >= _MOURNED_S:
             self._end_after_failure()
         if self._question is not None:
             self._collect(self._question, here)
