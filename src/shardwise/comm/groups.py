@@ -162,7 +162,7 @@ class _Shelf:
         if self._free.get(kind):
             return self._free[kind].pop(0)
         name = self.name(hashlib.sha256(repr(list(ranks)).encode()).hexdigest())
-        _await(ranks, timeout, backend, name)
+        _await(ranks, timeout, name)
         group = made_well(
             lambda _: _connected_alone(ranks, timeout, backend, device),
             lambda _: None,  # kept, for the same reason
@@ -225,7 +225,7 @@ def new_group(
         dist.destroy_process_group(made[place])
 
     name = _shelf.name("job")
-    _await(range(dist.get_world_size()), timeout, backend, name)
+    _await(range(dist.get_world_size()), timeout, name)
     return made_well(
         lambda _: [
             dist.new_group(
@@ -245,10 +245,10 @@ def new_group(
     )[place]
 
 
-def _await(ranks: Sequence[int], timeout: timedelta, backend: str, name: str) -> None:
+def _await(ranks: Sequence[int], timeout: timedelta, name: str) -> None:
     """Wait until all ranks of a group come to make it: torch would wait without a word, and name a key of its store."""
     store = compat.default_store()
-    if store is None or backend == "fake":
+    if store is None or dist.get_backend() == "fake":
         return
     record = Record(0, "new_group", "", 0, 0, f"of {len(ranks)} ranks", user_line(), time.perf_counter())
     record.kind, record.members = name, list(ranks)
