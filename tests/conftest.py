@@ -76,8 +76,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         file = name.removeprefix("tests/").partition("::")[0]
         kept.update(id(cases[place]) for place in sampling.sample(file, [_entries(case) for case in cases]))
     kept -= {id(item) for item in items if item.get_closest_marker("thorough")}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    left_out = [item for item in items if id(item) not in kept]
+    config.hook.pytest_deselected(items=left_out)
+    config.stash[LEFT_OUT] = (
+        len(left_out),
+        len({item.nodeid.partition("[")[0] for item in left_out}),
+        sum(item.get_closest_marker("thorough") is not None for item in left_out),
+    )
     items[:] = [item for item in items if id(item) in kept]
+
+
+LEFT_OUT = pytest.StashKey[tuple[int, int, int]]()
+"""Cases of large products that are left out, of how many tests, and how many of them are marked `thorough`."""
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say how many cases were left out."""
+    cases, tests, thorough = config.stash.get(LEFT_OUT, (0, 0, 0))
+    if cases:
+        terminalreporter.write_line(
+            f"{cases} cases of {tests} tests were left out ({thorough} marked thorough; tests/sampling.py); "
+            "`make exhaustive` runs them"
+        )
 
 
 def _entries(item: pytest.Item) -> sampling.Case:

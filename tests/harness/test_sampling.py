@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,36 @@ def test_waits():
 def test_is_quick():
     pass
 """
+
+
+PRODUCT = """
+import pytest
+
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(3))
+def test_product(a, b):
+    pass
+
+@pytest.mark.thorough
+def test_long():
+    pass
+"""
+
+
+def test_the_number_of_cases_that_are_left_out_is_said(tmp_path: Path) -> None:
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero" / "test_it.py").write_text(PRODUCT)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-c", "/dev/null", "--rootdir", "."]
+    done = subprocess.run(
+        [*command, "zero"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "3 passed, 7 deselected" in done.stdout, done.stdout + done.stderr
+    assert "7 cases of 2 tests were left out (1 marked thorough; tests/sampling.py)" in done.stdout
 
 
 def test_a_test_that_hangs_fails_and_the_rest_goes_on(tmp_path: Path) -> None:
