@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import random
@@ -610,3 +611,30 @@ def test_the_memory_is_reused_grows_and_takes_any_tensor() -> None:
     assert len(changes) == 2 and sum(changes) == taken.size
     taken.close()
     assert sum(changes) == taken.size == 0
+
+
+def not_handed_over(path: str) -> list[str]:
+    run = started(path, config(1, checkpoint={"async_save": True}))
+    send, said = background.socket.send_fds, []
+
+    def too_long(*args: Any) -> int:
+        raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+
+    background.socket.send_fds = too_long  # type: ignore[assignment]
+    try:
+        run.engine.save_checkpoint(path, tag="lost")
+        run.engine.wait_for_checkpoint()
+    except CheckpointError as error:
+        said.append(str(error))
+    finally:
+        background.socket.send_fds = send
+    run.engine.save_checkpoint(path, tag="next")
+    run.engine.wait_for_checkpoint()
+    run.engine.destroy()
+    return [*said, *sorted(os.listdir(path))]
+
+
+def test_a_job_that_cannot_be_handed_over_is_an_error_at_once(tmp_path: Path) -> None:
+    said, *names = on_ranks(not_handed_over, 1, str(tmp_path))[0]
+    assert "could not be given its task" in said and "Message too long" in said
+    assert names == ["first", "latest", "next"]

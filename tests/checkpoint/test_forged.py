@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint import blocks, directory, manifestfile, newest
+from shardwise.checkpoint import blocks, directory, manifestfile, newest, publish
 from shardwise.checkpoint import save as saving
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger, warn_once
@@ -144,6 +146,15 @@ def test_a_file_system_without_inodes_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(blocks.os, "statvfs", lambda path: type("Found", (), fields))
     error = OSError(28, "No space left on device", str(tmp_path / "x"))
     assert "MB are free, and no inode is: no file can be made" in blocks.in_words(error)
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [(errno.ENOSPC, "Free space"), (errno.EIO, r"has failed.*dmesg"), (errno.EROFS, "writable")],
+)
+def test_the_advice_is_that_of_the_error(number: int, advice: str) -> None:
+    error = publish.unwritable(OSError(number, os.strerror(number)), "/runs/.a.partial", "rank0", 1000)
+    assert re.search(f"{advice}.*earlier checkpoints are unchanged", str(error))
 
 
 def saves_by_turns(root: str) -> list[str]:
