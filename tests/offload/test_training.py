@@ -220,3 +220,54 @@ def skipped(zero: dict[str, Any]) -> OverflowReport | None:
 def test_an_overflow_is_explained_by_gradients_that_are_elsewhere(tmp_path: Path, place: str) -> None:
     for found in run_ranks(skipped, 2, {"stage": 2, **offload(place, str(tmp_path))}):
         assert found.parameter == "layer.weight" and found.infinite == 8
+
+
+def half_frozen() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    model[0].requires_grad_(False)
+    model[2].bias.requires_grad_(False)
+    return model
+
+
+def loaded(zero: dict[str, Any], directory: str, optimizer: bool) -> dict[str, torch.Tensor]:
+    """Load weights three ways and change them in a block; return those of the last step."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
+    }
+    if optimizer:
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+    engine = shardwise.initialize(model=half_frozen(), config=config)[0]
+
+    def step(number: int) -> None:
+        if optimizer:
+            engine.backward(engine(torch.arange(8.0).view(2, 4) * number).square().mean())
+            engine.step()
+
+    step(1)
+    saved = engine.module_state_dict()
+    engine.save_checkpoint(directory)
+    engine.export(f"{directory}/weights", overwrite=True)
+    step(2)
+    engine.load_module_state_dict(saved)
+    step(3)
+    engine.load_weights(f"{directory}/weights")
+    step(4)
+    engine.load_checkpoint(directory)
+    with torch.no_grad(), shardwise.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=1):
+        for parameter in engine.module.parameters():
+            parameter.mul_(1.5)
+    step(5)
+    found = engine.module_state_dict()
+    engine.destroy()
+    return found
+
+
+def test_weights_are_loaded_into_units_with_frozen_and_trained_parameters(tmp_path: Path) -> None:
+    place = {"device": "cpu"}
+    for optimizer in (True, False):
+        expected, *others = run_ranks(loaded, 2, {}, str(tmp_path), optimizer)
+        for zero in ({"offload_optimizer": place, "offload_param": place}, {"offload_param": place}):
+            for found in (*others, *run_ranks(loaded, 2, zero, str(tmp_path), optimizer)):
+                assert all(torch.equal(value, found[name]) for name, value in expected.items()), zero

@@ -296,8 +296,11 @@ class SectionMemory:
 
     @property
     def master_is_stored(self) -> bool:
-        """Whether the optimizer updates the parameters where they live, and are lent from to the device."""
-        return self.master_is_parameter and self.steps_apart
+        """Whether the optimizer updates the parameters where they live, and are lent from to the device.
+
+        Frozen parameters, and those of an engine without an optimizer, have no master.
+        """
+        return self.master is not None and self.master_is_parameter and self.steps_apart
 
     @property
     def steps_apart(self) -> bool:
