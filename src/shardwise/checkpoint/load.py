@@ -30,7 +30,15 @@ from shardwise.checkpoint import directory, manifest
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.deepspeed.directory import recognised
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, Manifest, StoredTensor
-from shardwise.checkpoint.match import Elsewhere, Matched, StateOf, match_module, match_optimizer, names_of
+from shardwise.checkpoint.match import (
+    PARAM_NAMES,
+    Elsewhere,
+    Matched,
+    StateOf,
+    match_module,
+    match_optimizer,
+    names_of,
+)
 from shardwise.checkpoint.newest import listing
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Checkpoint, Run
@@ -483,7 +491,7 @@ class _StateMaker:
 
 def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
     for name, value in settings.items():
-        if name in _IMPLEMENTATION:
+        if name in _IMPLEMENTATION or name == PARAM_NAMES:
             continue
         current = group.get(name)
         if isinstance(current, torch.Tensor):

@@ -220,8 +220,8 @@ class Manifest:
         versions: of shardwise, torch and Python.
         layout: stage, number of ranks and dtype it was written with; for information. "sequence" is the number of the
             state, "copy" that of the copy in memory of the same state; "latest" is false if it was not to become
-            `latest`; "job" is a random name of the job; "finite" is false where values are infinite or NaN, and
-            "not_finite" then names some.
+            `latest`; "scheduler" is the class of the schedule; "job" is a random name of the job; "finite" is false
+            where values are infinite or NaN, and "not_finite" then names some.
         config: the effective configuration; for information.
         files: size and checksums by file name.
         tensors: every logical tensor.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -229,6 +229,9 @@ def _check(report: LoadReport, model: CheckpointedModel, manifest: Manifest, *, 
     raise error
 
 
+PARAM_NAMES = "param_names"
+"""Entry of a parameter group that torch makes from named parameters; each engine keeps its own."""
+
 _MOST_STEPS = 1 << 53
 _MOST_NOTES = 5
 
@@ -310,6 +313,7 @@ def match_optimizer(
     # No state at all: saved before the first step, or the optimizer has none (SGD without momentum).
     if without and states:
         raise CheckpointError(f"{path}: has no optimizer state for trained parameters: {outline(without)}; {_FRESH}")
+    _check_complete(model, states, path)
     _check_steps(model, states, path)
     _compare_shared(model, model.update, states, path)
     notes = _uneven(model, states)
@@ -345,7 +349,7 @@ def _compare_settings(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any],
     """Raise if a setting of a parameter group is of another kind than this engine's."""
     for number, (group, tree) in enumerate(zip(groups, saved, strict=False)):
         found = codec.decode(tree, lambda reference: torch.zeros((), device="cpu"))  # tensors are not looked at here
-        for name in found.keys() & group.keys() - {"params"}:
+        for name in found.keys() & group.keys() - {"params", PARAM_NAMES}:
             if not _alike(group[name], found[name]):
                 raise CheckpointError(
                     f"{path}: {name!r} of parameter group {number} is {found[name]!r:.100}, which cannot take the "
@@ -381,28 +385,51 @@ def _check_steps(model: CheckpointedModel, states: Mapping[int, StateOf], path: 
                 )
 
 
-def _uneven(model: CheckpointedModel, states: Mapping[int, StateOf]) -> list[str]:
-    """Tell of parameters that lack optimizer state, or have other than those like them: it then begins anew.
+def _check_complete(model: CheckpointedModel, states: Mapping[int, StateOf], path: str) -> None:
+    """Raise if parameters lack optimizer state that the optimizer is known to keep of each of them."""
+    needed = set(getattr(model.optimizer, "state_names", ()))
+    for index, kinds, usual in _compared(model, states, needed):
+        lacks = sorted(usual - kinds if _treats_alike(model.optimizer) else needed - kinds)
+        if lacks:
+            raise CheckpointError(
+                f"{path}: the optimizer state of {model.registry[index].name!r} lacks {', '.join(map(repr, lacks))}, "
+                f"and optimizer state is loaded for all trained parameters or for none; {_FRESH}"
+            )
 
-    Parameters of one group and as many dimensions are alike. Optimizers may treat them differently all the same, so
-    this is no error.
+
+def _treats_alike(optimizer: object) -> bool:
+    """Return True for optimizers of PyTorch, which keep the same state of tensors of as many dimensions."""
+    return type(optimizer).__module__.partition(".")[0] == "torch"
+
+
+def _compared(
+    model: CheckpointedModel, states: Mapping[int, StateOf], needed: set[str]
+) -> Iterator[tuple[int, frozenset[str], frozenset[str]]]:
+    """Yield each parameter with the names of its state, and the names that most parameters like it have.
+
+    Parameters of one group and as many dimensions are alike.
     """
     alike: dict[tuple[int | None, int], list[int]] = {}
     for index in states:
         tensor = model.registry[index]
         alike.setdefault((tensor.group, len(tensor.shape)), []).append(index)
-    notes = []
-    needed = set(getattr(model.optimizer, "state_names", ()))
     for members in alike.values():
         kinds = {index: frozenset({*states[index].elementwise, *states[index].whole}) for index in members}
         count = Counter(kinds.values())
         usual = max(count, key=lambda kind: (needed <= kind, count[kind])) | needed if any(kinds.values()) else needed
         for index, own in kinds.items():
-            lacks, more = sorted(usual - own), sorted(own - usual)
-            if lacks or more:
-                said = [f"lacks {', '.join(map(repr, lacks))}"] if lacks else []
-                said += [f"has {', '.join(map(repr, more))}, which others of its group have not"] if more else []
-                notes.append(f"the optimizer state of {model.registry[index].name!r} {' and '.join(said)}")
+            yield index, own, frozenset(usual)
+
+
+def _uneven(model: CheckpointedModel, states: Mapping[int, StateOf]) -> list[str]:
+    """Tell of parameters that have other optimizer state than those like them, of an optimizer that may keep it so."""
+    notes = []
+    for index, own, usual in _compared(model, states, set()):
+        lacks, more = sorted(usual - own), sorted(own - usual)
+        if lacks or more:
+            said = [f"lacks {', '.join(map(repr, lacks))}"] if lacks else []
+            said += [f"has {', '.join(map(repr, more))}, which others of its group have not"] if more else []
+            notes.append(f"the optimizer state of {model.registry[index].name!r} {' and '.join(said)}")
     return notes if len(notes) <= _MOST_NOTES else [*notes[:_MOST_NOTES], f"... ({len(notes)} parameters in all)"]
 
 

@@ -25,7 +25,7 @@ from shardwise.checkpoint.save import SaveRequest, save
 from shardwise.checkpoint.selection import Patterns, Rename, Selection
 from shardwise.config import effective
 from shardwise.engine.background import BackgroundSaves, check_same_way, size_of, statistics
-from shardwise.engine.importing import check_schedule, opener
+from shardwise.engine.importing import check_schedule, opener, schedule_name
 from shardwise.engine.interchange import CustomLoad, load_custom
 from shardwise.engine.scaling import on_non_finite
 from shardwise.errors import CheckpointError, UsageError
@@ -258,9 +258,11 @@ class Checkpoints:
         return frozenset(tensor.index for tensor, parameter in pairs if frozen and not parameter.requires_grad)
 
     def layout(self) -> dict[str, Any]:
-        """Return what a manifest tells people of the engine."""
+        """Return what a manifest records of the engine: stage, dtype, and the class of its schedule, if it has one."""
         compute = self._sharded.policy.compute_dtype or torch.float32
-        return {"stage": self._sharded.plan.stage, "dtype": name_of(compute)}
+        schedule = schedule_name(self._step.lr_scheduler)
+        named = {} if schedule is None else {"scheduler": schedule}
+        return {"stage": self._sharded.plan.stage, "dtype": name_of(compute), **named}
 
     def training_state(self, client: dict[str, Any]) -> TrainingState:
         """Return what is saved besides parameters and optimizer; `client`: the script's own state."""

@@ -55,10 +55,17 @@ def check_schedule(saved: Checkpoint, scheduler: Any) -> None:
     """Raise if a schedule cannot go on from a saved state.
 
     Raises:
-        CheckpointError: it has no possible number of steps, or, from another library, other entries, so that it is of
-            another kind of schedule.
+        CheckpointError: the state is of another class of schedule, or, where the class is not recorded because another
+            library has saved it, has other entries; or it has no possible number of steps.
     """
-    state = saved.manifest.scheduler
+    state, own = saved.manifest.scheduler, schedule_name(scheduler)
+    recorded = saved.manifest.layout.get("scheduler")
+    if state is not None and recorded is not None and recorded != own:
+        raise CheckpointError(
+            f"{saved.path}: holds the state of the learning-rate schedule {recorded}, and this engine has {own}, whose "
+            "rates would be those of neither. Configure the one it was saved with, or pass "
+            "load_lr_scheduler_states=False to begin this one anew"
+        )
     for name in _STEPS if isinstance(state, Mapping) else ():
         step = state.get(name, 0)
         if not (isinstance(step, (int, float)) and -1 <= step <= _MOST_STEPS):
@@ -76,3 +83,12 @@ def check_schedule(saved: Checkpoint, scheduler: Any) -> None:
             f"{type(scheduler).__name__}, which this engine has, {sorted(map(str, expected))}: another kind of "
             "schedule. Configure the one it was saved with, or pass load_lr_scheduler_states=False"
         )
+
+
+def schedule_name(scheduler: Any) -> str | None:
+    """Return the class name of a schedule, with those of the schedules that it is made of; None if there is none."""
+    if scheduler is None:
+        return None
+    parts = getattr(scheduler, "_schedulers", None)
+    inner = f"({', '.join(str(schedule_name(part)) for part in parts)})" if isinstance(parts, (list, tuple)) else ""
+    return type(scheduler).__name__ + inner
