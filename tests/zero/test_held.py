@@ -332,3 +332,73 @@ def addresses(zero_init: bool) -> list[Any]:
 @pytest.mark.parametrize("zero_init", [False, True])
 def test_addresses_of_released_parameters_are_distinct_and_stable(zero_init: bool) -> None:
     assert run_ranks(addresses, 2, zero_init) == [[True] * 4] * 2
+
+
+# -- autograd functions that keep a parameter -----------------------------------------------------------------------
+
+
+class FusedLoss(torch.autograd.Function):
+    """Cross-entropy of a head, which keeps the parameter itself for its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        likely = (x @ weight.t()).softmax(-1)
+        ctx.save_for_backward(x, likely, labels)
+        ctx.weight = weight
+        return nn.functional.nll_loss(likely.log(), labels)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, likely, labels = ctx.saved_tensors
+        d = (likely - nn.functional.one_hot(labels, likely.shape[-1])) / len(labels) * grads[0]
+        return d @ ctx.weight, d.t() @ x, None
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(6, 6), nn.Linear(6, 8, bias=False)
+        self.loss: Any = None
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        h = self.body(x).tanh()
+        self.loss = FusedLoss.apply(h, self.head.weight, labels)
+        return h
+
+
+def fused(stage: int) -> dict[str, Any]:
+    found = {}
+    for how in ("kept on the module", "in a block", "outside"):
+        config = {
+            "train_micro_batch_size_per_gpu": 5,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.3}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        }
+        engine = shardwise.initialize(model=Fused(), config=config)[0]
+        weight = engine.module.head.weight
+        for number in range(3):
+            torch.manual_seed(10 * number + dist.get_rank())
+            x, labels = torch.randn(5, 6), torch.randint(0, 8, (5,))
+            h = engine(x, labels)
+            loss = engine.module.loss
+            if how == "in a block":
+                with shardwise.zero.GatheredParameters(weight):
+                    loss = FusedLoss.apply(h, weight, labels)
+            elif how == "outside" and stage == 3:
+                with pytest.raises(
+                    ReleasedParameterError, match=r"Compute a loss from them in the model's forward\(\)"
+                ):
+                    FusedLoss.apply(h, weight, labels)
+            engine.backward(loss)
+            engine.step()
+        found[how] = engine.module_state_dict()
+        engine.destroy()
+    return found
+
+
+def test_a_loss_whose_function_keeps_a_parameter_may_be_differentiated_outside_of_forward() -> None:
+    expected = run_ranks(fused, 2, 0)[0]["kept on the module"]
+    for found in run_ranks(fused, 2, 3):
+        for how, values in found.items():
+            assert all(torch.equal(value, values[name]) for name, value in expected.items()), how

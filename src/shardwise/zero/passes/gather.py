@@ -653,14 +653,16 @@ class Gatherer:
         if not unit.sharded:
             unit.finish_gather()
             return None
+        if self.phase is Phase.IDLE and not self.suspended and self.absent(unit) and backward_pass() is not None:
+            self.start_backward()  # an autograd function that has kept the parameter runs before nodes of the outputs
         if self.phase is Phase.IDLE and not self.suspended and self.absent(unit):
             raise ReleasedParameterError(
                 f"{what}: the values of parameter {tensor.name!r} (shape {tuple(tensor.shape)}) are "
-                f"{unit.between_uses} and not gathered outside of forward and backward. Read or change them"
-                " inside `with shardwise.zero.GatheredParameters(parameter, modifier_rank=None or 0):` on "
-                "every rank, or use shardwise.utils.safe_get_full_fp32_param(parameter). The whole model is saved by "
-                "engine.save_checkpoint() and engine.save_16bit_model(), copied by engine.module_state_dict(), and "
-                "there inside of `with engine.gathered():`."
+                f"{unit.between_uses} and not gathered outside of forward and backward. Compute a loss from them in "
+                "the model's forward(); read or change them inside `with shardwise.zero.GatheredParameters(parameter, "
+                "modifier_rank=None or 0):` on every rank, or use shardwise.utils.safe_get_full_fp32_param(parameter). "
+                "The whole model is saved by engine.save_checkpoint() and engine.save_16bit_model(), copied by "
+                "engine.module_state_dict(), and there inside of `with engine.gathered():`."
             )
         if self.phase is Phase.FORWARD and self._with_graph and unit.index not in self._visited:
             self.trace.append(unit.index)
