@@ -252,6 +252,26 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
+def watch_clipping(report: Callable[[list[torch.Tensor]], None]) -> None:
+    """Call `report` with the parameters of each call of `torch.nn.utils.clip_grad_norm_` in this process.
+
+    The function calls a helper by its name in its own module, so that also names imported before are seen. It does what
+    it did before. A second call of `watch_clipping` does nothing.
+    """
+    module, name = torch.nn.utils.clip_grad, "_clip_grads_with_norm_"
+    original = getattr(module, name, None)
+    if original is None or hasattr(original, "__wrapped_by_shardwise__"):
+        return
+
+    @functools.wraps(original)
+    def watched(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        report(list(parameters) if isinstance(parameters, (list, tuple)) else [parameters])
+        return original(parameters, *args, **kwargs)
+
+    watched.__wrapped_by_shardwise__ = True  # type: ignore[attr-defined]
+    setattr(module, name, watched)
+
+
 def fake_tensor() -> type | None:
     """Return the class of torch's fake tensors; None: there are none, because it has not been imported."""
     return getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)

@@ -338,6 +338,8 @@ def test_gradients_that_no_optimizer_will_use_are_dropped_with_one_warning(stage
         assert quiet and not kept
         assert len(warnings) == 1
         assert "2 parameters" in warnings[0] and "backbone.weight, backbone.bias" in warnings[0]
+    if stage == 0:
+        return  # without an optimizer gradients are left where they are
     for quiet, kept, warnings in run_ranks(head_only, 2, stage, False):
         assert quiet and not kept
         assert len(warnings) == 1

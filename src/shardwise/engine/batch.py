@@ -50,6 +50,11 @@ class Batches:
         self._device = device
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks that get different samples."""
+        return self._data.world
+
+    @property
     def total(self) -> int:
         """Samples of all ranks in one step."""
         return self.micro * self.steps * self._data.world

@@ -25,6 +25,7 @@ from shardwise.comm.environment import DEVICE_LIMIT
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank
+from shardwise.compat import watch_clipping
 from shardwise.config import Facts, Resolution, config_source, resolve
 from shardwise.config.export import effective
 from shardwise.data import EngineDataLoader
@@ -33,6 +34,7 @@ from shardwise.device.segments import let_segments_grow
 from shardwise.device.steps import kernels_of
 from shardwise.device.streams import warn_of_one_queue
 from shardwise.engine.activations import Activations
+from shardwise.engine.advice import check_unwrapped, warn_of_arguments, warn_of_batch_norm, warn_of_clipping
 from shardwise.engine.asked import Asked, asked_by, group_of, model_parallel_size, tensor_lines
 from shardwise.engine.batch import Batches
 from shardwise.engine.budget import Watched, watches
@@ -52,6 +54,7 @@ from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.mesh import arrangement_of, domain_of, domains_of, replicas_of
 from shardwise.engine.modules import (
     check_lazy,
+    check_one_device,
     close_former_engine,
     fill_meta_parameters,
     leaves_of,
@@ -62,7 +65,7 @@ from shardwise.engine.plans import Subject
 from shardwise.engine.profiling import Profiling
 from shardwise.engine.ranks import RankGrid
 from shardwise.engine.recovery import note_ready
-from shardwise.engine.scaling import prescale_of, scales_loss
+from shardwise.engine.scaling import plain_gradients, prescale_of, scales_loss
 from shardwise.engine.sequence import OwnSequences, SharedSequences, sequence_lines
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
@@ -156,7 +159,13 @@ def initialize(
     note_ready()
     if not isinstance(model, nn.Module):
         raise UsageError(f"initialize(model=...) expects an nn.Module, got {type(model).__name__}")
+    if isinstance(model, Engine):
+        raise UsageError(
+            "initialize(model=...): it is an engine already. Pass its module (engine.module) for a new engine"
+        )
+    check_unwrapped(model)
     check_lazy(model)
+    check_one_device(model)
     source = config_source(args, config, config_params)
 
     # The process group first: batch sizes depend on how many ranks there are.
@@ -254,6 +263,7 @@ def initialize(
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
             homes=homes_of(plan.where, device, Disks.of(settings, job.rank)),
             wires=wire_dtypes(model, settings),
+            plain=plain_gradients(settings, plan) if stepped is None and not domains.others else None,
         )
 
     # What the engine holds, each part on those before it: the step counts, checkpoints save what it has counted, faults
@@ -313,6 +323,11 @@ def initialize(
     if log is not None:
         timelines.directory = log.directory
         describe(engine, resolution, memory, log, ranks)
+
+    if job.rank == 0:
+        warn_of_arguments(settings, optimizer, lr_scheduler, model, trains=stepped is not None)
+        warn_of_batch_norm(model, data.world)
+    watch_clipping(warn_of_clipping)
 
     # Signals that come from here on find a whole engine.
     faults.guard()

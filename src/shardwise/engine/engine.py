@@ -26,6 +26,7 @@ from shardwise.compat import never_compiled, transforming
 from shardwise.config.compression import sends_values
 from shardwise.data import EngineDataLoader
 from shardwise.device.ranges import named
+from shardwise.engine.advice import explain_dtype
 from shardwise.engine.attributes import Held, OfOptimizer
 from shardwise.engine.exhausted import explained, explaining
 from shardwise.engine.experts import release_experts
@@ -40,6 +41,7 @@ from shardwise.moe.exchange import Divided
 from shardwise.precision.autocast import autocast, autocast_dtype, described
 from shardwise.precision.dtypes import parse_dtype
 from shardwise.precision.scaler import LossScaler
+from shardwise.trees import tensors_in
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.background import SaveReport
@@ -484,7 +486,7 @@ class Engine(ConfigGetters, nn.Module):
         # A transform of torch.func differentiates by itself, and accumulates nothing.
         own = torch.is_grad_enabled() and not transforming()
         if own:
-            self._step.new_micro_batch = True
+            self._step.forward_begins((inputs, kwargs))
             self.sharded.places.check()
         if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
@@ -508,7 +510,11 @@ class Engine(ConfigGetters, nn.Module):
                     outputs = self._profiling.counted(inputs, kwargs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
-                raise
+                dtype = self.sharded.policy.compute_dtype
+                hint = explain_dtype(error, tensors_in((inputs, kwargs)), dtype)
+                if hint is None:
+                    raise
+                raise UsageError(hint) from error
             raise explained(error, self._memory.circumstances("the engine's forward()")) from error
         if self._step.loss_scaler is not None and own:
             outputs = scale_gradients_of(outputs, self._step.output_scale)
@@ -558,9 +564,7 @@ class Engine(ConfigGetters, nn.Module):
             raise UsageError(f"engine.backward(loss) expects a scalar tensor, got {type(loss).__name__}")
         _check_scalar(loss, "engine.backward(loss)")
         if not loss.requires_grad:
-            raise UsageError(
-                "engine.backward(loss): the loss does not require a gradient; was it computed under no_grad?"
-            )
+            raise UsageError(f"engine.backward(loss): the loss does not require a gradient; {self._no_gradient()}")
         self._memory.backward_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.backward()", graph=True))
         with (
@@ -656,6 +660,16 @@ class Engine(ConfigGetters, nn.Module):
                 self._faults.rewind()
             else:
                 self._faults.after_boundary()
+
+    def _no_gradient(self) -> str:
+        if not any(tensor.trainable for tensor in self.sharded.registry):
+            return "no parameter of the model was trained when the engine was built. Unfreeze before initialize()"
+        if not torch.is_grad_enabled():
+            return "gradients are switched off here. Call engine(...) and engine.backward() outside of torch.no_grad()"
+        return (
+            "was it computed under no_grad, or from values without a graph (detach(), item(), torch.tensor())? Compute "
+            "it from what engine(...) returns"
+        )
 
     def _no_optimizer(self) -> str:
         section = self._resolution.config.optimizer

@@ -33,6 +33,29 @@ def check_lazy(model: nn.Module) -> None:
         )
 
 
+def check_one_device(model: nn.Module) -> None:
+    """Raise for a model whose layers were put on several devices: the engine keeps all of them on one.
+
+    Raises:
+        UsageError: it names a parameter on each of two devices, or what Hugging Face's `device_map` says.
+    """
+    placed = dict.fromkeys(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
+    found: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.device.type not in ("cpu", "meta"):
+            found.setdefault(str(parameter.device), name)
+    if len(placed) < 2 and len(found) < 2:
+        return
+    where = "; ".join(f"{name!r} is on {device}" for device, name in found.items())
+    if len(found) < 2:
+        where = f"device_map: {list(placed)}"
+    raise UsageError(
+        f"initialize(): layers of the model were put on several devices ({where}), and an engine has one device a "
+        "rank. Build the model on one device (leave device_map out), and let ZeRO stage 3 or tensor_parallel divide it "
+        "over ranks"
+    )
+
+
 def close_former_engine(model: nn.Module) -> None:
     """Take a model off the engine that it has belonged to (trainers wrap one again), if there is one."""
     for former in {id(o): o for o in map(owner_of, model.parameters()) if isinstance(o, ShardedModel)}.values():

@@ -21,6 +21,7 @@ from shardwise.trees import map_tensors
 
 if TYPE_CHECKING:
     from shardwise.config import Config
+    from shardwise.zero.units.plan import Plan
 
 
 class _Scale(torch.autograd.Function):
@@ -86,3 +87,13 @@ def computes_norm(config: Config) -> bool:
 def prescale_of(config: Config, ranks: int) -> float:
     """Return what gradients are multiplied by before they are summed over so many ranks."""
     return 1.0 / (ranks if config.prescale_gradients else float(config.gradient_predivide_factor))
+
+
+def plain_gradients(config: Config, plan: Plan) -> bool | None:
+    """Return whether an engine without an optimizer leaves means over ranks (True) or sums in `.grad`.
+
+    None: it drops gradients, because ranks do not have all parameters, or the loss scale would stay in the gradients.
+    """
+    if plan.shard_optimizer or plan.reduces_micro_batches or plan.releases or scales_loss(config):
+        return None
+    return config.gradient_allreduce_op == "mean"

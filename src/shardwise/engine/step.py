@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.comm.ledger import user_line
+from shardwise.compat import never_compiled
 from shardwise.device import Later
 from shardwise.engine.anomalies import Anomalies, Anomaly
+from shardwise.engine.inputs import SameInputs
 from shardwise.engine.nonfinite import Evidence, NonFinite
 from shardwise.engine.overflows import explain_overflow
 from shardwise.engine.scaling import checks_overflow, computes_norm, on_non_finite
@@ -38,6 +40,11 @@ if TYPE_CHECKING:
     from shardwise.engine.signals import SignalWatch
     from shardwise.precision.scaler import LossScaler
     from shardwise.zero.model import ShardedModel
+
+
+_FEW, _MANY = 4, 64
+"""Micro-batches without a step after which a script is warned: with gradient accumulation, and without, where scripts
+add up several losses, or gradients of their own micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -186,6 +193,8 @@ class TrainStep:
         self._non_finite = NonFinite(sharded, job, on_non_finite(config), self.anomalies, self._tracer)
         self._window = self._new_window()
         self._pass_weight: Weight | None = None
+        self._forwards = self._backwards = 0  # since the last `take`
+        self._inputs: SameInputs | None = SameInputs(job.world) if batches.ranks > 1 else None
         self._reference_asked = False
         self._told: tuple[Later, Evidence, bool] | None = None
         sharded.driver = self
@@ -199,6 +208,25 @@ class TrainStep:
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     # -- passes ------------------------------------------------------------------------------------------------------
+
+    @never_compiled  # the count is another one in every call
+    def forward_begins(self, inputs: Any) -> None:
+        """Note that the engine's forward pass is called for training."""
+        self.new_micro_batch = True
+        self._forwards += 1
+        if self._inputs is not None:
+            self._inputs.note(inputs)
+
+    def _warn_of_missing_step(self) -> None:
+        """Warn once where a script does not end its micro-batches by `step`."""
+        self._backwards += 1
+        steps = self._batches.steps
+        most = _MANY if steps == 1 else max(_FEW, steps)
+        if self._managed and self._job.rank == 0 and min(self._forwards, self._backwards) == most:
+            warn_once(
+                f"engine.backward() at {user_line()} has been called {most} times without engine.step(). Call step() "
+                f"after each of them: it counts micro-batches, and updates after {steps} (gradient_accumulation_steps)"
+            )
 
     def output_scale(self) -> float:
         """Return what gradients of the model's outputs are multiplied by as they enter it."""
@@ -222,7 +250,10 @@ class TrainStep:
         counted = None if weight is None else self._weight_of(weight, scale_wrt_gas)
         self._sharded.hooks.settle()
         self._agree_on_reference(counted)
-        factor: Weight = self.scale * (1.0 if scale_wrt_gas else float(self._batches.steps))
+        steps = float(self._batches.steps)
+        factor: Weight = self.scale * (1.0 if scale_wrt_gas else steps)
+        if self._sharded.plain is not None:
+            factor /= steps  # no step divides
         if counted is not None:
             factor = counted * (self.scale / self._reference)
         zero = counted is not None and not isinstance(counted, torch.Tensor) and counted == 0.0
@@ -250,6 +281,11 @@ class TrainStep:
                 "engine.backward(loss, weight=..., scale_wrt_gas=False): a weighted loss is divided by the sum of the "
                 "weights and by nothing else; leave scale_wrt_gas out"
             )
+        if self._sharded.plain is not None:
+            raise UsageError(
+                "engine.backward(loss, weight=...): the engine has no optimizer, and engine.step() divides by the sum "
+                "of the weights. Pass optimizer= to initialize(), or multiply the loss yourself"
+            )
         if not self._averages:
             raise UsageError(
                 'engine.backward(loss, weight=...): `gradient_allreduce_op` is "sum", and weights make a mean over '
@@ -267,7 +303,8 @@ class TrainStep:
         """
         if brought or self._loss_is_scaled:  # not torch.autograd.grad, which accumulates nothing
             self.new_micro_batch = True
-            self._window.count(self._pass_weight)
+            self._window.count(self._pass_weight, brought=brought)
+            self._warn_of_missing_step()
         self._unscaled |= brought and not self._scale_entered and self.scale != 1.0
         self._scale_entered = False
 
@@ -304,10 +341,15 @@ class TrainStep:
                 "Use stage 0 or 1, or drop no_sync(): accumulation works without it."
             )
         before, self.inside_no_sync_ctxt = self.inside_no_sync_ctxt, True
+        plain = self._sharded.plain
+        if plain is not None:
+            plain.paused = True
         try:
             yield
         finally:
             self.inside_no_sync_ctxt = before
+            if plain is not None:
+                plain.paused = before
 
     def is_boundary(self) -> bool:
         """See `Engine.is_gradient_accumulation_boundary`."""
@@ -366,6 +408,7 @@ class TrainStep:
         if self.inside_no_sync_ctxt:
             raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
         self.applied = False
+        self._forwards = self._backwards = 0
         boundary = not self._managed or self.is_boundary()
         # Whether a whole window is empty is known to all ranks after their all-reduce, and not before.
         if not self.new_micro_batch and not (boundary and self._window.passes == 0) and self._prepared is None:
@@ -536,14 +579,22 @@ class TrainStep:
         probe = None if computes_norm(config) else formed
         wrong: float | torch.Tensor = 0.0 if probe is None else self._non_finite.flag(probe)
         losses = self._window.loss_facts() if self._shows_loss else []
-        facts = [*self._window.facts(), reported, wrong, *losses, *self._signals.facts(self._job.rank)]
+        signals = self._signals.facts(self._job.rank)
+        inputs, self._inputs = self._inputs, None
+        compared = [] if inputs is None else inputs.facts()
+        facts = [*self._window.facts(), reported, wrong, *losses, *signals, *compared]
         sums = norm = None
         if formed is not None and probe is None:
             sums, told = sharded.sums.squares(formed, facts)
         else:
             told = sharded.sums.of(facts, "step_facts")
+        if inputs is not None:
+            if self._job.rank == 0:
+                inputs.compare(told[-len(compared) :])
+            told = told[: -len(compared)]
         # The others' passes are looked at, and waited for, where there are none on this rank.
-        if self._window.passes == 0 and not any(told[1:FACTS].tolist()):
+        if self._window.passes == 0 and not any(told[1:3].tolist()):
+            self._inputs = inputs
             self._listen(told, None, now=True)
             return None
         weight = told[0].clone() if self._window.weighted else None
@@ -633,6 +684,7 @@ class TrainStep:
         signals = FACTS + 2 + (LOSS_FACTS if self._shows_loss else 0)
         self._signals.hear(told[signals:])
         check_mixed(told[:FACTS])
+        self._warn_of_no_gradients(told[:FACTS], evidence)
         if told[FACTS]:
             return _Heard(complained=True)  # the step is not taken, and what is known of it may not be all
         if evidence is not None and self._non_finite.policy == "warn":
@@ -645,6 +697,15 @@ class TrainStep:
             loss = told[FACTS + 2] / told[FACTS + 3] if told[FACTS + 3] else None
             spike = self._judged(evidence, loss, norm)
         return _Heard(finite=norm is None or math.isfinite(norm), spike=spike)
+
+    def _warn_of_no_gradients(self, facts: Sequence[float], evidence: Evidence | None) -> None:
+        weight, _, unweighted, brought = facts
+        if self._job.rank == 0 and evidence is not None and not brought and (weight or unweighted):
+            warn_once(
+                "engine.step(): no backward pass of a step has brought a gradient to a parameter of the engine, on any "
+                "rank, so that all gradients are zero. Compute losses from what engine(...) returns: were they those "
+                "of another model, or of detached outputs?"
+            )
 
     def _judged(self, evidence: Evidence, loss: float | None, norm: float | None) -> Spike | None:
         """Say what is unusual of a step, and return that which asks for most (all ranks call)."""

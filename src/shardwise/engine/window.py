@@ -25,7 +25,7 @@ from shardwise.errors import UsageError
 Weight = float | torch.Tensor
 """A number, or a 0-D fp64 tensor on a device whose value the host does not know."""
 
-FACTS = 3
+FACTS = 4
 """Numbers that `Window.facts` gives."""
 
 LOSS_FACTS = 2
@@ -75,6 +75,7 @@ class Window:
         weight: sum of their weights.
         weighted: passes that had one.
         unweighted: passes that had none.
+        brought: passes that have brought a gradient of a parameter.
         losses: losses of `engine.backward()`, kept where gradients that are not finite are (0-D, not scaled).
         shown: where somebody wants to see the loss: the losses of `engine.backward()` and what each counts.
         trace: where modules are watched: what has been seen of them.
@@ -85,6 +86,7 @@ class Window:
     weight: Weight = 0.0
     weighted: int = 0
     unweighted: int = 0
+    brought: int = 0
     losses: list[torch.Tensor] | None = None
     shown: list[tuple[torch.Tensor, Weight]] | None = None
     trace: Trace | None = None
@@ -95,8 +97,9 @@ class Window:
         """Number of backward passes."""
         return self.weighted + self.unweighted
 
-    def count(self, weight: Weight | None) -> None:
-        """A backward pass has been run."""
+    def count(self, weight: Weight | None, *, brought: bool) -> None:
+        """Count a backward pass."""
+        self.brought += brought
         if weight is None:
             self.unweighted += 1
         else:
@@ -104,8 +107,8 @@ class Window:
             self.weight = self.weight + weight
 
     def facts(self) -> list[Weight]:
-        """Return what is summed over ranks: the weight, and the passes of either kind."""
-        return [self.weight, float(self.weighted), float(self.unweighted)]
+        """Return what is summed over ranks: the weight, the passes of either kind, and those with gradients."""
+        return [self.weight, float(self.weighted), float(self.unweighted), float(self.brought)]
 
     def loss_facts(self) -> list[Weight]:
         """Return what is summed over ranks for the mean loss: the losses as they count, and what they count.
@@ -137,7 +140,7 @@ def check_mixed(facts: Sequence[float]) -> None:
     Raises:
         UsageError: on all ranks alike.
     """
-    _, weighted, unweighted = facts
+    _, weighted, unweighted, _ = facts
     if weighted and unweighted:
         raise UsageError(
             f"engine.step(): of the {int(weighted + unweighted)} backward passes of this window on all ranks, "

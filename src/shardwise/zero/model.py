@@ -50,6 +50,7 @@ from shardwise.zero.passes.driver import Alone, Driver
 from shardwise.zero.passes.gather import Gatherer, Phase, Touch, backward_order
 from shardwise.zero.passes.hooks import Hooks
 from shardwise.zero.passes.imagined import ImaginedChannel
+from shardwise.zero.passes.plain import PlainGradients
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.passes.rows import find_tables
 from shardwise.zero.passes.sidechannel import SideChannel
@@ -109,6 +110,7 @@ class ShardedModel:
         leaves: modules to be kept in one unit each.
         homes: where each kind of state lives, as the plan says.
         wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
+        plain: without an optimizer, leave gradients in `.grad`: averaged over ranks (True) or summed; None: drop them.
 
     Attributes:
         domain: that of all ranks.
@@ -119,6 +121,7 @@ class ShardedModel:
         sums: forms norms of gradients and sums that travel with them; None for a model that is only evaluated.
         owners: the part of `update` that steps whole tensors; None if there is none.
         early: steps units before the step comes; None: nothing does.
+        plain: averages gradients that are left in `.grad`; None: there is an optimizer, or they are dropped.
         copied: behind copies of what the optimizer steps that somebody has begun; None: there are none.
         wholes: puts tensors together of which ranks have parts.
     """
@@ -141,6 +144,7 @@ class ShardedModel:
         leaves: Iterable[nn.Module] = (),
         homes: Homes = ALL_AT_HAND,
         wires: Mapping[int, torch.dtype] | None = None,
+        plain: bool | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -250,7 +254,8 @@ class ShardedModel:
         if self.channel is not None:
             self.channel.on_want = self.gatherer.wanted
         self.hooks = Hooks(module, self.units, self.gatherer)
-        self.guards = Guards(module, self.registry, optimizer, self._absent)
+        self.plain = None if plain is None else PlainGradients(self.units, self.comm, accountant, averages=plain)
+        self.guards = Guards(module, self.registry, optimizer, self._absent, drops=plain is None)
         self.places = MemoryGuard(module, self.registry, self.units)
         gradients = [] if self.reducer is None else self.reducer.gradients.values()
         self._states = MovingStates(self.units, self.update, gradients, device, accountant, self.presence)
@@ -397,9 +402,13 @@ class ShardedModel:
         self.hooks.settle()
         reducer = self.reducer
         passes = reducer.passes if reducer is not None else 0
+        if self.plain is not None:
+            self.plain.begin()
         if tensors:
             with named("backward"):
                 torch.autograd.backward(tensors, grad_tensors, retain_graph=retain_graph)
+        if self.plain is not None:
+            self.plain.end()
         if reducer is not None and reducer.passes == passes:
             reducer.pass_over()
 
@@ -1157,6 +1166,8 @@ class ShardedModel:
             raise
         self.hooks.remove()
         self.guards.remove()
+        if self.plain is not None:
+            self.plain.remove()
         self._give_optimizer_back()
         if self.reducer is not None:
             self.reducer.remove()

@@ -48,6 +48,7 @@ class Guards:
         registry: its parameters.
         optimizer: what `engine.step()` steps, or None.
         absent: whether the values of a parameter are sharded and cannot be brought back by using it now.
+        drops: drop gradients of parameters that the optimizer does not have.
 
     Attributes:
         loaded: indices of changed parameters that `load_state_dict` has written as a whole.
@@ -59,6 +60,8 @@ class Guards:
         registry: Registry,
         optimizer: torch.optim.Optimizer | None,
         absent: Callable[[nn.Parameter], bool],
+        *,
+        drops: bool = True,
     ) -> None:
         pairs = list(zip(registry, registry.parameters, strict=True))
         self._module = module
@@ -70,9 +73,10 @@ class Guards:
         self._stepping = False
         self._handles: list[Any] = []
         self._absent = absent
-        self._drop_gradients([(t, p) for t, p in pairs if p.requires_grad and not t.trainable])
-        self._watch_loading(module, registry)
         self._optimizer = optimizer
+        if drops:
+            self._drop_gradients([(t, p) for t, p in pairs if p.requires_grad and not t.trainable])
+        self._watch_loading(module, registry)
         if optimizer is not None:
             _owned.add(optimizer)
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
@@ -89,11 +93,17 @@ class Guards:
             parameter.grad = None
             if not warned:
                 warned = True
+                why = (
+                    "the engine has no optimizer (at stage 0 gradients would be averaged and left in .grad)"
+                    if self._optimizer is None
+                    else "no group of the optimizer has them"
+                )
                 logger.warning(
-                    "%d parameters require a gradient, but no group of the optimizer has them, so their gradients are "
-                    "dropped: %s. Call requires_grad_(False) on them, which also saves computing the gradients, or "
-                    "give them to the optimizer",
+                    "%d parameters require a gradient, but %s, so their gradients are dropped: %s. Call "
+                    "requires_grad_(False) on them, which also saves computing the gradients, or give them to the "
+                    "optimizer",
                     len(unowned),
+                    why,
                     _listed([tensor.name for tensor, _ in unowned]),
                 )
 

@@ -1,0 +1,113 @@
+"""Warnings and hints about scripts that run without an error and do not train as their author expects."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardwise.comm.ledger import user_line
+from shardwise.errors import UsageError
+from shardwise.utils.logging import warn_once
+from shardwise.zero.units import released
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
+
+_WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"})
+"""Classes of torch that reduce gradients, or move parameters, themselves."""
+
+_DTYPES = re.compile(r"dtype|scalar type|BFloat16|Half\b")
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raise if something else already distributes the model, or a part of it.
+
+    Raises:
+        UsageError: see above.
+    """
+    for name, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
+                where = f"its module {name!r} is" if name else "it is"
+                raise UsageError(
+                    f"initialize(model=...): {where} wrapped in {kind.__name__}, which would distribute the same "
+                    "parameters a second time. Pass the module inside of the wrapper (.module)"
+                )
+
+
+def warn_of_arguments(settings: Config, optimizer: Any, lr_scheduler: Any, model: nn.Module, *, trains: bool) -> None:
+    """Warn of sections that arguments of `initialize` override, and of an optimizer that has nothing to train."""
+    for name, argument, section in (
+        ("optimizer", optimizer, settings.optimizer),
+        ("lr_scheduler", lr_scheduler, settings.scheduler),
+    ):
+        if argument is not None and section is not None and section.type is not None:
+            key = "optimizer" if name == "optimizer" else "scheduler"
+            warn_once(
+                f"initialize({name}=...) overrides the `{key}` section of the configuration, whose {section.type} is "
+                "not used. Remove one of them"
+            )
+    asked = optimizer is not None or (settings.optimizer is not None and settings.optimizer.type is not None)
+    if asked and not trains:
+        has = "no parameter of it requires a gradient" if next(model.parameters(), None) is not None else "it has none"
+        warn_once(
+            f"initialize(): there is an optimizer and nothing to train in {type(model).__name__}, as {has} (or "
+            "model_parameters has none that does). The engine can evaluate only; step() will raise"
+        )
+
+
+def warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
+    """Warn of batch normalization whose statistics each of several data-parallel ranks keeps for itself."""
+    found = [
+        (name, type(module).__name__)
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm)
+        and not isinstance(module, nn.SyncBatchNorm)
+        and module.training
+        and module.track_running_stats
+    ]
+    if found and ranks > 1:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        warn_once(
+            f"module {found[0][0]!r} ({found[0][1]}){more}: each of {ranks} ranks normalizes with its own micro-batch, "
+            "and its running statistics differ from the other ranks'. On GPUs convert the model with "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before initialize(); or average running_mean and "
+            "running_var over the ranks before evaluation"
+        )
+
+
+def warn_of_clipping(parameters: list[torch.Tensor]) -> None:
+    """Warn of `clip_grad_norm_` on parameters of an engine, whose gradients are not in `.grad`."""
+    own = [parameter for parameter in parameters if released.owner_of(parameter) is not None]
+    if own and all(parameter.grad is None for parameter in own):
+        warn_once(
+            f"torch.nn.utils.clip_grad_norm_ at {user_line()}: nothing is clipped, because the engine holds the "
+            "gradients of its parameters, and their .grad is None. Set `gradient_clipping` in the configuration, which "
+            "clips in engine.step(), and remove the call; engine.get_global_grad_norm() returns the norm"
+        )
+
+
+def explain_dtype(error: Exception, inputs: Any, dtype: torch.dtype | None) -> str | None:
+    """Return a hint where a forward pass has failed on inputs of another floating dtype than the parameters'.
+
+    Args:
+        error: what it has raised.
+        inputs: tensors that it was given.
+        dtype: of the parameters; None: they keep their own.
+    """
+    given = {tensor.dtype for tensor in inputs if tensor.is_floating_point()} - {dtype}
+    if dtype not in (torch.bfloat16, torch.float16) or not given or not _DTYPES.search(str(error)):
+        return None
+    section = "bf16" if dtype is torch.bfloat16 else "fp16"
+    names = ", ".join(sorted(str(one).removeprefix("torch.") for one in given))
+    cast = ', or set "fp16": {"auto_cast": true}' if dtype is torch.float16 else ""
+    return (
+        f"the engine's forward(): inputs are {names}, and `{section}` makes the parameters {section} "
+        f"({str(error).splitlines()[0]}). Cast the inputs (x.to({dtype})){cast}; or replace the `{section}` section by "
+        f'"torch_autocast": {{"enabled": true, "dtype": "{str(dtype).removeprefix("torch.")}"}}, which keeps fp32 '
+        "parameters and casts in each operation"
+    )

@@ -1,0 +1,269 @@
+"""Scripts that run without an error and do not train as their author expects are warned, once, of the cause."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+import shardwise
+from shardwise.errors import UsageError
+from shardwise.utils.logging import warn_once
+from tests.harness import run_ranks
+
+
+class Collect(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def made(model: nn.Module, stage: int = 0, optimizer: Any = None, **config: Any) -> Any:
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **config,
+    }
+    return shardwise.initialize(model=model, optimizer=optimizer, config=settings)[0]
+
+
+def data(number: int = 0) -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+
+
+def train(engine: Any, steps: int = 2, inputs: Callable[[int], torch.Tensor] = data) -> None:
+    for number in range(steps):
+        engine.backward(engine(inputs(number)).mean())
+        engine.step()
+
+
+def nothing_wrong(stage: int) -> None:
+    engine = made(net(), stage, gradient_accumulation_steps=2)
+    train(engine, 4)
+    engine.destroy()
+
+
+def clipped(stage: int) -> None:
+    engine = made(net(), stage)
+    for _ in range(2):
+        engine.backward(engine(data()).mean())
+        clip_grad_norm_(engine.module.parameters(), 1.0)
+        engine.step()
+    engine.destroy()
+    other = net()
+    other(data()).sum().backward()
+    assert clip_grad_norm_(other.parameters(), 1e-3) > 0
+    assert torch.stack([p.grad.norm() for p in other.parameters()]).norm() < 1.1e-3
+
+
+def batch_norm(stage: int) -> None:
+    train(engine := made(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)), stage))
+    engine.destroy()
+    made(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6).eval(), nn.Linear(6, 1)), stage).destroy()
+
+
+def same_inputs(stage: int) -> None:
+    engine = made(net(), stage)
+    train(engine, inputs=lambda number: torch.arange(8.0).view(2, 4) + number)
+    engine.destroy()
+
+
+def two_optimizers(stage: int) -> None:
+    model = net()
+    engine = made(model, stage, torch.optim.AdamW(model.parameters()))
+    assert isinstance(engine.optimizer, torch.optim.AdamW)
+    train(engine)
+    engine.destroy()
+
+
+def nothing_trained(stage: int) -> None:
+    engine = made(net().requires_grad_(False), stage)
+    with pytest.raises(UsageError, match="no parameter of the model was trained"):
+        engine.backward(engine(data()).mean())
+    engine.destroy()
+    made(nn.Sequential(nn.Tanh()), stage).destroy()
+
+
+def other_model(stage: int) -> None:
+    engine, other = made(net(), stage), net()
+    for _ in range(2):
+        engine.backward(other(data()).mean())
+        engine.step()
+    engine.destroy()
+
+
+def no_step(stage: int) -> None:
+    engine = made(net(), stage, gradient_accumulation_steps=4)
+    for number in range(9):
+        engine.backward(engine(data(number)).mean())
+    engine.destroy()
+
+
+CASES: dict[Any, list[str]] = {
+    nothing_wrong: [],
+    clipped: ["clip_grad_norm_", "test_advice.py", "`gradient_clipping`"],
+    batch_norm: ["module '1' (BatchNorm1d)", "SyncBatchNorm"],
+    same_inputs: ["all 2 ranks were given the same inputs"],
+    two_optimizers: ["initialize(optimizer=...) overrides the `optimizer` section", "SGD"],
+    nothing_trained: ["nothing to train in Sequential"],
+    other_model: ["no backward pass of a step has brought a gradient", "another model"],
+    no_step: ["has been called 4 times without engine.step()", "updates after 4"],
+}
+
+
+def warned(stage: int) -> list[list[str]]:
+    logging.getLogger("shardwise").addHandler(handler := Collect())
+    found = []
+    for case in CASES:
+        warn_once.cache_clear()
+        handler.lines = []
+        case(stage)
+        found.append(handler.lines)
+    logging.getLogger("shardwise").removeHandler(handler)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_a_script_has_not_meant_is_said_once(stage: int) -> None:
+    for case, lines in zip(CASES, run_ranks(warned, 2, stage)[0], strict=True):
+        assert all(any(text in line for line in lines) for text in CASES[case]), (case, lines)
+        most = 2 if case is nothing_trained else 1  # two models
+        assert len(lines) == (most if CASES[case] else 0), (case, lines)
+
+
+def inputs_of_another_dtype() -> list[str]:
+    messages = []
+    for section in ("bf16", "fp16"):
+        engine = made(net(), 2, **{section: {"enabled": True}})
+        with pytest.raises(UsageError) as caught:
+            engine(data())
+        messages.append(str(caught.value))
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            engine(torch.ones(2, 5, dtype=torch.bfloat16 if section == "bf16" else torch.float16))
+        engine.destroy()
+    return messages
+
+
+def test_inputs_in_fp32_of_a_model_in_16_bits_raise_an_error_that_names_the_ways() -> None:
+    bf16, fp16 = run_ranks(inputs_of_another_dtype, 1)[0]
+    assert "inputs are float32" in bf16 and "x.to(torch.bfloat16)" in bf16 and "torch_autocast" in bf16
+    assert "auto_cast" in fp16 and "auto_cast" not in bf16.replace("torch_autocast", "")
+
+
+def wrapped() -> list[str]:
+    messages = []
+    parallel = nn.parallel.DistributedDataParallel(net())
+    for model in (parallel, nn.Sequential(parallel)):
+        with pytest.raises(UsageError) as caught:
+            made(model)
+        messages.append(str(caught.value))
+    engine = made(net())
+    with pytest.raises(UsageError, match=r"Pass its module \(engine.module\)"):
+        made(engine)
+    engine.destroy()
+    return messages
+
+
+def test_a_model_that_is_wrapped_in_ddp_is_refused() -> None:
+    for whole, part in run_ranks(wrapped, 2):
+        assert "it is wrapped in DistributedDataParallel" in whole and ".module" in whole
+        assert "its module '0' is wrapped" in part
+
+
+def dispatched() -> str:
+    model = net()
+    model.hf_device_map = {"0": 0, "2": 1}
+    with pytest.raises(UsageError) as caught:
+        made(model)
+    model.hf_device_map = {"": 0}
+    made(model).destroy()
+    return str(caught.value)
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    assert "several devices (device_map: ['0', '1'])" in run_ranks(dispatched, 1)[0]
+
+
+# -- without an optimizer ----------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Layers that all ranks, some ranks, and no ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.some, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        y = self.frozen(self.first(x)).tanh()
+        return (self.some(y) if rank == 1 else y).square().mean()
+
+
+def plain_step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def own_step(how: str) -> dict[str, Any]:
+    """Train by gradients that the engine leaves in `.grad`."""
+    steps = 2 if how == "accumulated" else 1
+    settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": steps}
+    engine = shardwise.initialize(model=Branches(), config=settings)[0]
+    own = torch.optim.AdamW([p for p in engine.module.parameters() if p.requires_grad], lr=0.01)
+    rank = dist.get_rank()
+    for number in range(6):
+        first = number % 2 == 0
+        with engine.no_sync() if how == "no_sync" and first else contextlib.nullcontext():
+            loss = engine(data(number), rank)
+            loss.backward() if how == "by hand" else engine.backward(loss)
+        if not first or how in ("engine", "by hand"):
+            plain_step(own)
+    assert engine.never.weight.grad is None
+    values = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    engine.destroy()
+    return values
+
+
+def in_one_process(how: str) -> dict[str, torch.Tensor]:
+    model = Branches()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    scale = 0.25 if how == "accumulated" else 0.5
+    for number in range(6):
+        for rank in range(2):
+            x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+            (model(x, rank) * scale).backward()
+        if number % 2 or how in ("engine", "by hand"):
+            plain_step(optimizer)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def all_own_steps() -> list[dict[str, torch.Tensor]]:
+    return [own_step(how) for how in HOW]
+
+
+HOW = ("engine", "by hand", "accumulated", "no_sync")
+
+
+def test_without_an_optimizer_averaged_gradients_are_left_at_stage_0() -> None:
+    for found in run_ranks(all_own_steps, 2):
+        for how, values in zip(HOW, found, strict=True):
+            for name, value in in_one_process(how).items():
+                torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-7, msg=f"{how} {name}")
