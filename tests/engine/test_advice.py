@@ -115,6 +115,21 @@ def no_step(stage: int) -> None:
     engine.destroy()
 
 
+def schedule_stepped_twice(stage: int) -> None:
+    for twice in (False, True):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+        engine = shardwise.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
+        for number in range(6):
+            engine.backward(engine(data(number)).mean())
+            engine.step()
+            if twice:
+                schedule.step()
+        engine.destroy()
+
+
 CASES: dict[Any, list[str]] = {
     nothing_wrong: [],
     clipped: ["clip_grad_norm_", "test_advice.py", "`gradient_clipping`"],
@@ -123,6 +138,7 @@ CASES: dict[Any, list[str]] = {
     two_optimizers: ["initialize(optimizer=...) overrides the `optimizer` section", "SGD"],
     nothing_trained: ["nothing to train in Sequential"],
     other_model: ["no backward pass of a step has brought a gradient", "another model"],
+    schedule_stepped_twice: ["StepLR is called by the script as well", "engine.lr_scheduler"],
     no_step: ["has been called 4 times without engine.step()", "updates after 4"],
 }
 

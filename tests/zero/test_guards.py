@@ -442,3 +442,34 @@ def test_the_optimizers_own_step_says_that_the_engine_steps() -> None:
     for message in run_ranks(own_step, 2):
         assert message.startswith("SGD.step()")
         assert "engine.step()" in message
+
+
+def own_state(stage: int) -> list[str]:
+    """Load the optimizer's own state: this rank's, rank 0's, and that of a plain optimizer."""
+    model = made(0)
+    engine = begin(model, torch.optim.Adam(model.parameters(), lr=0.1), stage)
+    step(engine, 0)
+    optimizer = engine.optimizer
+    own = copy.deepcopy(optimizer.state_dict())
+    shared = [own]
+    dist.broadcast_object_list(shared)
+    messages = []
+    plain = torch.optim.Adam(made(0).parameters(), lr=0.1)
+    for state in (own, shared[0], plain.state_dict()):
+        try:
+            optimizer.load_state_dict(state)
+            messages.append("")
+        except UsageError as error:
+            messages.append(str(error))
+    step(engine, 1)
+    engine.destroy()
+    optimizer.load_state_dict(plain.state_dict())
+    return messages
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_optimizers_own_state_is_loaded_where_it_was_saved_only(stage: int) -> None:
+    first, second = run_ranks(own_state, 2, stage)
+    for own, shared, plain in (first, second):
+        assert not own and "initialize()" in plain and "engine.load_checkpoint()" in plain
+        assert ("of another rank" in shared) == (stage == 3 and shared is second[1])

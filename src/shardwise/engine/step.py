@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _FEW, _MANY = 4, 64
 """Micro-batches without a step after which a script is warned: with gradient accumulation, and without, where scripts
-add up several losses, or gradients of their own micro-batches."""
+add up several losses, or gradients of their own micro-batches. After few steps with a schedule stepped twice, too."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,8 @@ class TrainStep:
         self._window = self._new_window()
         self._pass_weight: Weight | None = None
         self._forwards = self._backwards = 0  # since the last `take`
+        self._scheduled: Any = object()  # what `last_epoch` is at the next step if the script steps the schedule once
+        self._own_schedule_steps = 0
         self._inputs: SameInputs | None = SameInputs(job.world) if batches.ranks > 1 else None
         self._reference_asked = False
         self._told: tuple[Later, Evidence, bool] | None = None
@@ -479,11 +481,25 @@ class TrainStep:
         if not report.applied:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+            self._step_schedule(lr_kwargs or {})
         every = self._config.steps_per_print
         if every and self.global_steps % every == 0 and self._job.rank == 0:
             logger.info("step=%d skipped=%d lr=%s", self.global_steps, self.skipped_steps, self._rates())
         return True
+
+    def _step_schedule(self, arguments: dict[str, Any]) -> None:
+        """Step the schedule, and warn once if the script steps it as well."""
+        last = getattr(self.lr_scheduler, "last_epoch", None)
+        self._own_schedule_steps = self._own_schedule_steps + 1 if last == self._scheduled else 0
+        if self._own_schedule_steps == _FEW and self._job.rank == 0:
+            warn_once(
+                f"lr_scheduler.step() of {type(self.lr_scheduler).__name__} is called by the script as well as by "
+                "engine.step(), so the schedule advances twice a step. Remove the call, or set engine.lr_scheduler to "
+                "None to step it yourself"
+            )
+        self.lr_scheduler.step(**arguments)
+        epoch = getattr(self.lr_scheduler, "last_epoch", None)
+        self._scheduled = epoch + 1 if isinstance(epoch, int) else object()
 
     def _decide(self, report: StepReport) -> None:
         """Act on what is known of a step before its update: raise if it is to stop, note if the engine is to go back.

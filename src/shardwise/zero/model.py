@@ -255,7 +255,8 @@ class ShardedModel:
             self.channel.on_want = self.gatherer.wanted
         self.hooks = Hooks(module, self.units, self.gatherer)
         self.plain = None if plain is None else PlainGradients(self.units, self.comm, accountant, averages=plain)
-        self.guards = Guards(module, self.registry, optimizer, self._absent, drops=plain is None)
+        layout = self._optimizer_layout()
+        self.guards = Guards(module, self.registry, optimizer, self._absent, layout, drops=plain is None)
         self.places = MemoryGuard(module, self.registry, self.units)
         gradients = [] if self.reducer is None else self.reducer.gradients.values()
         self._states = MovingStates(self.units, self.update, gradients, device, accountant, self.presence)
@@ -741,6 +742,20 @@ class ShardedModel:
             for section in unit.trainable
         ]
         return hashlib.sha256(repr((self.domain.sizes, sections)).encode()).hexdigest()
+
+    def _optimizer_layout(self) -> str:
+        """Return a fingerprint of the elements that the optimizer steps on this rank, in their order."""
+        sections = [
+            (
+                section.master_start,
+                section.master_stop,
+                [(self.registry[s.index].name, s) for s in section.layout.slots],
+            )
+            for unit in self.units
+            for section in unit.trainable
+        ]
+        rank = self.comm.rank if self.plan.shard_optimizer else 0
+        return hashlib.sha256(repr((rank, sections)).encode()).hexdigest()
 
     def unit_of(self, index: int) -> Unit:
         """Return the unit that a parameter belongs to."""

@@ -8,6 +8,7 @@
 * Parameters that are added to the optimizer's groups have gradients of this rank only: stepping raises.
 * `load_state_dict(assign=True)` would put other parameter objects into the model, which nothing here knows: it raises.
 * `load_state_dict()` and `state_dict()` need values: where they are sharded, what to call instead is said at once.
+* The optimizer's own `state_dict()` is of this rank's flat parameters: loading it elsewhere raises.
 * The optimizer's own `step()` would find no gradients and do nothing: it raises.
 """
 
@@ -29,6 +30,9 @@ from shardwise.zero.passes.modulehook import ModuleHook
 
 _SHOWN = 5
 
+_LAYOUT = "shardwise_layout"
+"""Entry of an optimizer's state_dict."""
+
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 _owned: WeakSet[torch.optim.Optimizer] = WeakSet()
@@ -48,6 +52,7 @@ class Guards:
         registry: its parameters.
         optimizer: what `engine.step()` steps, or None.
         absent: whether the values of a parameter are sharded and cannot be brought back by using it now.
+        layout: is equal where the optimizer has the same elements in the same order.
         drops: drop gradients of parameters that the optimizer does not have.
 
     Attributes:
@@ -60,6 +65,7 @@ class Guards:
         registry: Registry,
         optimizer: torch.optim.Optimizer | None,
         absent: Callable[[nn.Parameter], bool],
+        layout: str,
         *,
         drops: bool = True,
     ) -> None:
@@ -71,6 +77,7 @@ class Guards:
         self._versions: list[int] = []
         self.loaded: set[int] = set()
         self._stepping = False
+        self._layout = layout
         self._handles: list[Any] = []
         self._absent = absent
         self._optimizer = optimizer
@@ -80,6 +87,8 @@ class Guards:
         if optimizer is not None:
             _owned.add(optimizer)
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            self._handles.append(optimizer.register_state_dict_post_hook(self._mark_state))
+            self._handles.append(optimizer.register_load_state_dict_pre_hook(self._check_state))
         self._members = self._stepped()
         self.note()
 
@@ -246,6 +255,19 @@ class Guards:
             raise UsageError(
                 f"{type(optimizer).__name__}.step(): this optimizer belongs to an engine, which holds the gradients; "
                 "call engine.step() instead (it also clips, steps the scheduler and drops the gradients)"
+            )
+
+    def _mark_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict[_LAYOUT] = self._layout
+
+    def _check_state(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        found, name = state_dict.get(_LAYOUT), type(optimizer).__name__
+        if found != self._layout:
+            origin = "of another rank, world size or layout" if found else "not that of an engine's optimizer"
+            raise UsageError(
+                f"{name}.load_state_dict(): the state is {origin}, and this optimizer has this rank's part of flat "
+                "parameters, so that state would go to other elements. Use engine.save_checkpoint() and "
+                "engine.load_checkpoint(); state of a plain optimizer is loaded before initialize(), which divides it"
             )
 
     def remove(self) -> None:
