@@ -139,6 +139,41 @@ def batch_sizes() -> list[Any]:
     return found
 
 
+def windows_of_other_lengths(stage: int) -> list[Any]:
+    """Change the length of windows between them, and end one early; return what ended windows, and how far they led."""
+    engine = build(stage, gradient_accumulation_steps=4)
+    ended: list[int] = []
+
+    def window(values: list[float]) -> float:
+        before = engine.module.weight.detach().clone() if stage < 3 else None
+        for value in values:
+            one(engine, value)
+            engine.step()
+        ended.append(engine.global_steps)
+        return 0.0 if before is None else float((before - engine.module.weight.detach()).sum())
+
+    moved = [window([1.0] * 4)]
+    engine.set_train_batch_size(engine.train_batch_size() // 4 * 3)
+    moved.append(window([1.0] * 3))
+    engine.set_gradient_accumulation_boundary(True)
+    window([3.0])
+    engine.set_gradient_accumulation_boundary(None)
+    moved.append(window([1.0] * 3))
+    one(engine, 1.0)
+    engine.step()
+    with pytest.raises(BatchSizeError) as caught:
+        engine.set_train_batch_size(engine.train_batch_size() * 2)
+    engine.destroy()
+    return [ended, moved, str(caught.value)]
+
+
+def test_the_length_of_windows_changes_between_them() -> None:
+    for ended, moved, message in run_ranks(windows_of_other_lengths, 2, 0):
+        assert ended == [1, 2, 3, 4]
+        assert moved == pytest.approx([moved[0]] * 3)
+        assert "has had 1 micro-batches" in message
+
+
 def test_batch_sizes_change_together() -> None:
     first, second, third, zero, seven = run_ranks(batch_sizes, 2)[0]
     assert first == (8, 2, 2)

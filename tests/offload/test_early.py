@@ -262,10 +262,6 @@ def interrupted(zero: dict[str, Any], far: bool, directory: str) -> dict[str, li
         engine.zero_grad()
         engine.backward(CASE.loss(engine, batch_of(engine, 7)), weight=3.0)
 
-    def scale(engine: Any) -> None:
-        engine.set_train_batch_size(2 * engine.train_batch_size())
-        assert engine.is_gradient_accumulation_boundary()  # by the number of micro-batches so far
-
     def cut_short(engine: Any) -> None:
         def fail(gradient: torch.Tensor) -> None:
             raise ZeroDivisionError
@@ -291,7 +287,6 @@ def interrupted(zero: dict[str, Any], far: bool, directory: str) -> dict[str, li
         state,
         moved,
         weighted,
-        scale,
         hook,
     )
     found: dict[str, list[int]] = {}
@@ -336,7 +331,6 @@ def test_what_comes_between_the_backward_pass_and_the_step(tmp_path: Path, place
             "state": [0, units],
             "moved": [units, 0],
             "weighted": [0, units],
-            "scale": [0, units],
             "hook": [0, units],
         }
 

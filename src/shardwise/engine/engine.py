@@ -426,8 +426,9 @@ class Engine(ConfigGetters, nn.Module):
 
         Raises:
             BatchSizeError: it is not a positive multiple of micro-batch size times ranks, or the script counts
-                micro-batches, not the engine.
+                micro-batches, not the engine; or an accumulation window has begun.
         """
+        self._step.check_between_windows("engine.set_train_batch_size()")
         self._batches.set_total(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -712,6 +713,7 @@ class Engine(ConfigGetters, nn.Module):
         """Drop accumulated gradients: the window starts anew."""
         self.sharded.hooks.settle()
         super().zero_grad(set_to_none=set_to_none)
+        self._step.warn_of_zero_grad()
         self._step.drop_gradients()
 
     # -- the module ----------------------------------------------------------------------------------------------------

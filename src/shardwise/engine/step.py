@@ -26,7 +26,7 @@ from shardwise.engine.scaling import checks_overflow, computes_norm, on_non_fini
 from shardwise.engine.spikes import Spike, SpikeWatch
 from shardwise.engine.tracing import Tracer
 from shardwise.engine.window import FACTS, LOSS_FACTS, Weight, Window, check_mixed, checked_weight, reference_for
-from shardwise.errors import AnomalyError, NonFiniteError, OffloadError, SyncError, UsageError
+from shardwise.errors import AnomalyError, BatchSizeError, NonFiniteError, OffloadError, SyncError, UsageError
 from shardwise.precision.norms import combine
 from shardwise.precision.overflow import OverflowReport
 from shardwise.precision.weights import ignore_nonfinite
@@ -357,11 +357,43 @@ class TrainStep:
         """See `Engine.is_gradient_accumulation_boundary`."""
         if self._boundary is not None:
             return self._boundary
-        return not self._managed or (self.micro_steps + 1) % self._batches.steps == 0
+        return not self._managed or self._place_in_window() + 1 == self._batches.steps
+
+    def _place_in_window(self) -> int:
+        """Return how many micro-batches of the window have been ended.
+
+        Counted from where the window began, because its length may change between windows, and a script may declare
+        boundaries. Where a script has set `micro_steps`, windows begin at multiples of their length.
+        """
+        place, steps = self.micro_steps - self.window_began, self._batches.steps
+        return place if 0 <= place < steps else self.micro_steps % steps
+
+    def check_between_windows(self, what: str) -> None:
+        """Raise in the middle of an accumulation window.
+
+        Raises:
+            BatchSizeError: it says how many micro-batches the window has had.
+        """
+        had = max(self._window.passes, self.micro_steps - self.window_began if self._managed else 0)
+        if had:
+            raise BatchSizeError(
+                f"{what}: the accumulation window has had {had} micro-batches, whose gradients would be divided by "
+                "another number of them. Call it after the engine.step() that ends a window"
+            )
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """See `Engine.set_gradient_accumulation_boundary`."""
         self._boundary = is_boundary
+
+    def warn_of_zero_grad(self) -> None:
+        """Warn once where a script drops gradients between the micro-batches of a window."""
+        had = self.micro_steps - self.window_began
+        if self._managed and self._window.passes and 0 < had < self._batches.steps and self._job.rank == 0:
+            warn_once(
+                f"zero_grad() at {user_line()}: the gradients of the {had} micro-batches that the accumulation window "
+                f"has had are dropped, and the mean is still over {self._batches.steps}. The engine drops gradients by "
+                "itself after each update: remove the call if it follows each engine.step()"
+            )
 
     @property
     def _managed(self) -> bool:
