@@ -311,3 +311,19 @@ def test_the_default_device_has_no_say() -> None:
     tree = encode(torch.tensor(2.5), "x", lambda path, tensor: path)
     with torch.device("meta"):
         assert decode(tree, torch.tensor).item() == 2.5
+
+
+def test_what_mmengine_puts_into_client_state_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    class HistoryBuffer:  # as mmengine documents it
+        def __init__(self, log_history: Any = (), count_history: Any = (), max_length: int = 1000) -> None:
+            self.data = numpy.array(log_history), numpy.array(count_history)
+            self.max_length = max_length
+
+    name = "mmengine.logging.history_buffer"
+    HistoryBuffer.__module__, HistoryBuffer.__qualname__ = name, "HistoryBuffer"
+    module = types.ModuleType(name)
+    module.HistoryBuffer = HistoryBuffer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    back = through_json({"hub": {"loss": HistoryBuffer([0.5, 0.25], [1, 2], 9)}})["hub"]["loss"]
+    assert type(back) is HistoryBuffer and back.max_length == 9
+    assert same(list(back.data), [numpy.array([0.5, 0.25]), numpy.array([1, 2])])

@@ -179,6 +179,14 @@ _KINDS: dict[type, Kind] = {
 }
 _BY_NAME = {kind.name: kind for kind in _KINDS.values()}
 _registered: dict[type, Kind] = {}
+_LIBRARIES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    # What mmengine's runner puts into client_state.
+    "mmengine.logging.history_buffer.HistoryBuffer": (
+        lambda value: [*value.data, value.max_length],
+        lambda cls, plain: cls(*plain),
+    ),
+}
+"""By module and name of a class of another library: to plain values, and from the class and these."""
 
 
 def register_type(
@@ -233,6 +241,9 @@ def to_plain(value: Any) -> tuple[str, Any] | None:
     if cls in _registered:
         kind = _registered[cls]
         return "$registered", [kind.name, kind.to_plain(value)]
+    called = f"{cls.__module__}.{cls.__qualname__}"
+    if called in _LIBRARIES:
+        return "$registered", [called, _LIBRARIES[called][0](value)]
     if cls in _KINDS:
         kind = _KINDS[cls]
         return f"${kind.name}", kind.to_plain(value)
@@ -285,6 +296,9 @@ def from_plain(tag: str, plain: Any) -> Any:
     if tag == "$registered":
         name, content = plain
         kind = next((kind for kind in _registered.values() if kind.name == name), None)
+        if kind is None and name in _LIBRARIES:
+            module, _, last = name.rpartition(".")
+            return _LIBRARIES[name][1](_class(module, last, object), content)
         if kind is None:
             raise CheckpointError(
                 f"the checkpoint holds an object of {name!r:.200}, which is not registered here; call "
