@@ -18,7 +18,7 @@ from shardwise.parallel.sequence import run_of
 from shardwise.registry import part_of
 from shardwise.utils import safe_get_full_grad
 from tests.harness import run_ranks
-from tests.parallel.random_decoders import IGNORED, ROWS, TOKENS, Decoder, Traits, differing, ids_of, plain_attention
+from tests.parallel.random_decoders import IGNORED, ROWS, TOKENS, Decoder, Traits, ids_of, plain_attention
 
 Found = tuple[float, dict[str, torch.Tensor]] | str
 
@@ -113,9 +113,15 @@ def check(cases: list[tuple[int, str]]) -> int:
         model = build(traits, experts=1 if traits.experts else 0)
         loss = model(ids_of(0, 2 * ROWS if traits.experts else ROWS))
         loss.backward()
-        expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        off = differing(told[0][0], {**told[0][1], **told[1][1]}, (loss.item(), expected), bound=2e-5)
-        wrong += [f"{how}, {traits}: {what}" for what in off[:1]]
+        found = {**told[0][1], **told[1][1]}
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        most = max(float(grad.norm()) for grad in grads.values())
+        off = {name: float((found[name] - grad).norm()) for name, grad in grads.items()}
+        off = {name: by for name, by in off.items() if by > 2e-5 * float(grads[name].norm()) + 1e-6 * most}
+        if off or told[0][0] != pytest.approx(loss.item(), rel=1e-5):
+            wrong.append(
+                f"{how}, {traits}: loss {told[0][0]}, expected {loss.item()}; gradients off by {off} of {most}"
+            )
     assert not wrong, "\n".join(wrong)
     return refused
 
@@ -133,6 +139,6 @@ def test_a_few_decoders() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("first", range(0, 200, 25))
+@pytest.mark.parametrize("first", range(0, 200, 8))
 def test_two_hundred_decoders(first: int) -> None:
-    assert check([(seed, how) for seed in range(first, first + 25) for how in kinds(seed)]) >= 25
+    assert check([(seed, how) for seed in range(first, first + 8) for how in kinds(seed)]) >= 8

@@ -91,8 +91,9 @@ class SharedSequences:
         if wrong is not None:
             raise UsageError(
                 f"sequence parallelism over {self.group.size} ranks: {type(model).__name__} computes something else "
-                f"than in one process; on rank {wrong[0]} {wrong[1]}. Its attention, positions or masks are those of a "
-                "rank's own tokens: set sequence_parallel_size to 1, or pass the position_ids that the model takes"
+                f"than in one process; on rank {wrong[0]} {wrong[1]}. Attention, positions, masks, recurrences or "
+                "convolutions are those of a rank's own tokens there: set sequence_parallel_size to 1, or pass the "
+                "position_ids that the model takes"
             )
 
     def close(self) -> None:

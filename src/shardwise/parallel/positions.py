@@ -1,7 +1,7 @@
 """Positions that models of transformers take from the padding of a row, made for whole sequences.
 
-RoBERTa and its kin count the tokens that are no padding, from the number of the padding token on; OPT and BioGPT count
-those that the attention mask keeps. A rank with a run of a row cannot do so alone, and gets `position_ids` that count
+RoBERTa and its kin count the tokens that are no padding, from the number of the padding token on; OPT counts those that
+the attention mask keeps. A rank with a run of a row cannot do so alone, and gets `position_ids` that count
 the places of the row (`shardwise.parallel.split`). These are replaced by what the model takes in one process. Other
 `position_ids` are left alone: they are the script's.
 """
@@ -98,5 +98,5 @@ def count_positions(model: nn.Module, shares: Shares) -> None:
         counts = any(hasattr(place, "create_position_ids_from_input_ids") for place in places)
         if counts and "input_ids" in takes and hasattr(module, "padding_idx"):
             module.register_forward_pre_hook(_FromPaddingToken(shares), with_kwargs=True)
-        elif "attention_mask" in takes and isinstance(module, nn.Embedding):
+        elif type(module).__name__ == "OPTLearnedPositionalEmbedding":
             module.register_forward_pre_hook(_FromMask(shares), with_kwargs=True)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel.sequence import SequenceGroup, runs_of, whole_sequences
 from shardwise.trees import tensors_in
 
@@ -27,6 +28,10 @@ TOKENS = 8
 
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 """By dtype: difference of a token's numbers that rounding does not make, relative to the largest number of a tensor."""
+
+
+_RAISED = (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError)
+"""Errors of torch and Python that say nothing of sequences."""
 
 
 @dataclass
@@ -84,6 +89,9 @@ def difference(
         group: the ranks that share sequences.
         args: of the first forward pass.
         kwargs: of the first forward pass.
+
+    Raises:
+        UsageError: the model cannot run on a rank's own tokens.
     """
     call = _call_of(model, group, args, kwargs)
     if call is None:
@@ -95,8 +103,18 @@ def difference(
     try:
         model.eval()
         with torch.no_grad():
-            with own.of(model):  # first, as what cannot be shared says so by name
-                run(*call.own[0], **call.own[1])
+            try:
+                with own.of(model):  # first, as what cannot be shared says so by name
+                    run(*call.own[0], **call.own[1])
+            except (ShardwiseError, torch.OutOfMemoryError):
+                raise
+            except _RAISED as error:
+                behind = f" behind {own.seen[-1].name}" if own.seen else ""
+                raise UsageError(
+                    f"sequence parallelism over {group.size} ranks: {type(model).__name__} raises "
+                    f"{type(error).__name__}{behind} when it runs on a rank's own tokens ({error}). If it runs in one "
+                    "process, it cannot share sequences: set sequence_parallel_size to 1"
+                ) from error
             with whole_sequences(group), whole.of(model):
                 run(*call.whole[0], **call.whole[1])
     finally:
@@ -233,7 +251,7 @@ def _apart(whole: list[torch.Tensor], own: list[torch.Tensor], group: SequenceGr
     """Return by how much tensors differ, if by more than rounding; None: they do not, or cannot be compared."""
     for expected, found in zip(whole, own, strict=True):
         dimension = _token_dimension(expected.shape, found.shape, group.size, few)
-        if dimension is None or not expected.numel():
+        if dimension is None or not expected.numel() or expected.is_complex():
             continue
         part = expected.narrow(dimension, group.rank * found.shape[dimension], found.shape[dimension])
         dtype = expected.dtype if expected.is_floating_point() else torch.float64
