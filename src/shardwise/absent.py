@@ -73,7 +73,23 @@ _ENGINE: dict[str, str] = {
         "set_data_post_process_func set_custom_curriculum_learning_schedule random_ltd_initialize"
     ),
     "losses are the script's": "losses",
-    FILES: "save_zero_checkpoint save_non_zero_checkpoint",
+    "engine.save_checkpoint() and load_checkpoint() write and read safetensors and JSON, in no files of this form": (
+        "save_zero_checkpoint save_non_zero_checkpoint _save_checkpoint _save_zero_checkpoint _save_moe_checkpoint "
+        "_load_checkpoint _load_zero_checkpoint _get_ckpt_name _get_zero_ckpt_name _get_rank_zero_ckpt_name "
+        "_get_all_ckpt_names _get_all_zero_checkpoint_names _get_all_zero_checkpoints _get_expert_ckpt_name "
+        "_get_optimizer_ckpt_name _get_mp_rank_zero_checkpoint_names _get_zero_ckpt_prefix _create_checkpoint_file "
+        "_create_zero_checkpoint_files _checkpoint_tag_validation _copy_recovery_script "
+        "_change_recovery_script_permissions _get_zero_param_shapes _get_zero_frozen_param_attributes "
+        "_get_buffer_names _get_shared_params _get_non_moe_state_dict _common_checkpoint_state"
+    ),
+    PIPELINE: (
+        "grid train_batch eval_batch set_dataloader set_dataiterator set_batch_fn is_first_stage is_last_stage "
+        "get_pipeline_parallel_rank set_has_attention_mask reset_activation_shape get_additional_losses "
+        "log_for_device tput_log is_pipe_parallel num_stages stage_id"
+    ),
+    "the module of this engine has no such method, and the hybrid engine, which would have one, is not built yet": (
+        "generate fuse_lora_weight unfuse_lora_weight"
+    ),
     _COALESCED: "coalesce_grad_reduction",
     _REDUCES: (
         "allreduce_gradients clip_fp32_gradients allreduce_bucket allreduce_and_copy allreduce_no_retain "

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.dropin.adapters import parameters
+from shardwise.dropin.adapters import attributes, parameters
 from shardwise.dropin.modules import Finder
 from tests.dropin.clients import ranks
 
@@ -25,6 +25,7 @@ def plain() -> Iterator[None]:
     sys.meta_path[:] = path
     logging.getLogger("shardwise").setLevel(level)
     parameters.detach()
+    attributes.detach()
     for name in [name for name in sys.modules if name.split(".")[0] == "deepspeed"]:
         del sys.modules[name]
 

@@ -165,8 +165,15 @@ def test_python_m_runs_what_is_a_command() -> None:
         assert done.returncode == 0 and "usage:" in done.stdout, done.stderr
 
 
+def test_the_address_of_another_machine_is_not_what_is_wrong(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("10.0.0.1 slots=2\n10.0.0.2 slots=2\n")
+    with pytest.raises(NotBuiltError, match=r"hosts 10\.0\.0\.1, 10\.0\.0\.2: this version starts"):
+        job_of(["--hostfile", str(hosts), "--master_addr=10.0.0.1", "train.py"])
+
+
 def test_packages_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert installed() == []
+    before = installed()  # a drop-in that is installed where the tests run
     real = package(tmp_path / "real", "0.16.0")
     ours = package(tmp_path / "ours", VERSION, (DIRECTORY / "deepspeed" / "__init__.py").read_text())
     (tmp_path / "other" / "deepspeed").mkdir(parents=True)  # a directory of this name is no package
@@ -175,6 +182,7 @@ def test_packages_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert installed() == [
         Detected("real", "0.16.0", str(real / "deepspeed")),
         Detected("drop-in", VERSION, str(ours / "deepspeed")),
+        *before,
     ]
 
 

@@ -119,16 +119,18 @@ def test_evaluation_and_other_engines_are_not_in_it() -> None:
     other.destroy()
 
 
-@pytest.mark.parametrize("more", [{"steps_per_print": float("inf")}, {"steps_per_print": 0}, {"steps_per_print": None}])
-def test_nothing_is_timed_that_is_not_printed(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    warned: list[str] = []
-    monkeypatch.setattr("shardwise.engine.profiling.warn_once", warned.append)
-    engine = engine_of(0, wall_clock_breakdown=True, **more)
-    assert engine._profiling._times is None
-    assert len(warned) == (more["steps_per_print"] != float("inf"))
+@pytest.mark.parametrize("more", [{"steps_per_print": float("inf")}, {"steps_per_print": 0}, {}])
+def test_without_steps_per_print_each_step_is_printed(more: dict[str, Any]) -> None:
+    engine = engine_of(0, wall_clock_breakdown=True, memory_breakdown=True, **more)
+    with Lines() as lines:
+        window(engine)
+        window(engine)
+    assert len(times(lines)) == 2 and sum("memory of rank" in line for line in lines) == 2
+    assert not any("throughput" in line for line in lines)
     engine.destroy()
-    config = {"train_batch_size": 1, "wall_clock_breakdown": True, **more}
-    assert [note.path for note in resolve(config).no_effect] == ["wall_clock_breakdown"]
+    config = {"train_batch_size": 1, "wall_clock_breakdown": True, "memory_breakdown": True, **more}
+    found = resolve(config)
+    assert not found.no_effect and not found.warnings
 
 
 def test_an_exception_in_a_pass_leaves_nothing_behind() -> None:
@@ -170,17 +172,6 @@ def test_memory_at_the_phases_of_a_step(stage: int) -> None:
     # The second micro-batch begins with the gradients of the first, and the step frees them.
     assert cells["gradients"][0] != "-" and cells["gradients"][3] == "-"
     assert cells["gradients"][2] != "-" and cells["gradients"][4] != "-"
-
-
-def test_memory_without_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    warned: list[str] = []
-    monkeypatch.setattr("shardwise.engine.profiling.warn_once", warned.append)
-    engine = engine_of(0, memory_breakdown=True)
-    window(engine)
-    assert warned == ["memory_breakdown: memory is printed with `steps_per_print`, which is not set"]
-    engine.destroy()
-    found = resolve({"train_batch_size": 1, "memory_breakdown": True})
-    assert [note.path for note in found.no_effect] == ["memory_breakdown"] and not found.warnings
 
 
 def test_memory_on_tiers_and_of_a_step_without_engine_backward() -> None:

@@ -260,6 +260,6 @@ def test_times(unconfigured: None, caplog: pytest.LogCaptureFixture) -> None:
     assert checkpointing.times(clear=True) == found and not checkpointing.times()
     checkpointing.configure(None)
     with caplog.at_level("INFO", logger="shardwise"):
-        step({"profile": True}, steps_per_print=1)
+        step({"profile": True})
     assert "step=1 checkpointed Sequential: 3 calls: forward" in caplog.text
     assert not checkpointing.times()

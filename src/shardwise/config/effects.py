@@ -137,10 +137,6 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
     if path == ("activation_offload", "min_bytes") and not moves:
         return "no activations are moved"
     silent = not config.steps_per_print or math.isinf(config.steps_per_print)
-    if path == ("wall_clock_breakdown",) and config.wall_clock_breakdown and silent:
-        return "times are printed with `steps_per_print`, which is not set"
-    if path == ("memory_breakdown",) and config.memory_breakdown and silent:
-        return "memory is printed with `steps_per_print`, which is not set"
     if path == ("timers",) and config.timers.throughput.enabled and silent:
         return "rates are printed with `steps_per_print`, which is not set"
     watch = config.anomaly_watch

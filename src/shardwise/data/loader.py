@@ -83,6 +83,7 @@ class EngineDataLoader:
         self.dataset = dataset
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self.collate_fn = collate_fn
         self._share = Share(rank, world_size, batch_size, drop_last, seed)
         self._generator = torch.Generator("cpu")
         options: dict[str, Any] = {

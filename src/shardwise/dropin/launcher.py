@@ -17,7 +17,7 @@ from shardwise.dropin.adapters.logs import LEVELS
 from shardwise.errors import CommandLineError, NotBuiltError, ShardwiseError
 from shardwise.launch.hosts import read_hostfile
 from shardwise.launch.job import Job, run_job
-from shardwise.launch.placement import Resources
+from shardwise.launch.placement import Devices, Resources, place
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """File of variables for processes on other machines; nothing reads it, because those are not built yet."""
@@ -113,10 +113,13 @@ def job_of(arguments: list[str]) -> Job:
         logging.getLogger("shardwise").warning("--hostfile %s: there is no such file; this machine is used", hostfile)
         hostfile = None
     nproc, nodes = (None if number == -1 else number for number in (given.num_gpus, given.num_nodes))
+    resources = Resources(nproc, nodes, given.include or None, given.exclude or None, hostfile)
+    if hostfile is not None and given.master_addr:
+        place(resources, Devices(()))  # of a job of several machines the address is not what is wrong
     return Job(
         script=given.user_script,
         args=tuple(given.user_args),
-        resources=Resources(nproc, nodes, given.include or None, given.exclude or None, hostfile),
+        resources=resources,
         master_addr=given.master_addr or LOOPBACK,
         master_port=given.master_port,
         module=given.module,

@@ -35,7 +35,9 @@ from shardwise.absent import (
     WRITERS,
     ZENFLOW,
 )
+from shardwise.dropin.adapters import checkpoint_keys, config_keys
 from shardwise.dropin.entries import Entry, absent, classes, functions, joined, modules, raising, values
+from shardwise.dropin.inner import NAMES as INNER_NAMES
 
 _API = "shardwise.comm.api"
 _ADAPT = "shardwise.dropin.adapters"
@@ -206,6 +208,13 @@ _GROUPS = joined(
             for what in whats
         ),
     ),
+    functions(
+        f"{_ADAPT}.groups",
+        *(
+            f"get_tensor_model_parallel_{what}() = get_tensor_parallel_{what}"
+            for what in ("group", "rank", "world_size")
+        ),
+    ),
     values(f"{_ADAPT}.groups", "mpu", "mesh_device"),
     raising(
         "an engine makes the groups of its layers: engine.expert_parallel_group has them",
@@ -342,6 +351,13 @@ _CHECKPOINT_KEYS = values(
     *("DS_VERSION", "BUFFER_NAMES", "PARAM_SHAPES", "FROZEN_PARAM_SHAPES", "FROZEN_PARAM_FRAGMENTS"),
     "UNIVERSAL_CHECKPOINT_INFO",
 )
+_CHECKPOINT_KEYS = joined(
+    _CHECKPOINT_KEYS,
+    values(
+        f"{_ADAPT}.checkpoint_keys",
+        *(name for name in vars(checkpoint_keys) if name.isupper()),
+    ),
+)
 _ONE_MACHINE = "processes are started by `shardwise run`, on one machine"
 _FLOPS_PROFILER = joined(
     classes("shardwise.profile", "FlopsProfiler(model, ds_engine=None, recompute_fwd_factor=0.0)"),
@@ -351,8 +367,20 @@ _FLOPS_PROFILER = joined(
         "module_depth=-1, top_modules=1, warm_up=1, as_string=True, output_file=None, ignore_modules=None, "
         "mode='forward')",
     ),
+    functions(
+        "shardwise.profile.words",
+        "number_to_string(num, units=None, precision=...)",
+        "macs_to_string(macs, units=None, precision=...)",
+        "flops_to_string(flops, units=None, precision=...)",
+        "bytes_to_string(b, units=None, precision=...)",
+        "params_to_string(params_num, units=None, precision=...)",
+        "duration_to_string(duration, units=None, precision=...)",
+    ),
+    raising(
+        "nothing is put on modules: FlopsProfiler(...).profile has what each of them computes",
+        "get_module_flops get_module_macs get_module_duration",
+    ),
 )
-_ROWS = "nothing is put on modules: FlopsProfiler(...).profile has what each of them computes"
 _UNKNOWN = "no script is known that imports a name of it"
 _TOPOLOGY = raising(PIPELINE, "ProcessTopology")
 
@@ -406,7 +434,11 @@ TABLE: dict[str, dict[str, Entry]] = {
     # -- communication ------------------------------------------------------------------------------------------------
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
-    "deepspeed.comm.torch": raising(_BACKENDS, "TorchBackend get_coalescing_manager"),
+    "deepspeed.comm.torch": joined(
+        functions(f"{_ADAPT}.collectives", "has_all_reduce_coalesced()", "has_coalescing_manager()"),
+        raising(_BACKENDS, "TorchBackend get_coalescing_manager"),
+    ),
+    "deepspeed.comm.reduce_op": classes("torch.distributed", "ReduceOp"),
     "deepspeed.comm.constants": raising(
         INNER,
         "COMMS_LOGGER_VERBOSE_DEFAULT COMMS_LOGGER_DEBUG_DEFAULT COMMS_LOGGER_PROF_ALL_DEFAULT "
@@ -449,6 +481,11 @@ TABLE: dict[str, dict[str, Entry]] = {
     ),
     "deepspeed.utils.groups": _GROUPS,
     "deepspeed.utils.comms_logging": _COMMS_LOGGING,
+    "deepspeed.utils.module_utils": functions(
+        f"{_ADAPT}.helpers",
+        "recursive_getattr(model, module_name)",
+        "recursive_setattr(model, module_name, module)",
+    ),
     "deepspeed.utils.init_on_device": _ON_DEVICE,
     "deepspeed.utils.torch": functions(
         f"{_ADAPT}.helpers", "required_torch_version(min_version=None, max_version=None)"
@@ -541,6 +578,7 @@ TABLE: dict[str, dict[str, Entry]] = {
     ),
     "deepspeed.runtime.zero.stage3": joined(
         _ESTIMATE_3,
+        functions(f"{_ADAPT}.building", "unwrap_model_for_generation"),
         raising(
             WRAPPERS,
             "DeepSpeedZeroOptimizer_Stage3 DeepSpeedZeroOptimizer FWD_MODULE_STACK INIT_OPTIMIZER_TIMER print_rank_0",
@@ -629,6 +667,10 @@ TABLE: dict[str, dict[str, Entry]] = {
             *("TRAIN_BATCH_SIZE", "TRAIN_MICRO_BATCH_SIZE_PER_GPU", "GRADIENT_ACCUMULATION_STEPS"),
             *("GRADIENT_CLIPPING", "GRADIENT_CLIPPING_DEFAULT", "STEPS_PER_PRINT", "OPTIMIZER", "SCHEDULER", "TYPE"),
             *("OPTIMIZER_TYPE_DEFAULT", "SCHEDULER_TYPE_DEFAULT", "FP16", "BFLOAT16"),
+        ),
+        values(
+            f"{_ADAPT}.config_keys",
+            *(name for name in vars(config_keys) if name.isupper()),
         ),
         raising(PIPELINE, "PIPE_REPLICATED"),
         raising(INNER, "DATA_PARALLEL_GROUP GLOBAL_RANK"),
@@ -775,6 +817,7 @@ TABLE: dict[str, dict[str, Entry]] = {
         classes("shardwise.config.schema.parallel", "TPTrainingConfig = TensorParallel", "TPConfig = TPSize"),
         raising(TENSOR, "AUTOTP_MODE:class resolve_tp_config _get_hf_tp_plan"),
     ),
+    "deepspeed.runtime.tensor_parallel.init_utils": functions(f"{_ADAPT}.configuration", "load_ds_config"),
     "deepspeed.runtime.tensor_parallel.layers": raising(TENSOR, "ColumnParallelLinear RowParallelLinear"),
     "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": raising(
         DATA, "DataAnalyzer DistributedDataAnalyzer"
@@ -859,6 +902,10 @@ TABLE: dict[str, dict[str, Entry]] = {
         "get_sequence_parallel_group()",
         "get_sequence_parallel_world_size()",
         "get_sequence_parallel_rank()",
+    )
+    | functions(
+        f"{_ADAPT}.groups",
+        *(f"get_model_parallel_{what}()" for what in ("group", "rank", "world_size")),
     ),
     "deepspeed.sequence.layer": joined(
         classes(
@@ -1049,19 +1096,7 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.monitor.wandb": classes(f"{_ADAPT}.monitors", "WandbMonitor"),
     "deepspeed.monitor.csv_monitor": classes(f"{_ADAPT}.monitors", "csvMonitor"),
     "deepspeed.monitor.comet": classes(f"{_ADAPT}.monitors", "CometMonitor"),
-    "deepspeed.profiling.flops_profiler": joined(
-        _FLOPS_PROFILER,
-        functions(
-            "shardwise.profile.words",
-            "number_to_string(num, units=None, precision=...)",
-            "macs_to_string(macs, units=None, precision=...)",
-            "flops_to_string(flops, units=None, precision=...)",
-            "bytes_to_string(b, units=None, precision=...)",
-            "params_to_string(params_num, units=None, precision=...)",
-            "duration_to_string(duration, units=None, precision=...)",
-        ),
-        raising(_ROWS, "get_module_flops get_module_macs get_module_duration"),
-    ),
+    "deepspeed.profiling.flops_profiler": _FLOPS_PROFILER,
     "deepspeed.profiling.flops_profiler.profiler": _FLOPS_PROFILER,
     "deepspeed.compression": raising(COMPRESS, "compression_scheduler"),
     "deepspeed.compression.compress": raising(COMPRESS, "init_compression redundancy_clean student_initialization"),
@@ -1122,6 +1157,32 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.env_report": functions("shardwise.dropin.commands", "main(args=None) = report"),
 }
 """Module path -> name -> what it is. A module without a served name does not exist; its reason is told on import."""
+
+_REASONS = (
+    ("deepspeed.checkpoint", UNIVERSAL),
+    ("deepspeed.comm", _BACKENDS),
+    ("deepspeed.compression", COMPRESS),
+    ("deepspeed.elasticity", ELASTIC),
+    ("deepspeed.inference", INFERENCE),
+    ("deepspeed.io", WRITERS),
+    ("deepspeed.launcher", _ONE_MACHINE),
+    ("deepspeed.linear", LINEAR),
+    ("deepspeed.module_inject", TENSOR),
+    ("deepspeed.ops.sparse_attention", SPARSE),
+    ("deepspeed.ops.transformer", LAYERS),
+    ("deepspeed.runtime.checkpoint_engine", _ENGINES),
+    ("deepspeed.runtime.data_pipeline", DATA),
+    ("deepspeed.runtime.model_checkpointing", WRITERS),
+    ("deepspeed.runtime.pipe", PIPELINE),
+    ("deepspeed.runtime.swap_tensor", SWAPPERS),
+    ("deepspeed.runtime.zero", WRAPPERS),
+    ("deepspeed.sequence", SHARED_VOCABULARY),
+)
+"""Beginning of a module's path -> why it has no more than `TABLE` says; others have inner parts."""
+
+for _path, _names in INNER_NAMES.items():
+    _why = next((text for start, text in _REASONS if _path.startswith(start)), INNER)
+    TABLE[_path] = joined(TABLE.get(_path, {}), raising(_why, _names))
 
 MAINS: dict[str, str] = {
     "deepspeed.launcher.runner": "shardwise.dropin.launcher:main",

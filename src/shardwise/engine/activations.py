@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,7 +44,8 @@ class Activations:
         self._group = group
         self._settings = Settings.of(config.activation_checkpointing)
         self._moves = config.activation_offload.enabled
-        self._every = config.steps_per_print
+        every = config.steps_per_print
+        self._every = int(every) if every and math.isfinite(every) else 1
         self._offload = ActivationOffload(
             min_bytes=config.activation_offload.min_bytes, device=device, accountant=accountant, stay=module.buffers()
         )
@@ -73,7 +75,7 @@ class Activations:
             rank: this process in the job; the first one logs.
         """
         profiles = (self._settings | in_force()).profile
-        if rank == 0 and profiles and self._every and steps % self._every == 0:
+        if rank == 0 and profiles and steps % self._every == 0:
             for name, found in times(clear=True).items():
                 logger.info("step=%d checkpointed %s: %s", steps, name, found)
 

@@ -56,6 +56,12 @@ def _offload_device(section: str) -> Callable[[Config], str]:
     return read
 
 
+def _offloads_to_disk(config: Config) -> bool:
+    """Whether parameters or optimizer state are offloaded to disk."""
+    zero = config.zero_optimization
+    return "nvme" in {section.device for section in (zero.offload_param, zero.offload_optimizer) if section is not None}
+
+
 def _offload(name: str, default: Any) -> Callable[[Config], Any]:
     """A key of offload_optimizer, with the value that holds when the section is absent."""
 
@@ -160,6 +166,7 @@ GETTERS: dict[str, Read] = {
     "zero_use_cpu_optimizer": lambda config: _zero_optimizer_device(config) in ("cpu", "nvme"),
     "zero_cpu_offload": lambda config: _zero_optimizer_device(config) == "cpu",
     "zero_nvme_offload_optimizer": lambda config: _zero_optimizer_device(config) == "nvme",
+    "zero_has_nvme_offload": _offloads_to_disk,
     "zero_partial_offload": _offload("ratio", 1.0),
     "super_offload": _offload("super_offload", False),
     "cpuadam_cores_perc": _offload("cpuadam_cores_perc", 0.8),

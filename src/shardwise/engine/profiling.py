@@ -78,9 +78,12 @@ class Profiling:
         self._parts = Breakdown(self._cuda)  # of the step that is profiled
         every = config.steps_per_print
         self._every = int(every) if every and math.isfinite(every) and job.rank == 0 else 0
+        # What is asked for by a key of its own is printed without `steps_per_print`, too: after each step.
+        asked = job.rank == 0 and (config.wall_clock_breakdown or config.memory_breakdown)
+        self._interval = self._every or int(asked)
         self._times: Breakdown | None = None
         self._timed = 0  # steps since times were told
-        if self._every and (config.wall_clock_breakdown or self._options.enabled):
+        if (self._interval and config.wall_clock_breakdown) or (self._every and self._options.enabled):
             self._times = Breakdown(self._cuda)
         self._rates: Rates | None = None
         self._samples = 0  # before the step
@@ -91,11 +94,8 @@ class Profiling:
                 peak = peak_of(torch.cuda.get_device_name(sharded.device), dtype)
             self._rates = Rates(job.world, config.timers.throughput.synchronized, sharded.device, peak)
         self._held: MemoryPhases | None = None
-        if self._every and config.memory_breakdown:
+        if self._interval and config.memory_breakdown:
             self._held = MemoryPhases(sharded.accountant, sharded.device)
-        for name, what in (("wall_clock_breakdown", "times are"), ("memory_breakdown", "memory is")):
-            if job.rank == 0 and getattr(config, name) and not every:
-                warn_once(f"{name}: {what} printed with `steps_per_print`, which is not set")
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class Profiling:
     @property
     def _held_now(self) -> MemoryPhases | None:
         """What looks at memory, if the step under way is to be told of."""
-        return None if self._held is None or (self._steps.global_steps + 1) % self._every else self._held
+        return None if self._held is None or (self._steps.global_steps + 1) % self._interval else self._held
 
     @contextlib.contextmanager
     def _part(self, part: str) -> Iterator[None]:
@@ -176,7 +176,7 @@ class Profiling:
         self._timed += 1
         if self._rates is not None:
             self._rates.stepped(self._steps.global_samples - self._samples)
-        if self._every and self._steps.global_steps % self._every == 0:
+        if self._interval and self._steps.global_steps % self._interval == 0:
             self._tell_times()
         if self.count is not None:
             self._tell_profile(self.count)

@@ -39,7 +39,8 @@ def configure(
         checkpoint_in_cpu: keep saved inputs of 1 MiB and more (in an engine: `activation_offload.min_bytes`) on the
             host until the backward pass comes near them.
         synchronize: wait for the CUDA device before and after each checkpointed call; nothing on a CPU.
-        profile: time the functions; `times` has the result, and an engine logs it with `steps_per_print`.
+        profile: time the functions; `times` has the result, and an engine logs it each `steps_per_print` steps, or
+            else each step.
 
     Raises:
         ConfigError: the configuration is wrong.

@@ -163,10 +163,13 @@ class Config(ConfigSection):
         default_note="null in DeepSpeed since 2024-10, 10 before (and in its documentation)",
     )
     wall_clock_breakdown: bool = key(
-        False, "Print what forward, backward and step take, in the mean of the steps since the last print."
+        False,
+        "Print what forward, backward and step take, in the mean of the steps since the last print; without "
+        "`steps_per_print` after each step.",
     )
     memory_breakdown: bool = key(
-        False, "Print what rank 0 holds at the phases of a step, by category, with `steps_per_print`."
+        False,
+        "Print what rank 0 holds at the phases of a step, by category, each `steps_per_print` steps or else each step.",
     )
     dump_state: bool = key(False, "Log the effective configuration, with all defaults (rank 0).")
     log_level: LogLevel | None = key(None, "Level of the library's logger; null: as it is.")

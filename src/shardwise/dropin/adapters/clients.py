@@ -32,6 +32,7 @@ from shardwise import engine
 from shardwise.comm import api, setup
 from shardwise.config import CONFIG_ARGUMENTS, accept, config_source, resolve
 from shardwise.device import choose_device
+from shardwise.dropin.adapters import attributes
 from shardwise.errors import ConflictError, UsageError
 from shardwise.parallel.tensor.dtensors import line_of
 from shardwise.parallel.tensor.entry import divided_over
@@ -84,6 +85,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         made = _initialize_for_accelerate(*args, **kwargs)
         _warn_of_saving(made[0])
     _let_lightning_save(made[0].module)
+    attributes.attach()
+    attributes.note(made[0])
     return made
 
 

@@ -12,6 +12,8 @@ import logging
 from types import ModuleType
 from typing import ClassVar
 
+import torch
+
 from shardwise import absent
 from shardwise.errors import NotBuiltError, UsageError
 
@@ -35,6 +37,11 @@ class OpBuilder:
     def name(self) -> str:
         """What the operator is called."""
         return self.NAME
+
+    @staticmethod
+    def is_rocm_pytorch() -> bool:
+        """Whether torch was built for ROCm."""
+        return torch.version.hip is not None
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether what the operator is for works here.

@@ -1,0 +1,130 @@
+"""What scripts written for DeepSpeed read of the optimizer, the loader and the engine that `initialize` returns.
+
+DeepSpeed returns a wrapper of the optimizer; here it is torch's own optimizer. So its class gets descriptors that
+answer for optimizers which an engine steps, and for all others say that there is no such attribute.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.data import EngineDataLoader
+from shardwise.engine import Engine
+from shardwise.zero.parameters.guards import belongs_to_engine
+from shardwise.zero.units import released
+
+_engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+def note(engine: Engine) -> None:
+    """Remember the engine that steps its optimizer."""
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+        _engines[engine.optimizer] = weakref.ref(engine)
+
+
+class _OfEngine:
+    """One attribute of an optimizer; without a setter, so that a script may put its own value there."""
+
+    def __init__(self, answer: Callable[[Engine], Any]) -> None:
+        self._answer = answer
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, optimizer: torch.optim.Optimizer | None, owner: type | None = None) -> Any:
+        found = _engines.get(optimizer) if optimizer is not None and belongs_to_engine(optimizer) else None
+        engine = None if found is None else found()
+        if engine is None:
+            raise AttributeError(f"{owner!r} has no attribute {self.name!r}: no engine of deepspeed.initialize has it")
+        return self._answer(engine)
+
+
+class LossScaler:
+    """The loss scale of an engine, in the form of DeepSpeed's scalers."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next backward pass; 1.0 without fp16."""
+        return self._engine.cur_scale
+
+    cur_scale = loss_scale
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether overflows change the scale."""
+        return self._engine.loss_scaler is not None and self._engine.loss_scaler.dynamic
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> Any:
+        """Run `engine.backward`, which scales the loss."""
+        return self._engine.backward(loss, retain_graph=retain_graph)
+
+
+def _set_lr(engine: Engine) -> Callable[[float], None]:
+    def set_lr(lr: float) -> None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+
+    return set_lr
+
+
+def _reload(engine: Engine) -> Callable[[], None]:
+    """Have the next step take over parameters that were changed through `.data`, which leaves no trace."""
+
+    def reload_model_params() -> None:
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                if not released.is_released(parameter):
+                    parameter.mul_(1)
+
+    return reload_model_params
+
+
+def _nothing(engine: Engine) -> Callable[..., None]:
+    return lambda *args, **kwargs: None  # an engine keeps gradients of master weights from the start
+
+
+class OptimizerAttributes:
+    """The attributes; see the module docstring."""
+
+    loss_scale = _OfEngine(lambda engine: engine.cur_scale)
+    cur_scale = _OfEngine(lambda engine: engine.cur_scale)
+    get_loss_scale = _OfEngine(lambda engine: lambda: engine.cur_scale)
+    loss_scaler = _OfEngine(LossScaler)
+    dynamic_loss_scale = _OfEngine(lambda engine: LossScaler(engine).dynamic)
+    _global_grad_norm = _OfEngine(lambda engine: engine.get_global_grad_norm())
+    backward = _OfEngine(lambda engine: engine.backward)
+    update_master_grads = _OfEngine(_nothing)
+    reload_model_params = _OfEngine(_reload)
+    refresh_fp32_params = _OfEngine(_reload)
+    get_lr = _OfEngine(lambda engine: lambda: engine.optimizer.param_groups[0]["lr"])
+    set_lr = _OfEngine(_set_lr)
+
+
+_DESCRIPTORS = {name: value for name, value in vars(OptimizerAttributes).items() if isinstance(value, _OfEngine)}
+_ALIASES: tuple[tuple[type, str, Any], ...] = (
+    (EngineDataLoader, "data_sampler", property(lambda loader: loader.sampler)),
+    (EngineDataLoader, "num_local_io_workers", property(lambda loader: loader.num_workers)),
+    (Engine, "store_checkpoint", Engine.save_checkpoint),
+)
+
+
+def attach() -> None:
+    """Let optimizers, loaders and engines have the attributes; a second call changes nothing."""
+    for name, descriptor in _DESCRIPTORS.items():
+        setattr(torch.optim.Optimizer, name, descriptor)
+    for owner, name, value in _ALIASES:
+        setattr(owner, name, value)
+
+
+def detach() -> None:
+    """Undo `attach`."""
+    for owner, name in [*((torch.optim.Optimizer, name) for name in _DESCRIPTORS), *(row[:2] for row in _ALIASES)]:
+        if name in vars(owner):
+            delattr(owner, name)
