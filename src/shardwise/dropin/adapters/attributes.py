@@ -68,7 +68,7 @@ class LossScaler:
 
 def _set_lr(engine: Engine) -> Callable[[float], None]:
     def set_lr(lr: float) -> None:
-        for group in engine.optimizer.param_groups:
+        for group in engine.param_groups:
             group["lr"] = lr
 
     return set_lr
@@ -103,7 +103,7 @@ class OptimizerAttributes:
     update_master_grads = _OfEngine(_nothing)
     reload_model_params = _OfEngine(_reload)
     refresh_fp32_params = _OfEngine(_reload)
-    get_lr = _OfEngine(lambda engine: lambda: engine.optimizer.param_groups[0]["lr"])
+    get_lr = _OfEngine(lambda engine: lambda: engine.param_groups[0]["lr"])
     set_lr = _OfEngine(_set_lr)
 
 
