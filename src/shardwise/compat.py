@@ -78,6 +78,45 @@ def connecting_alone() -> Iterator[None]:
         default.bound_device_id = bound
 
 
+def make_group(
+    ranks: Sequence[int],
+    name: str,
+    timeout: timedelta,
+    backend: str,
+    options: Any,
+    device: torch.device | None,
+) -> dist.ProcessGroup:
+    """Make a process group of some ranks under a given name; these ranks alone call.
+
+    `torch.distributed.new_group` takes no name. Its own name depends on how many groups the process has, which may
+    differ between ranks.
+
+    Args:
+        ranks: global numbers, this one among them.
+        name: the same on all of them, and of no other group.
+        timeout: limit for one collective.
+        backend: name of torch's backend.
+        options: of the backend.
+        device: the group connects at once for this device; None: at its first collective.
+    """
+    default = distributed_c10d._get_default_group()
+    store = distributed_c10d._world.pg_map[default][1]
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        distributed_c10d.GroupName(name),
+        options,
+        timeout=timeout,
+        device_id=device,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    distributed_c10d._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
+
+
 def urgent_options(backend: str, timeout: timedelta) -> Any:
     """Return options of a group whose kernels go before those that wait on other streams; None: there are none.
 

@@ -43,7 +43,7 @@ def ordered_sum(backend: str | None) -> tuple[list[float], str | None, set[str]]
     full = torch.tensor([1e8, -1e8, 1.0])[comm.rank].repeat(6)
     out = torch.zeros(2)
     comm.reduce_scatter([(out, full)], "sum").wait()
-    names = {dist.get_backend_config(group) for group in comm._own_groups}
+    names = {dist.get_backend_config(group) for group in comm._cache.groups()}
     comm.destroy()
     return out.tolist(), backend_of(None, CPU), names
 
@@ -155,7 +155,7 @@ def test_ranks_know_who_shares_a_node() -> None:
 def limits(seconds: float) -> set[timedelta | None]:
     start("gloo", timedelta(seconds=seconds))
     comm = communicator()
-    found = {timeout_of(group, CPU) for group in comm._own_groups} | {comm.timeout}
+    found = {timeout_of(group, CPU) for group in comm._cache.groups()} | {comm.timeout}
     comm.destroy()
     return found
 

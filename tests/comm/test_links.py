@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
 import struct
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,8 +33,9 @@ class Group:
     def __init__(self, world: int, limit: float = 30.0, device: torch.device = CPU) -> None:
         self.world = world
         self.device = device
-        self.rows = [{}] * world
-        self.barrier = threading.Barrier(world)
+        self.meeting = threading.Barrier(world)
+        self.store = dist.HashStore()
+        self.secret: Any = None
         self.limit = timedelta(seconds=limit)
         self.suspicious: int | None = None
         """Which rank makes another key than the rest."""
@@ -51,10 +54,11 @@ class Group:
                 results[rank] = error
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with mock.patch.object(links, "default_store", lambda: self.store):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         return results
 
 
@@ -67,11 +71,15 @@ class Member:
     def fingerprints(self, text: str, label: str) -> list[str]:
         return [""] * self.world
 
-    def exchange(self, value: dict[str, Any], label: str) -> list[dict[str, Any]]:
-        self.group.rows[self.rank] = value
-        self.group.barrier.wait()
-        extra = {"other": 1} if self.rank == self.group.suspicious else {}
-        return [{**row, **extra} for row in self.group.rows]
+    def share_object(self, value: object, label: str) -> object:
+        if self.rank == 0:
+            self.group.secret = value
+        self.group.meeting.wait()
+        name, secret = self.group.secret
+        return [name, "00" * 32 if self.rank == self.group.suspicious else secret]
+
+    def barrier(self, label: str) -> None:
+        self.group.meeting.wait()
 
     def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError:
         return error
@@ -122,7 +130,7 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Strangers]:
 def test_ranks_find_each_other_among_strangers_and_close_the_door(strangers: Strangers) -> None:
     found = Group(3).run(links.connect)
     for rank, connected in enumerate(found):
-        assert isinstance(connected, links.Links), connected
+        assert isinstance(connected, links.Pairs), connected
         for peer, asking in connected.asking.items():
             asking.sendall(bytes([rank, peer]))
     for rank, connected in enumerate(found):
@@ -141,10 +149,21 @@ def test_ranks_find_each_other_among_strangers_and_close_the_door(strangers: Str
 def test_a_hello_that_was_heard_elsewhere_opens_nothing() -> None:
     """What a rank says to one peer is of no use at another, or a second time."""
     key, listener = bytes(32), links._listen("127.0.0.1")
-    meeting = links._Meeting(listener, key, 1, 3)
+    found: dict[int, socket.socket] = {}
+    selector, ended = selectors.DefaultSelector(), threading.Event()
+    door = links._Door(listener, key, 1, 3, selector, found.__setitem__)
+    where = listener.getsockname()
+
+    def serve() -> None:
+        while not ended.is_set():
+            for ready, _ in selector.select(0.05):
+                ready.data()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
 
     def say(number_of: Callable[[bytes], bytes], rank: int, to: int) -> bytes:
-        with socket.create_connection(listener.getsockname(), 5) as connection:
+        with socket.create_connection(where, 5) as connection:
             theirs, ours = number_of(connection.recv(links._NUMBER_BYTES)), b"n" * links._NUMBER_BYTES
             connection.sendall(links._HELLO.pack(rank, ours, links._proof(key, b"asks", rank, to, theirs, ours)))
             return connection.recv(100)
@@ -153,15 +172,18 @@ def test_a_hello_that_was_heard_elsewhere_opens_nothing() -> None:
     assert say(lambda now: now, 0, 2) == b""  # for another peer
     assert say(lambda now: now, 1, 1) == b""  # from itself
     assert say(lambda now: now, 7, 1) == b""  # from nobody
-    assert not meeting.found
+    assert not found
     assert len(say(lambda now: now, 0, 1)) == links._NUMBER_BYTES
     deadline = time.monotonic() + 10
-    while not meeting.found and time.monotonic() < deadline:  # it is noted after the answer
+    while not found and time.monotonic() < deadline:  # it is noted after the answer
         time.sleep(0.01)
-    assert list(meeting.found) == [0]
+    assert list(found) == [0]
     assert say(lambda now: now, 0, 1) == b""  # it is there already
-    meeting.stop()
-    listener.close()
+    ended.set()
+    thread.join()
+    door.close()
+    selector.close()
+    found[0].close()
 
 
 def test_a_rank_that_is_somebody_else_is_not_believed() -> None:
@@ -170,22 +192,27 @@ def test_a_rank_that_is_somebody_else_is_not_believed() -> None:
     group.suspicious = 0
     for error in group.run(links.connect):
         assert isinstance(error, PeerLostError)
-        assert "cannot be reached for the side channel" in str(error)
+        assert "has not answered rank" in str(error)
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = links._call
+def ask_once(member: Any) -> None:
+    """Rank 1 is there and does not answer."""
+    with selectors.DefaultSelector() as selector:
+        own = links.Links(member, selector, lambda rank, connection: None)
+        try:
+            if member.rank == 0:
+                with links.reaching(member, 1, "the time", time.monotonic()):
+                    own.to(1, time.monotonic() + 0.5)
+        finally:
+            member.barrier("end")
+            own.close()
 
-    def calls(address: Any, key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
-        if rank == 1:
-            time.sleep(1.5)
-            raise ConnectionRefusedError("out of order")
-        return call(address, key, rank, peer, deadline)
 
-    monkeypatch.setattr(links, "_call", calls)
-    results = Group(2, limit=0.5).run(links.connect)
-    assert isinstance(results[0], PeerLostError)
-    assert (results[0].peer, results[0].timed_out) == (1, True)
+def test_a_rank_that_does_not_answer_is_named() -> None:
+    error, nothing = Group(2).run(ask_once)
+    assert nothing is None and isinstance(error, PeerLostError)
+    assert (error.peer, error.timed_out) == (1, True)
+    assert str(error) == "rank 1 has not answered rank 0: the time"
 
 
 # -- where -------------------------------------------------------------------------------------------------------------

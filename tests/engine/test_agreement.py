@@ -67,8 +67,8 @@ def _told(what: str) -> str:
         ("accumulation", "config gradient_accumulation_steps: 1 on rank 0, 2 on rank 2"),
         ("clipping", "config gradient_clipping: 0.0 on rank 0, 1.0 on rank 2"),
         ("stage", "config zero_optimization.stage: 3 on rank 0, 1 on rank 2"),
-        ("optimizer", "optimizer: AdamW on rank 0, SGD on rank 2"),
-        ("lr", "optimizer group 0 lr: 0.1 on rank 0, 0.2 on rank 2"),
+        ("optimizer", "config optimizer.type: 'adamw' on rank 0, 'SGD' on rank 2"),
+        ("lr", "config optimizer.params.lr: 0.1 on rank 0, 0.2 on rank 2"),
     ],
 )
 def test_what_differs_is_named_on_every_rank(what: str, words: str) -> None:

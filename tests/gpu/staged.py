@@ -140,8 +140,8 @@ def staged(*, rehearse: bool) -> Iterator[None]:
     queues: dict[str, _Queue] = {}
     new_group = groups.new_group
 
-    def on_gloo(partition: Any, timeout: Any, backend: str, device: Any = None) -> dist.ProcessGroup:
-        return new_group(partition, timeout, "gloo")
+    def on_gloo(ranks: Any, timeout: Any, backend: str, device: Any, purpose: str) -> dist.ProcessGroup:
+        return new_group(ranks, timeout, "gloo", device, purpose)
 
     def launch(op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup) -> list[Any]:
         if not pairs:

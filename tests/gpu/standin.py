@@ -757,6 +757,12 @@ def install() -> None:
     dist.is_backend_available = lambda name: True
     dist.init_process_group = _grouped(dist.init_process_group, 0)
     dist.new_group = _grouped(dist.new_group, 2)
+    make_group = compat.make_group
+
+    def grouped(ranks: Any, name: str, timeout: Any, backend: str, options: Any, device: Any) -> Any:
+        return make_group(ranks, name, timeout, str(_backends(backend)), None, None)
+
+    compat.make_group = grouped
     native._launch = _launch
     streams.CudaStreams.make = lambda self, name, **_: streams._CudaStream(Stream(name=name))  # type: ignore[method-assign, arg-type]
     threading.Thread._bootstrap_inner = _in_thread(threading.Thread._bootstrap_inner)  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ SIZES = (1, 5, 64, 1 << 16)
 def group() -> dist.ProcessGroup:
     start_group()
     device = torch.device("cuda", torch.cuda.current_device())
-    return groups.new_group([[0]], timedelta(seconds=60), "nccl", device)
+    return groups.new_group([0], timedelta(seconds=60), "nccl", device, "test")
 
 
 def values(size: int, dtype: torch.dtype) -> torch.Tensor:

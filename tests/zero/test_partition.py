@@ -60,8 +60,8 @@ def test_any_model(root: nn.Module, cap: int, data: st.DataObject) -> None:
     assert sorted(t.index for spec in specs for t in spec.tensors) == list(range(len(registry)))
     for spec in specs:
         assert spec.tensors and spec.modules
-        assert spec.numel <= cap or len([t for t in spec.tensors if t.numel]) == 1, (spec.name, spec.numel)
-        assert spec.numel == sum(t.numel for t in spec.tensors)
+        assert spec.size <= cap or len([t for t in spec.tensors if t.numel]) == 1, (spec.name, spec.size)
+        assert spec.size == sum(t.numel for t in spec.tensors)
     # A module that holds a parameter is, or lies in, a module of the parameter's unit: its calls are seen.
     for spec in specs:
         covered = {id(inner) for module in spec.modules for inner in module.modules()}
@@ -95,7 +95,7 @@ def test_leaves_stay_whole(root: nn.Module, cap: int, data: st.DataObject) -> No
 def test_blocks_of_a_transformer_are_units() -> None:
     _, specs = units_of(GPT(layers=4), 10**9)
     assert [spec.name for spec in specs if spec.name.startswith("blocks")] == [f"blocks.{i}" for i in range(4)]
-    sizes = [spec.numel for spec in specs]
+    sizes = [spec.size for spec in specs]
     assert max(sizes) == sizes[1]  # what lies outside of blocks is packed up to their size
 
 
@@ -119,4 +119,4 @@ def test_models_of_these_tests(name: str, cap: int) -> None:
     registry, specs = units_of(model, cap)
     assert sorted(t.index for spec in specs for t in spec.tensors) == list(range(len(registry)))
     for spec in specs:
-        assert spec.numel <= cap or len([t for t in spec.tensors if t.numel]) == 1
+        assert spec.size <= cap or len([t for t in spec.tensors if t.numel]) == 1

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise.comm import links
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
 from shardwise.comm.ledger import Ledger
@@ -118,7 +119,7 @@ def garbled() -> str:
     if comm.rank == 0:
         with contextlib.suppress(OSError):
             for _ in range(100):  # many more bytes than are kept
-                channel._links.asking[1].sendall(b"\xff" * (1 << 16))
+                channel._links.to(1, time.monotonic() + 10).sendall(b"\xff" * (1 << 16))
     found = ""
     deadline = time.monotonic() + 10
     while comm.rank == 1 and not found and time.monotonic() < deadline:
@@ -216,6 +217,29 @@ def test_a_model_that_is_wrapped_again_leaves_no_groups_and_no_connections() -> 
         assert counts == [before + 1] * 3
         assert files[1] == files[2]
         assert after == before
+
+
+def without_branches() -> int:
+    """Train a model whose ranks do the same, and count the connections that are made for it."""
+    made, call = [], links._call
+
+    def calls(*args: Any) -> Any:
+        made.append(args)
+        return call(*args)
+
+    links._call = calls
+    try:
+        engine = start(CASES["gpt"], Setting(stage=3))
+        for number in range(2):
+            step(engine, number)
+        engine.destroy()
+    finally:
+        links._call = call
+    return len(made)
+
+
+def test_ranks_that_do_the_same_open_no_connection() -> None:
+    assert run_ranks(without_branches, 3) == [0, 0, 0]
 
 
 # -- real sizes --------------------------------------------------------------------------------------------------------

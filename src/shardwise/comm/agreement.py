@@ -7,11 +7,13 @@ for each other for ever, or, worst, each train a part of the model by rules of i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from shardwise.comm.communicator import Communicator
+from shardwise.comm.communicator import Communicator, named_ranks
 from shardwise.errors import DesyncError
 
+_VERSIONS = 4
+"""Of what differs, so many are compared."""
 _SHOWN = 5
 """Differences that the error lists."""
 
@@ -29,20 +31,33 @@ def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
     if comm.world == 1:
         return
     given = comm.fingerprints(json.dumps(list(facts.items())), "agreement")
-    others = [rank for rank, found in enumerate(given) if found != given[0]]
-    if not others:
-        return
-    first = dict(comm.share_object(list(facts.items()), "agreement.first"))  # type: ignore[call-overload]
-    other = dict(comm.share_object(list(facts.items()), "agreement.other", src=others[0]))  # type: ignore[call-overload]
+    if len(set(given)) > 1:
+        raise difference(comm, facts, given)
+
+
+def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str]) -> DesyncError:
+    """Return an error that names what differs (all ranks call); one rank sends each of the first few versions.
+
+    Args:
+        comm: the ranks that have to agree.
+        facts: see `check_agreement`.
+        given: of each rank, what is equal where facts are.
+    """
+    senders: dict[str, int] = {}
+    for rank, version in enumerate(given):
+        senders.setdefault(version, rank)
+    told: dict[int, dict[str, str]] = {}
+    for rank in list(senders.values())[:_VERSIONS]:
+        told[rank] = dict(comm.share_object(list(facts.items()), "agreement.facts", src=rank))  # type: ignore[call-overload]
     lines = [
-        f"  {name}: {first.get(name, 'nothing')} on rank 0, {other.get(name, 'nothing')} on rank {others[0]}"
-        for name in dict.fromkeys([*first, *other])
-        if first.get(name) != other.get(name)
+        f"  {name}: " + ", ".join(f"{version.get(name, 'nothing')} on rank {rank}" for rank, version in told.items())
+        for name in dict.fromkeys(name for version in told.values() for name in version)
+        if len({version.get(name) for version in told.values()}) > 1
     ]
     more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    which = f"rank {others[0]} was" if len(others) == 1 else f"ranks {', '.join(map(str, others))} were"
-    raise DesyncError(
-        f"initialize(): {which} not given the same as rank 0:\n"
+    others = [rank for rank, version in enumerate(given) if version != given[0]]
+    return DesyncError(
+        f"initialize(): {named_ranks(others)} {'was' if len(others) == 1 else 'were'} not given the same as rank 0:\n"
         + "\n".join(lines[:_SHOWN] or ["  the same in another order"])
         + more
         + "\nEvery rank has to build the same model and read the same configuration; only data may differ."

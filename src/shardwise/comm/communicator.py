@@ -4,10 +4,10 @@ It chooses the algorithms for the backend (own point-to-point ones on Gloo, the 
 rank), numbers every collective, and writes it into the ledger before it is launched.
 
 Different kinds of collective (gathers, reductions, small sums) may be launched in different interleavings on different
-ranks: on Gloo each kind has its own tags; on NCCL each has its own communicator, but for those of scripts and
-checkpoints ("explicit"), which share that of the small sums and are launched in one order with them. Within one kind
-the order must be the same on all ranks; that is what `shardwise.zero.passes.gather` and `shardwise.zero.passes.reduce`
-guarantee.
+ranks: on Gloo each kind has its own tags; on NCCL gathers, reductions and small sums have a process group each, and
+those of scripts and checkpoints ("explicit") share that of the small sums and are launched in one order with them.
+Within one kind the order must be the same on all ranks; that is what `shardwise.zero.passes.gather` and
+`shardwise.zero.passes.reduce` guarantee.
 
 A backend serves one type of device: NCCL refuses tensors of the CPU. Every tensor handed in therefore lies on the
 communicator's device, and what is made here is made there.
@@ -23,12 +23,15 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm import groups, native
+from shardwise.comm.entry import enter
+from shardwise.comm.groups import GroupCache
 from shardwise.comm.ledger import Ledger, Record, user_line
 from shardwise.comm.positions import Waiting, follow, is_following
 from shardwise.comm.rendezvous import node
@@ -51,12 +54,19 @@ what follows a gather or a reduction in its chain (`shardwise.comm.chain`), and 
 (`shardwise.zero.passes.rows`).
 """
 
-_SHARED = {"explicit": "small", "gather_on": "gather", "reduce_on": "reduce", "rows": "reduce", "replicate": "reduce"}
-"""Kinds that use the groups of others, where each kind has its own: they are launched in one order with them, on the
-same stream."""
-
-_APART = ("gather", "reduce", "small")
-"""Kinds that have groups, and with them communicators, of their own on NCCL."""
+PURPOSES = {
+    "gather": "gather",
+    "gather_on": "gather",
+    "reduce": "reduce",
+    "reduce_on": "reduce",
+    "replicate": "reduce",
+    "rows": "reduce",
+    "small": "small",
+    "explicit": "small",
+}
+"""Which process group carries a kind, on backends that keep kinds apart by groups. Kinds of one group are launched in
+one order, on the same stream. On Gloo tags keep kinds apart, and one group carries all.
+"""
 
 _UNCOUNTED = ("gather_on", "reduce_on", "rows")
 """Kinds of which ranks in one place may have launched different numbers: threads launch them, or a group of ranks has
@@ -67,8 +77,40 @@ _COUNT_BITS, _NAME_BITS = 12, 16
 """Parts of a tag, which has 31 bits: the kind (3), how many of the kind came before, and what is exchanged."""
 
 
-_LENGTH, _SHORT = 8, 512
-"""Bytes of an exchanged value's length, and of what is exchanged at first: nearly all values are shorter."""
+_DIGEST, _LENGTH, _INLINE = 16, 4, 44
+"""Bytes of an exchanged value's digest, of its length, and of a value that needs no further collective."""
+_MOST_BROADCASTS = 2
+"""Long values up to which each is broadcast. More are gathered from all ranks, unless half of these have equal ones."""
+_MOST_BYTES = 4 << 20
+"""Size of the buffer on the device in which long values are gathered."""
+_ERROR_TEXT = 2000
+"""Characters of an exception that the other ranks are told."""
+
+MOST_GATHERED = 4096
+"""Bytes of what `all_reduce` gathers from all ranks; larger tensors are reduced and then gathered."""
+
+T = TypeVar("T")
+
+
+def head_of(text: bytes) -> bytes:
+    """Return the row of an exchanged value: digest, length, and the value if it is short."""
+    return hashlib.sha256(text).digest()[:_DIGEST] + len(text).to_bytes(_LENGTH, "little") + text[:_INLINE]
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return words for some ranks, runs of them in short.
+
+    >>> named_ranks([3]), named_ranks([0, 2, 3, 4, 9])
+    ('rank 3', 'ranks 0, 2-4, 9')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(words)}"
 
 
 class PendingCollective(Protocol):
@@ -155,28 +197,35 @@ def members_of(group: dist.ProcessGroup | None) -> list[int]:
 class Communicator:
     """Collectives of one engine over one data-parallel group.
 
+    Process groups are made at their first use (`shardwise.comm.groups.GroupCache`); a communicator and its parts share
+    a cache, so that parts of the same ranks share groups.
+
     Args:
         group: the ranks that share the work, or None for the default group; must be initialised unless the world is one
             process.
         ledger: where the collectives are recorded.
         device: where the tensors of the collectives lie.
         name: name of the group in records.
+        call: the call that makes it, in which all ranks have to be; empty: `name`.
         ordered: on backends with their own reductions, exchange pieces and add them in rank order instead
             (config key `deterministic_reduce`). On Gloo sums are always in rank order.
-        partition: `group` is one of these lists of global ranks, and the ranks of all lists make such a communicator.
         near: on one machine ranks read each other's memory; else they send messages there, too.
         nodes: names the node of each rank, as `nodes()` does; None: the ranks ask each other when it is needed.
         alone: of this rank only, whatever others there are; needs no group.
+        whole: the communicator of which this is a part.
+        members: global numbers of the part's ranks.
 
     Attributes:
         timeout: limit for one collective: that of `group`.
         imagined: there are no other ranks (torch's fake backend, and `shardwise.comm.imagined`).
+        members: the global numbers of its ranks, in their order.
 
     Raises:
         UsageError: the group has no backend that can be used with tensors of this device.
     """
 
     _alone = False
+    members: Sequence[int]
 
     def __init__(
         self,
@@ -186,53 +235,80 @@ class Communicator:
         *,
         name: str = "data_parallel",
         ordered: bool = False,
-        partition: Sequence[Sequence[int]] | None = None,
         near: bool = True,
         nodes: Sequence[str] | None = None,
         alone: bool = False,
+        call: str = "",
+        whole: Communicator | None = None,
+        members: Sequence[int] = (),
     ) -> None:
         self.ledger = ledger
         self.device = device
         self.name = name
-        self.user_group = group
         initialised = not alone and dist.is_available() and dist.is_initialized()
-        self.world = dist.get_world_size(group) if initialised else 1
-        self.rank = dist.get_rank(group) if initialised else 0
+        own = [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
+        self.members = list(members) or (members_of(group) if initialised else own)
+        self.world = len(self.members)
+        self.rank = list(self.members).index(own[0])
+        self._given = group
         self._ordered = ordered
-        self._groups: dict[str, dist.ProcessGroup] = {}
-        self._own_groups: list[dist.ProcessGroup] = []
         self._parts: list[Communicator] = []
         self._count = dict.fromkeys(KINDS, 0)
         self._nodes = nodes
         self._gloo = False
         self._neighbours: Neighbours | None = None
-        self._members: Sequence[int] = ()
+        self._peers: Sequence[int] = ()
         self._alone = alone
+        self._cache: GroupCache | None = None
+        self._is_part = whole is not None
         self.imagined = False
         self._whereabouts: Whereabouts | None = None
-        self.timeout = (timeout_of(group, device) if initialised else None) or timeout_from_environment()
+        limit = whole.timeout if whole is not None else timeout_of(group, device) if initialised else None
+        self.timeout: timedelta = limit or timeout_from_environment()
         if self.sends:
-            backend = _backend(group, device)
+            backend = _backend(group if whole is None else whole._given, device)
             self._gloo = backend == "gloo"
             self.imagined = backend == "fake"
-            ranks = self._members = self.members
-            self._whereabouts = Whereabouts(ledger, ranks, self.rank)
-            # On Gloo tags keep kinds apart, so one extra group is enough to keep clear of the user's own traffic.
-            for kind in KINDS[:1] if self._gloo else _APART:
-                self._own_groups.append(groups.new_group(partition or [ranks], self.timeout, backend, device))
-                self._groups[kind] = self._own_groups[-1]
-            for kind in KINDS:
-                self._groups.setdefault(kind, self._groups.get(_SHARED.get(kind, ""), self._own_groups[-1]))
+            self._peers = self.members
+            self._whereabouts = Whereabouts(ledger, self.members, self.rank)
+            inherited = None if whole is None else whole._cache
+            if whole is None and not self.imagined and self.world == dist.get_world_size():
+                enter(call or name, self.timeout)
+            self._cache = inherited or groups.GroupCache(self.timeout, backend, device)
             if self._gloo and near:
                 from shardwise.comm import neighbours
 
-                self._neighbours, reason = neighbours.meet(self._groups["explicit"])
+                self._neighbours, reason = neighbours.meet(self._group("explicit"))
                 if self._neighbours is None and self.rank == 0:
                     _log.info("%s: ranks exchange data through sockets, not memory: %s", name, reason)
         self._per_node = self.world
         if self.sends and not self._gloo:
             # Asked now: reductions are launched by threads that must not begin another collective.
             self._per_node = max(Counter(self.nodes()).values())
+
+    def _group(self, kind: str) -> dist.ProcessGroup:
+        """Return the process group that carries a kind; the first time its ranks make it."""
+        assert self._cache is not None, "destroyed"
+        return self._cache.get(self.members, "all" if self._gloo else PURPOSES[kind])
+
+    def connect(self, *kinds: str) -> None:
+        """Make the process groups that carry some kinds (all ranks call), so that no pass waits for that."""
+        for kind in kinds if self.sends else ():
+            self._group(kind)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group of these ranks, for collectives of a script; None: the default group.
+
+        All its ranks have to ask for that of a part: the first time they make it.
+        """
+        if not self._is_part:
+            return self._given
+        return self._group("explicit") if self._cache is not None else None
+
+    def communicators(self) -> list[tuple[tuple[int, ...], str]]:
+        """Return ranks and purpose of each process group that this communicator and its parts have made."""
+        return [] if self._cache is None else self._cache.made()
 
     def run_of(self, size: int, name: str) -> Communicator:
         """Return a communicator of this rank and those next to it: runs of `size` ranks, one after the other.
@@ -258,23 +334,18 @@ class Communicator:
             name: name of the group in records.
             near: ranks of one machine read each other's memory: worth its connections where much is waited for.
         """
-        everybody = self.members
-        partition = [[everybody[member] for member in members] for members in parts]
-        group = groups.new_group(partition, self.timeout, _backend(self.user_group, self.device))
-        nodes = None
-        if self._nodes is not None:
-            nodes = [self._nodes[member] for members in parts if self.rank in members for member in members]
+        own = next(list(places) for places in parts if self.rank in places)
         part = Communicator(
-            group,
+            None,
             self.ledger,
             self.device,
             name=name,
             ordered=self._ordered,
-            partition=partition,
             near=near,
-            nodes=nodes,
+            nodes=None if self._nodes is None else [self._nodes[place] for place in own],
+            whole=self,
+            members=[self.members[place] for place in own],
         )
-        part._own_groups.append(group)
         self._parts.append(part)
         return part
 
@@ -353,9 +424,12 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank.
 
-        Every rank receives those of all; `sum_large` needs no more memory with more ranks.
+        Of a few numbers every rank receives those of all. More numbers are summed as `sum_large` does it, so that what
+        a rank receives does not grow with the number of ranks.
         """
         size = tensor.numel() * tensor.element_size()
+        if size > MOST_GATHERED and self.sends:
+            return self._all_reduce_large(tensor, label)
         record = self._open("all_reduce", size, size * (self.world - 1), label)
         if not self.sends:
             return self._handle(None, record)
@@ -365,6 +439,15 @@ class Communicator:
 
             return self._launch(lambda: gloo.all_reduce_ordered(tensor, group, tag), record)
         return self._handle(native.all_reduce(tensor, group), record)
+
+    def _all_reduce_large(self, tensor: torch.Tensor, label: str) -> Handle:
+        if not (self._gloo or self._ordered):
+            return self._sum_at_once(tensor, label)
+        flat = tensor.detach().reshape(-1)
+        padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.world))
+        self.sum_large(padded, label)
+        tensor.detach().copy_(padded[: flat.numel()].view(tensor.shape))
+        return Handle(None, None, self.ledger)
 
     def sum_large(self, flat: torch.Tensor, label: str, out: torch.Tensor | None = None) -> None:
         """Sum a 1-D tensor over ranks: the same bits on every rank (it blocks).
@@ -397,13 +480,13 @@ class Communicator:
         group, _ = self._next("explicit", record)
         return self._handle(native.sum_in_place(flat, group), record)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, label: str) -> Handle:
+    def broadcast(self, tensor: torch.Tensor, src: int, label: str, kind: str = "explicit") -> Handle:
         """Copy a tensor from group rank `src` to all ranks, in place."""
         size = tensor.numel() * tensor.element_size()
         record = self._open("broadcast", size, size if self.rank == src else 0, label)
         if not self.sends or not tensor.numel():
             return self._handle(None, record)
-        group, tag = self._next("explicit", record)
+        group, tag = self._next(kind, record)
         if self._gloo:
             from shardwise.comm import gloo
 
@@ -446,37 +529,66 @@ class Communicator:
         """Return rank `src`'s JSON-like `value` on every rank (set-up only: it blocks)."""
         record = self._open("share_object", 0, 0, label)
         if self.sends and not self.imagined:
-            text = json.dumps(value).encode()
-            length = torch.tensor([len(text)], dtype=torch.int64, device=self.device)
+            own = json.dumps(value).encode() if self.rank == src else b""
+            length = torch.tensor([len(own)], dtype=torch.int64, device=self.device)
             self.broadcast(length, src, label).wait()
-            if self.rank == src:
-                data = torch.tensor(list(text), dtype=torch.uint8, device=self.device)
-            else:
-                data = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
-            self.broadcast(data, src, label).wait()
-            value = json.loads(text if self.rank == src else bytes(data.tolist()))
+            data = self._broadcast_bytes(own, src, int(length.item()), label)
+            value = json.loads(own or data)
         self._handle(None, record)
         return value
 
     def exchange(self, value: Any, label: str) -> list[Any]:
-        """Return the JSON values that all ranks have passed, in rank order (it blocks; two collectives if one is long).
+        """Return the JSON values that all ranks have passed, in rank order (it blocks).
 
-        A value comes back as JSON has it: a tuple as a list.
+        A value comes back as JSON has it: a tuple as a list. Ranks first send a row of fixed size: digest, length, and
+        the value if it is short. Of longer values one rank sends each that differs from the others. Equal values are
+        parsed once and are one object.
         """
         if not self.sends or self.imagined:
             return [value] * self.world
         own = json.dumps(value).encode()
-        rows = self._rows(len(own).to_bytes(_LENGTH, "little") + own[: _SHORT - _LENGTH], _SHORT, label)
-        sizes = [int.from_bytes(row[:_LENGTH], "little") for row in rows]
-        long = max(sizes) > _SHORT - _LENGTH
-        rows = self._rows(own, max(sizes), label) if long else [row[_LENGTH:] for row in rows]
-        return [json.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+        rows = self._rows(head_of(own), _DIGEST + _LENGTH + _INLINE, label)
+        texts: dict[bytes, bytes] = {}
+        long: dict[bytes, tuple[int, int]] = {}
+        for rank, row in enumerate(rows):
+            size = int.from_bytes(row[_DIGEST : _DIGEST + _LENGTH], "little")
+            if size > _INLINE:
+                long.setdefault(row[:_DIGEST], (rank, size))
+            else:
+                texts.setdefault(row[:_DIGEST], row[_DIGEST + _LENGTH :][:size])
+        texts.update(self._long_texts(own, long, label))
+        values = {digest: json.loads(text) for digest, text in texts.items()}
+        return [values[row[:_DIGEST]] for row in rows]
+
+    def _long_texts(self, own: bytes, senders: dict[bytes, tuple[int, int]], label: str) -> dict[bytes, bytes]:
+        """Return long values by digest, each of which one rank sends; the buffer on the device is bounded.
+
+        Args:
+            own: this rank's value.
+            senders: rank and size of each, by digest.
+            label: for records.
+        """
+        if len(senders) <= max(_MOST_BROADCASTS, self.world // 2):
+            return {digest: self._broadcast_bytes(own, rank, size, label) for digest, (rank, size) in senders.items()}
+        longest = max(size for _, size in senders.values())
+        width = min(longest, max(_INLINE, _MOST_BYTES // self.world))
+        parts = [self._rows(own[at : at + width], width, label) for at in range(0, longest, width)]
+        return {d: b"".join(part[rank] for part in parts)[:size] for d, (rank, size) in senders.items()}
+
+    def _broadcast_bytes(self, own: bytes, src: int, size: int, label: str) -> bytes:
+        data = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        if self.rank == src:
+            data.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        self.broadcast(data, src, label).wait()
+        here = data.cpu()
+        return ctypes.string_at(here.data_ptr(), size)
 
     def _rows(self, own: bytes, width: int, label: str) -> list[bytes]:
         """Return the bytes of all ranks, each filled up to the same length."""
         everything = torch.zeros(self.world * width, dtype=torch.uint8, device=self.device)
         mine = everything[self.rank * width : (self.rank + 1) * width]
-        mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
+        if own:
+            mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
         record = self._open("exchange", everything.numel(), everything.numel() - width, label)
         self._gather([(everything, mine)], "explicit", record).wait()
         here = everything.cpu()
@@ -484,7 +596,38 @@ class Communicator:
 
     def fingerprints(self, text: str, label: str) -> list[str]:
         """Return a digest of each rank's text, in rank order, equal where texts are (one small collective)."""
-        return self.exchange(hashlib.sha256(text.encode()).hexdigest(), label)
+        digest = hashlib.sha256(text.encode()).digest()[:_DIGEST]
+        if not self.sends or self.imagined:
+            return [digest.hex()] * self.world
+        return [row.hex() for row in self._rows(digest, _DIGEST, label)]
+
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """Return what a function without collectives returns; if it raises on some ranks, all ranks raise.
+
+        Args:
+            what: is done, for the other ranks' error.
+            work: the function.
+
+        Raises:
+            DesyncError: another rank has raised an exception.
+            Exception: that of this rank.
+        """
+        error: Exception | None = None
+        try:
+            found = work()
+        except Exception as raised:
+            error = raised
+        text = "" if error is None else f"{type(error).__name__}: {error}"[:_ERROR_TEXT]
+        texts = self.exchange(text, "outcomes")
+        if error is not None:
+            raise error
+        failed = [rank for rank, other in enumerate(texts) if other]
+        if failed:
+            raise DesyncError(
+                f"{what}: {named_ranks(failed)} of {self.world} raised {texts[failed[0]]} This rank did not raise: "
+                "ranks have to be given the same"
+            )
+        return found
 
     def nodes(self) -> Sequence[str]:
         """Return a name of each rank's node, in rank order (all ranks call; the first time it is a small collective).
@@ -497,19 +640,11 @@ class Communicator:
 
     def group_rank(self, rank: int) -> int:
         """Translate a global rank into this group's."""
-        if self.world == 1:
-            return 0
-        return rank if self.user_group is None else dist.get_group_rank(self.user_group, rank)
-
-    @property
-    def members(self) -> list[int]:
-        """The global numbers of its ranks, in their order."""
-        own = self._alone and dist.is_available() and dist.is_initialized()
-        return [dist.get_rank()] if own else members_of(self.user_group)
+        return 0 if self.world == 1 else list(self.members).index(rank)
 
     def groups_of_ranks(self) -> dict[str, list[int]]:
         """Return the global numbers of the ranks of this communicator and its parts, by the name in records."""
-        found = {self.name: self.members}
+        found = {self.name: list(self.members)}
         for part in self._parts:
             found.update(part.groups_of_ranks())
         return found
@@ -566,29 +701,28 @@ class Communicator:
         return own + [number for part in self._parts for number in part.launched]
 
     def destroy(self) -> None:
-        """Give back the process groups made by this communicator (not the user's), and its parts."""
+        """Destroy the process groups made by this communicator and its parts (not the group that it was given)."""
         for part in self._parts:
             part.destroy()
-            part.user_group = None  # whoever still has the part must not keep the group's threads and sockets
         self._parts = []
         if self._neighbours is not None:
             self._neighbours.close()
             self._neighbours = None
-        for group in self._own_groups:
-            groups.give_back(group)
-        self._own_groups, self._groups = [], {}
+        if self._cache is not None and not self._is_part:
+            self._cache.close()
+        self._cache = None
 
     def _next(self, kind: str, record: Record) -> tuple[dist.ProcessGroup, int]:
         record.kind, record.turn = kind, self._count[kind]
         self._count[kind] += 1
         if not self._gloo:
-            return self._groups[kind], 0
+            return self._group(kind), 0
         count = record.turn % (1 << _COUNT_BITS)
         # Ranks that are in different collectives must not take each other's messages: where the sizes differ Gloo
         # aborts the process, where they do not the wrong values arrive. (The parts of an all-to-all differ by rank.)
         size = 0 if record.op == "all_to_all" else record.size
-        name = zlib.crc32(f"{record.op} {record.label} {size}".encode()) % (1 << _NAME_BITS)
-        return self._groups[kind], ((KINDS.index(kind) << _COUNT_BITS) + count << _NAME_BITS) + name
+        name = zlib.crc32(f"{self.name} {record.op} {record.label} {size}".encode()) % (1 << _NAME_BITS)
+        return self._group(kind), ((KINDS.index(kind) << _COUNT_BITS) + count << _NAME_BITS) + name
 
     def _launch(self, launch: Callable[[], PendingCollective], record: Record) -> Handle:
         try:
@@ -611,7 +745,7 @@ class Communicator:
         return self._whereabouts.explain(error, what, user_line(), waited)
 
     def _open(self, op: str, size: int, sent: int, label: str) -> Record:
-        return self.ledger.open(op, self.name, size, sent if self.world > 1 else 0, label, self.world, self._members)
+        return self.ledger.open(op, self.name, size, sent if self.world > 1 else 0, label, self.world, self._peers)
 
     def _handle(self, pending: PendingCollective | None, record: Record) -> Handle:
         if pending is None:

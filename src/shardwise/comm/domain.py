@@ -201,6 +201,23 @@ class Domain:
         found = [(self._order[place], place) for place in range(self.place % stride, self.world, stride)]
         return sorted(found, key=lambda holder: (holder[0] - self.ranks.rank) % self.world)
 
+    def connect(self, levels: int, *, trained: bool) -> None:
+        """Make the process groups of passes (all ranks call, at one point), so that no pass waits for that.
+
+        Args:
+            levels: the finest level from which parameters are gathered.
+            trained: gradients are reduced.
+        """
+        for number, dimension in enumerate(self.dimensions):
+            if number < levels:
+                dimension.connect("gather")
+            if trained:
+                dimension.connect("reduce")
+
+    def rank_at(self, place: int) -> int:
+        """Return the rank whose range at the finest level has a number."""
+        return self._order[place]
+
     def place_of(self, rank: int) -> int:
         """Return the number of a rank's range at the finest level."""
         return self._places[rank]

@@ -8,10 +8,12 @@ missing, all ranks make another. What ranks tell each other about that goes thro
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -125,128 +127,119 @@ def _all_agree(store: dist.Store, key: str, ranks: int, here: bool) -> bool:
     return bool(store.get(f"{key}/all") == b"good")
 
 
-class _Shelf:
-    """Groups that some ranks of the job have made by themselves, to be used again by later engines.
+class GroupCache:
+    """Process groups of one engine, keyed by ranks and purpose. Each is made at its first use, by its ranks alone.
 
-    torch names such a group by its ranks and by how many groups there are. After one has been destroyed, another may
-    get its name, and meets addresses that nobody listens at any more. So they are kept as long as the default group.
+    Invariant: all ranks of a group ask for it at the same point of their program.
+
+    Args:
+        timeout: limit for one collective.
+        backend: see `torch.distributed.new_group`.
+        device: on NCCL, this rank's: a group connects when it is made, not inside its first collective.
+    """
+
+    def __init__(self, timeout: timedelta, backend: str, device: torch.device) -> None:
+        self._timeout, self._backend, self._device = timeout, backend, device
+        self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        _caches.add(self)
+
+    def get(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+        """Return the group of some ranks (global numbers, this one among them) for a purpose.
+
+        Raises:
+            PeerLostError: it cannot be made.
+        """
+        key = (tuple(ranks), purpose)
+        if key not in self._made:
+            self._made[key] = new_group(ranks, self._timeout, self._backend, self._device, purpose)
+        return self._made[key]
+
+    def made(self) -> list[tuple[tuple[int, ...], str]]:
+        """Return the ranks and the purpose of each group that has been made."""
+        return list(self._made)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Return all groups that have been made."""
+        return list(self._made.values())
+
+    def close(self) -> None:
+        """Destroy all groups."""
+        while self._made:
+            give_back(self._made.popitem()[1])
+
+    def forget(self) -> None:
+        """Drop all references to groups, which torch has destroyed or is about to."""
+        self._made = {}
+
+
+_caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
+
+
+class _Names:
+    """Names of groups: the same on all ranks of a group, and never used before.
+
+    torch's own names depend on how many groups this process has, which may differ between ranks. A name that has been
+    used leads to addresses in the store at which no rank listens any more.
     """
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        """Let go of all groups."""
         self._default: object = None
-        self._made: dict[dist.ProcessGroup, tuple[object, ...]] = {}
-        self._free: dict[tuple[object, ...], list[dist.ProcessGroup]] = {}
         self._count: Counter[str] = Counter()
 
-    def _settle(self) -> None:
+    def next(self, ranks: Sequence[int], purpose: str) -> str:
+        """Return a name for the next group of some ranks for a purpose."""
         if self._default is not dist.group.WORLD:
             self.clear()
             self._default = dist.group.WORLD
+        digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+        name = f"shardwise/{purpose}/{digest}"
+        self._count[name] += 1
+        return f"{name}/{self._count[name]}"
 
-    def name(self, ranks: str) -> str:
-        """Return a name for the next group of some ranks; the same on all of them, if all have done the same."""
-        self._settle()
-        self._count[ranks] += 1
-        return f"{ranks}/{self._count[ranks]}"
-
-    def take(
-        self, ranks: Sequence[int], timeout: timedelta, backend: str, device: torch.device | None
-    ) -> dist.ProcessGroup:
-        """Return a group of these ranks that nobody uses (the same on all of them, if all have done the same)."""
-        self._settle()
-        kind = (*ranks, timeout, backend, device)
-        if self._free.get(kind):
-            return self._free[kind].pop(0)
-        name = self.name(hashlib.sha256(repr(list(ranks)).encode()).hexdigest())
-        _await(ranks, timeout, name)
-        group = made_well(
-            lambda _: _connected_alone(ranks, timeout, backend, device),
-            lambda _: None,  # kept, for the same reason
-            lambda made: made,
-            compat.default_store(),
-            len(ranks),
-            name,
-        )
-        self._made[group] = kind
-        return group
-
-    def put(self, group: dist.ProcessGroup) -> bool:
-        """Take a group back; return whether it came from here."""
-        kind = self._made.get(group)
-        if kind is not None:
-            self._free.setdefault(kind, []).append(group)
-        return kind is not None
+    def clear(self) -> None:
+        """Forget the default group."""
+        self._default = None
+        self._count.clear()
 
 
-_shelf = _Shelf()
-
-
-def _connected_alone(
-    ranks: Sequence[int], timeout: timedelta, backend: str, device: torch.device | None
-) -> dist.ProcessGroup:
-    """Make a group of some ranks, without the others."""
-    with compat.connecting_alone():
-        return dist.new_group(
-            list(ranks),
-            timeout,
-            backend,
-            compat.urgent_options(backend, timeout),
-            use_local_synchronization=True,
-            device_id=device,
-        )
+_names = _Names()
 
 
 def new_group(
-    partition: Sequence[Sequence[int]], timeout: timedelta, backend: str, device: torch.device | None = None
+    ranks: Sequence[int], timeout: timedelta, backend: str, device: torch.device, purpose: str
 ) -> dist.ProcessGroup:
-    """Return the one of several groups that this rank is in, for its caller alone.
+    """Make a group of some ranks, which alone call; arguments as of `GroupCache`.
 
-    All ranks make all groups if the job has no others. Otherwise each list makes its own: ranks that are in none are
-    elsewhere, and must not be needed.
+    Raises:
+        PeerLostError: see `made_well`.
+    """
+    name = _names.next(ranks, purpose)
+    whole = len(ranks) == dist.get_world_size()
+    bound = device if backend == "nccl" else None
+
+    def make(attempt: int) -> dist.ProcessGroup:
+        # torch splits the communicator of a default group that has a device, for which it needs all of its ranks.
+        with contextlib.nullcontext() if whole else compat.connecting_alone():
+            options = compat.urgent_options(backend, timeout)
+            return compat.make_group(ranks, f"{name}/{attempt}", timeout, backend, options, bound)
+
+    await_ranks(ranks, timeout, name, f"the making of a process group of {len(ranks)} ranks")
+    return made_well(make, dist.destroy_process_group, lambda made: made, compat.default_store(), len(ranks), name)
+
+
+def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) -> None:
+    """Wait until ranks have come: torch would wait without a word for those of a group, and name a key of its store.
 
     Args:
-        partition: the ranks of each group.
-        timeout: limit for one collective.
-        backend: see `torch.distributed.new_group`.
-        device: on NCCL, this rank's: the group connects now, and not inside of its first collective, for which ranks
-            would wait that are elsewhere.
+        ranks: global numbers.
+        timeout: limit for the wait.
+        name: of the meeting, the same on all of them, and of no other.
+        what: to which they come, in words.
+
+    Raises:
+        LaunchError: see `shardwise.comm.meeting.meet`.
+        DesyncError: see there.
     """
-    rank = dist.get_rank()
-    device = device if backend == "nccl" else None
-    if sum(map(len, partition)) < dist.get_world_size():
-        return _shelf.take(next(ranks for ranks in partition if rank in ranks), timeout, backend, device)
-    place = next(place for place, ranks in enumerate(partition) if rank in ranks)
-
-    def discard(made: list[dist.ProcessGroup]) -> None:
-        dist.destroy_process_group(made[place])
-
-    name = _shelf.name("job")
-    _await(range(dist.get_world_size()), timeout, name)
-    return made_well(
-        lambda _: [
-            dist.new_group(
-                list(ranks),
-                timeout,
-                backend,
-                compat.urgent_options(backend, timeout),
-                device_id=device if rank in ranks else None,
-            )
-            for ranks in partition
-        ],
-        discard,
-        lambda made: made[place],
-        compat.default_store(),
-        dist.get_world_size(),
-        name,
-    )[place]
-
-
-def _await(ranks: Sequence[int], timeout: timedelta, name: str) -> None:
-    """Wait until all ranks of a group come to make it: torch would wait without a word, and name a key of its store."""
     store = compat.default_store()
     if store is None or dist.get_backend() == "fake":
         return
@@ -254,17 +247,22 @@ def _await(ranks: Sequence[int], timeout: timedelta, name: str) -> None:
     record.kind, record.members = name, list(ranks)
     with Waiting(record, record.launched):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        what = f"the making of a process group of {len(ranks)} ranks"
-        meet(dist.PrefixStore(f"shardwise/made/{name}", store), dist.get_rank(), ranks, timeout, attempt, what)
+        meet(meeting_store(name, store), dist.get_rank(), ranks, timeout, attempt, what)
+
+
+def meeting_store(name: str, store: dist.Store) -> dist.Store:
+    """Return the part of a store in which the ranks of a meeting write."""
+    return dist.PrefixStore(f"shardwise/made/{name}", store)
 
 
 def give_back(group: dist.ProcessGroup) -> None:
-    """Take a group back from the caller of `new_group`."""
-    if not _shelf.put(group):
-        dist.destroy_process_group(group)
+    """Destroy a group of `new_group`."""
+    dist.destroy_process_group(group)
 
 
 def forget() -> None:
-    """Let go of all groups, so that none outlives its destruction: none is made or given back any more."""
-    _shelf.clear()
+    """Drop all references to groups, so that none outlives its destruction."""
+    for cache in list(_caches):
+        cache.forget()
+    _names.clear()
     compat.forget_groups()

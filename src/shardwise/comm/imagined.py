@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import gloo, native, neighbours, wire
-from shardwise.comm.communicator import KINDS, Communicator, Handle
+from shardwise.comm.communicator import KINDS, MOST_GATHERED, PURPOSES, Communicator, Handle
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.pieces import Pieces
 from shardwise.comm.setup import timeout_from_environment
@@ -43,21 +43,23 @@ class ImaginedCommunicator(Communicator):
         self.ledger, self.device, self.name = Ledger(), device, name
         self.world, self.rank = world, rank
         self.imagined = True
-        self.user_group = None
+        self._given = self._cache = None
+        self._is_part = False
+        self.members = list(range(world))
         self.timeout = timeout_from_environment()
         self._reads = like is not None and like.reads_peers
         self._ordered = like is not None and like._ordered
         self._gloo = device.type == "cpu" if like is None else like._gloo
         self._count = dict.fromkeys(KINDS, 0)
         self._parts: list[Communicator] = []
-        self._own_groups, self._groups = [], {}
         self._neighbours = self._whereabouts = None
-        self._members = ()
+        self._peers = ()
         self._nodes = ["imagined"] * world
         self._per_node = world if like is None else like._per_node
         # Plans of other world sizes or device types have no communicator to compare with.
         self._waits = device.type == "cpu" or world == 1 if like is None else like.waits_on_host
         self._async_gathers = device.type != "cpu" if like is None else like.async_gathers
+        self._connected: dict[tuple[tuple[int, ...], str], None] = {}
         self._chunks = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:
@@ -65,16 +67,27 @@ class ImaginedCommunicator(Communicator):
         members = list(next((members for members in parts if self.rank in members), parts[0]))
         rank = members.index(self.rank) if self.rank in members else 0
         part = ImaginedCommunicator(len(members), self.device, rank=rank, name=name)
+        part.members = [self.members[place] for place in members]
+        part._connected = self._connected
         part._gloo, part._ordered = self._gloo, self._ordered
         part._waits, part._async_gathers = self._waits, self._async_gathers
         part._reads = near and self._reads
         return part
 
+    def connect(self, *kinds: str) -> None:
+        """Count the process groups that real ranks would make for some kinds."""
+        for kind in kinds if self.world > 1 else ():
+            self._connected[tuple(self.members), "all" if self._gloo else PURPOSES[kind]] = None
+
+    def communicators(self) -> list[tuple[tuple[int, ...], str]]:
+        """Return ranks and purpose of each process group that real ranks would have made."""
+        return list(self._connected)
+
     def all_gather(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], label: str, kind: str = "gather"
     ) -> Handle:
         """See `Communicator.all_gather`."""
-        return self._over("all_gather", sum(full.nbytes for full, _ in pairs), label)
+        return self._over("all_gather", sum(full.nbytes for full, _ in pairs), label, kind)
 
     def reduce_scatter(
         self,
@@ -87,11 +100,11 @@ class ImaginedCommunicator(Communicator):
         """See `Communicator.reduce_scatter`."""
         size = sum(full.numel() * full.element_size() for _, full in pairs)
         if self.world == 1:
-            return self._over("reduce_scatter", size, label)
+            return self._over("reduce_scatter", size, label, kind)
         if self._reads:
             sizes = neighbours.scratch_sizes(pairs, accumulate)
             self._chunks = neighbours.enlarged(self._chunks, sizes, self.device)
-            return self._over("reduce_scatter", size, label, self._chunks)
+            return self._over("reduce_scatter", size, label, kind, self._chunks)
         flat = [(out, full) for out, full in pairs if isinstance(full, torch.Tensor)]
         assert len(flat) == len(pairs), "nobody can read pieces here"
         if not self._gloo:
@@ -100,7 +113,7 @@ class ImaginedCommunicator(Communicator):
                 flat, self.world, accumulate=accumulate, ordered=self._ordered, per_node=self._per_node
             )
             made = [buffer for several in buffers for buffer in several if buffer is not None]
-            return self._over("reduce_scatter", size, label, made)
+            return self._over("reduce_scatter", size, label, kind, made)
         received = gloo.receive_buffers(flat, self.world)
 
         def add_up() -> None:
@@ -111,15 +124,16 @@ class ImaginedCommunicator(Communicator):
                 spare = other if other.dtype == out.dtype else None
                 wire.sum_in_order(out[:chunk], [other, full[:chunk]], accumulate, spare)
 
-        return self._over("reduce_scatter", size, label, received, add_up)
+        return self._over("reduce_scatter", size, label, kind, received, add_up)
 
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """See `Communicator.all_reduce`."""
-        gathered = tensor.new_empty(self.world * tensor.numel()) if self.world > 1 else tensor
-        return self._over("all_reduce", tensor.nbytes, label, [gathered])
+        few = self.world > 1 and tensor.nbytes <= MOST_GATHERED
+        gathered = tensor.new_empty(self.world * tensor.numel()) if few else tensor
+        return self._over("all_reduce", tensor.nbytes, label, kind, [gathered])
 
     def _sum_at_once(self, flat: torch.Tensor, label: str) -> Handle:
-        return self._over("all_reduce", flat.nbytes, label)
+        return self._over("all_reduce", flat.nbytes, label, "explicit")
 
     def all_to_all(
         self,
@@ -131,11 +145,11 @@ class ImaginedCommunicator(Communicator):
         kind: str = "explicit",
     ) -> Handle:
         """See `Communicator.all_to_all`."""
-        return self._over("all_to_all", given.nbytes, label)
+        return self._over("all_to_all", given.nbytes, label, kind)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, label: str) -> Handle:
+    def broadcast(self, tensor: torch.Tensor, src: int, label: str, kind: str = "explicit") -> Handle:
         """See `Communicator.broadcast`."""
-        return self._over("broadcast", tensor.nbytes, label)
+        return self._over("broadcast", tensor.nbytes, label, kind)
 
     @property
     def waits_on_host(self) -> bool:
@@ -162,8 +176,10 @@ class ImaginedCommunicator(Communicator):
         op: str,
         size: int,
         label: str,
+        kind: str,
         scratch: Sequence[torch.Tensor] = (),
         finish: Callable[[], Any] | None = None,
     ) -> Handle:
         """Return a collective that ends when it is waited for."""
+        self.connect(kind)
         return self._handle(native.Works((), finish, scratch), self._open(op, size, size, label))

@@ -1,40 +1,47 @@
 """Connections between the ranks of a group, outside of its process groups, that strangers cannot enter.
 
-Each rank has two connections to each other rank: one on which it asks, one on which it answers. They are made at set-up
-and kept, so that no port is open while a job trains. A rank proves on each that it knows a key, which is made from
-random bytes of all ranks; the group tells them to each other in a collective. Each side sends a random number and gets
-it back under the key (HMAC-SHA256) together with both ranks and the direction: a proof fits one connection only.
+A rank connects to another one when it first asks it for something; ranks that never do open no connection. Each rank
+listens on one port, of the loopback interface if all ranks are on one machine, and writes its address into the store.
+Both sides of a connection prove that they know a key, which rank 0 has made of random bytes and told the others in a
+collective. Each side sends a random number and gets it back under the key (HMAC-SHA256) together with both ranks and
+the direction: a proof fits one connection only.
 
-Invariants of the meeting, during which a port is open: whatever comes in before a proof has a fixed size; a connection
-without a proof holds up nobody, is dropped after a few seconds, and only so many are kept; whoever is dropped may try
-again. What has been proven is a connection, not each byte on it: it is as safe from somebody on the way between two
-machines as the traffic of the process group itself.
+Invariants of the open port: whatever comes in before a proof has a fixed size; a connection without a proof holds up
+nobody, is dropped after a few seconds, and only so many are kept; whoever is dropped may try again; of each rank one
+connection is taken. What has been proven is a connection, not each byte on it: it is as safe from somebody on the way
+between two machines as the traffic of the process group itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import hmac
 import ipaddress
 import json
 import resource
 import secrets
-import select
+import selectors
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.environment import LOOPBACK
 from shardwise.comm.rendezvous import machine, own_address
+from shardwise.compat import default_store
 from shardwise.errors import PeerLostError
 
 _NUMBER_BYTES = 32
 _HELLO = struct.Struct(f"<I{_NUMBER_BYTES}s{_NUMBER_BYTES}s")
 """Rank, random number and proof of whoever connects."""
+_NAME_BYTES = 8
 _MOST_UNPROVEN = 64
 _UNPROVEN_S = 5.0
 """How long a connection may take to prove itself. A rank that was too slow tries again."""
@@ -42,63 +49,149 @@ _RETRY_S = 0.05
 _STEP_S = 0.2
 
 
-@dataclass
 class Links:
-    """Connections to the other ranks of a group, by rank.
+    """Connections of this rank to others of a group (all ranks make it together, in one small collective or two).
+
+    Args:
+        comm: the group.
+        selector: waits for what comes in. The data of each of its keys is a function to be called when something has.
+        found: takes the rank and the connection of whoever asks something here.
 
     Attributes:
-        asking: those on which this rank asks (blocking).
-        answering: those on which it answers (not blocking).
+        name: the same on all ranks, and of no other object.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        selector: selectors.BaseSelector,
+        found: Callable[[int, socket.socket], None],
+    ) -> None:
+        self._comm = comm
+        self._asking: dict[int, socket.socket] = {}
+        _allow_files(2 * comm.world)
+        one_machine = len(set(comm.fingerprints(machine(), "side_channel.machines"))) == 1
+        name, secret = secrets.token_hex(_NAME_BYTES), secrets.token_hex(_NUMBER_BYTES)
+        shared: Any = comm.share_object([name, secret], "side_channel.key")
+        self.name, self._key = f"shardwise/links/{shared[0]}", bytes.fromhex(shared[1])
+        host = LOOPBACK if one_machine else own_address()
+        self._listener = _listen(host)
+        self._store().set(f"{self.name}/{comm.rank}", json.dumps([host, self._listener.getsockname()[1]]))
+        self._door = _Door(self._listener, self._key, comm.rank, comm.world, selector, found)
+
+    def to(self, peer: int, deadline: float) -> socket.socket:
+        """Return the connection on which this rank asks a peer (blocking); it is made the first time.
+
+        Raises:
+            OSError: the peer has gone, or has not answered before `time.monotonic()` passes the deadline.
+        """
+        if peer not in self._asking:
+            address = f"{self.name}/{peer}"
+            while not self._store().check([address]):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"rank {peer} does not listen")
+                time.sleep(_RETRY_S)
+            host, port = json.loads(self._store().get(address))
+            self._asking[peer] = _call((host, port), self._key, self._comm.rank, peer, deadline)
+        return self._asking[peer]
+
+    def drop(self, peer: int) -> None:
+        """Close the connection on which this rank asks a peer; what may still come on it belongs to nothing."""
+        if peer in self._asking:
+            self._asking[peer].close()
+
+    def leave(self) -> None:
+        """Stop listening; connections that have been made are their owners'."""
+        self._door.close()
+        self._asking = {}
+
+    @property
+    def open_to(self) -> list[int]:
+        """The ranks to which this one has connected."""
+        return sorted(self._asking)
+
+    def patience(self) -> float | None:
+        """Return after how many seconds `expire` wants to be called; None: when something has come in."""
+        return self._door.patience()
+
+    def expire(self) -> None:
+        """Drop connections that have not proven themselves in time."""
+        self._door.expire()
+
+    def close(self) -> None:
+        """Close all; the peers are told."""
+        self._door.close()
+        while self._asking:
+            self._asking.popitem()[1].close()
+
+    def _store(self) -> dist.Store:
+        store = default_store()
+        assert store is not None  # through which the group has met
+        return store
+
+
+@dataclass
+class Pairs:
+    """Connections of a rank to all others, both ways.
+
+    Attributes:
+        asking: those on which this rank asks (blocking), by rank.
+        answering: those on which it answers.
     """
 
     asking: dict[int, socket.socket] = field(default_factory=dict)
     answering: dict[int, socket.socket] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Close all; the peers are told."""
+        """Close all."""
         for sockets in (self.asking, self.answering):
             while sockets:
                 sockets.popitem()[1].close()
 
 
-def connect(comm: Communicator) -> Links:
-    """Connect the ranks of a group (all ranks call).
+def connect(comm: Communicator) -> Pairs:
+    """Connect each rank of a group with each other one, for measurements (all ranks call).
 
     Raises:
         PeerLostError: a rank has gone, or has not come within the group's limit for a collective.
     """
-    _allow_files(2 * comm.world)
-    one_machine = len(set(comm.fingerprints(machine(), "side_channel.machines"))) == 1
-    host = LOOPBACK if one_machine else own_address()
-    with _listen(host) as listener:
-        card = {"host": host, "port": listener.getsockname()[1], "number": secrets.token_hex(_NUMBER_BYTES)}
-        cards = comm.exchange(card, "side_channel.address")
-        key = hashlib.sha256(json.dumps(cards).encode()).digest()
-        meeting = _Meeting(listener, key, comm.rank, comm.world)
-        links = Links(answering=meeting.found)
+    pairs = Pairs()
+    with selectors.DefaultSelector() as selector:
+        links = Links(comm, selector, pairs.answering.__setitem__)
         deadline = time.monotonic() + comm.timeout.total_seconds()
-        peer = comm.rank
+        ended = threading.Event()
+
+        def serve() -> None:
+            while not ended.is_set():
+                for key, _ in selector.select(_STEP_S):
+                    key.data()
+                links.expire()
+
+        thread = threading.Thread(target=serve, name="shardwise-meeting", daemon=True)
+        thread.start()
         try:
-            # Not all ranks begin with rank 0.
-            for step in range(1, comm.world):
+            for step in range(1, comm.world):  # not all ranks begin with rank 0
                 peer = (comm.rank + step) % comm.world
-                address = cards[peer]
-                links.asking[peer] = _call((address["host"], address["port"]), key, comm.rank, peer, deadline)
-            meeting.thread.join(max(0.0, deadline - time.monotonic()))
-            missing = set(links.asking) - set(links.answering)
-            if missing:
-                peer = min(missing)
-                raise TimeoutError("it has not connected")
-        except OSError as error:
-            meeting.stop()
-            links.close()
-            lost = PeerLostError(f"rank {peer} cannot be reached for the side channel")
-            lost.peer, lost.timed_out, lost.__cause__ = peer, isinstance(error, TimeoutError), error
-            waited = time.monotonic() - deadline + comm.timeout.total_seconds()
-            raise comm.explain(lost, "the meeting of the side channel", waited) from error
+                with reaching(comm, peer, "the side channel", time.monotonic()):
+                    pairs.asking[peer] = links.to(peer, deadline)
+            comm.barrier("side_channel.connected")
         finally:
-            meeting.stop()
-    return links
+            ended.set()
+            thread.join()
+            links.leave()
+    return pairs
+
+
+@contextlib.contextmanager
+def reaching(comm: Communicator, peer: int, what: str, begin: float) -> Iterator[None]:
+    """Turn an error of a connection inside into one that says which rank has not answered what."""
+    try:
+        yield
+    except OSError as error:
+        lost = PeerLostError(f"rank {peer} has not answered rank {comm.rank}: {what}")
+        lost.peer, lost.timed_out = peer, isinstance(error, TimeoutError)
+        lost.__cause__ = error
+        raise comm.explain(lost, what, time.monotonic() - begin) from error
 
 
 def receive(connection: socket.socket, into: memoryview, deadline: float) -> None:
@@ -188,42 +281,50 @@ class _Unproven:
         connection.send(self.number)
 
 
-class _Meeting:
-    """Takes the calls of the other ranks, in a thread of its own, until all have come.
+class _Door:
+    """Takes the calls of other ranks, for a selector of the caller's.
 
-    Attributes:
-        found: connections to answer on, by rank.
-        thread: ends when all have come, or when stopped.
+    Args:
+        listener: on which they come.
+        key: that they have to know.
+        rank, world: this rank's place.
+        selector: see `Links`.
+        found: see `Links`.
     """
 
-    def __init__(self, listener: socket.socket, key: bytes, rank: int, world: int) -> None:
-        self.found: dict[int, socket.socket] = {}
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: bytes,
+        rank: int,
+        world: int,
+        selector: selectors.BaseSelector,
+        found: Callable[[int, socket.socket], None],
+    ) -> None:
         self._listener, self._key, self._rank, self._world = listener, key, rank, world
+        self._selector, self._found = selector, found
+        self._known: set[int] = set()
         self._unproven: dict[int, _Unproven] = {}
-        self._stopped = False
-        self._poll = select.poll()
         listener.setblocking(False)
-        self._poll.register(listener, select.POLLIN)
-        self.thread = threading.Thread(target=self._run, name="shardwise-meeting", daemon=True)
-        self.thread.start()
+        selector.register(listener, selectors.EVENT_READ, self._accept)
 
-    def stop(self) -> None:
+    def patience(self) -> float | None:
+        """See `Links.patience`."""
+        return _STEP_S if self._unproven else None
+
+    def expire(self) -> None:
+        """See `Links.expire`."""
+        for unproven in list(self._unproven.values()):
+            if time.monotonic() - unproven.since > _UNPROVEN_S:
+                self._drop(unproven)
+
+    def close(self) -> None:
         """Take no more calls."""
-        self._stopped = True
-        self.thread.join()
-
-    def _run(self) -> None:
-        while len(self.found) < self._world - 1 and not self._stopped:
-            for descriptor, _ in self._poll.poll(_STEP_S * 1e3):
-                if descriptor == self._listener.fileno():
-                    self._accept()
-                elif descriptor in self._unproven:
-                    self._hear(self._unproven[descriptor])
-            for unproven in list(self._unproven.values()):
-                if time.monotonic() - unproven.since > _UNPROVEN_S:
-                    self._drop(unproven)
         for unproven in list(self._unproven.values()):
             self._drop(unproven)
+        with contextlib.suppress(KeyError, ValueError):  # the selector is closed
+            self._selector.unregister(self._listener)
+        self._listener.close()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # it has gone again, or all descriptors of this process are in use
@@ -236,9 +337,11 @@ class _Meeting:
             if len(self._unproven) >= _MOST_UNPROVEN:
                 self._drop(next(iter(self._unproven.values())))
             self._unproven[connection.fileno()] = unproven
-            self._poll.register(connection, select.POLLIN)
+            self._selector.register(connection, selectors.EVENT_READ, functools.partial(self._hear, unproven))
 
     def _hear(self, unproven: _Unproven) -> None:
+        if unproven.connection.fileno() not in self._unproven:
+            return  # dropped while this call was due
         try:
             said = unproven.connection.recv(_HELLO.size - len(unproven.said))
         except BlockingIOError:
@@ -253,7 +356,7 @@ class _Meeting:
 
     def _judge(self, unproven: _Unproven) -> None:
         peer, theirs, proof = _HELLO.unpack(unproven.said)
-        known = peer < self._world and peer != self._rank and peer not in self.found
+        known = peer < self._world and peer != self._rank and peer not in self._known
         if not known or not hmac.compare_digest(
             proof, _proof(self._key, b"asks", peer, self._rank, unproven.number, theirs)
         ):
@@ -267,12 +370,12 @@ class _Meeting:
             self._drop(unproven)  # it will try again
             return
         self._forget(unproven)
-        self.found[peer] = connection
+        self._known.add(peer)
+        self._found(peer, connection)
 
     def _forget(self, unproven: _Unproven) -> None:
-        descriptor = unproven.connection.fileno()
-        self._poll.unregister(descriptor)
-        del self._unproven[descriptor]
+        self._selector.unregister(unproven.connection)
+        del self._unproven[unproven.connection.fileno()]
 
     def _drop(self, unproven: _Unproven) -> None:
         self._forget(unproven)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.interfaces import asked, interfaces, of_address
-from shardwise.comm.links import Links, connect, receive
+from shardwise.comm.links import Pairs, connect, receive
 from shardwise.comm.logger import bandwidths
 from shardwise.comm.rendezvous import machine, own_address
 from shardwise.compat import all_gather_single, reduce_scatter_single
@@ -166,7 +166,7 @@ class Exchange:
 
     def torchs(self) -> None:
         """Run torch's own."""
-        group = self.comm.user_group
+        group = self.comm.process_group
         if self.op == "all_reduce":
             dist.all_reduce(self._full, group=group)
         elif self.op == "all_gather":
@@ -340,7 +340,7 @@ def _streams(comm: Communicator) -> Iterator[dict[str, Any]]:
         links.close()
 
 
-def _stream(comm: Communicator, links: Links, source: int, target: int, limit: float) -> float:
+def _stream(comm: Communicator, links: Pairs, source: int, target: int, limit: float) -> float:
     """Return how long this rank was at it: until the other one has said that all is there."""
     memory = memoryview(bytearray(_STREAMED))
     comm.barrier("bench.barrier")
@@ -355,7 +355,7 @@ def _stream(comm: Communicator, links: Links, source: int, target: int, limit: f
     return time.perf_counter() - start
 
 
-def _ping(comm: Communicator, links: Links, peer: int, limit: float) -> float:
+def _ping(comm: Communicator, links: Pairs, peer: int, limit: float) -> float:
     one = memoryview(bytearray(1))
     comm.barrier("bench.barrier")
     times = []

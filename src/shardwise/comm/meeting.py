@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from shardwise.comm.rendezvous import NOTICE_S
-from shardwise.errors import LaunchError
+from shardwise.errors import DesyncError, LaunchError, ShardwiseError
 
 _POLL_S, _SLOWEST_POLL_S = 0.002, 0.25
 
@@ -26,6 +26,9 @@ def ended_key(attempt: str, rank: int) -> str:
     """Key of the job's store under which a launcher writes how a rank has ended while others go on."""
     return f"shardwise/ended/attempt{attempt}/{rank}"
 
+
+REFUSED = "meeting/refused"
+"""Key under which a rank writes why it does not come."""
 
 MEETING = "the meeting of the ranks (shardwise.initialize or init_distributed)"
 
@@ -50,13 +53,14 @@ def meet(
 
     Raises:
         LaunchError: a rank has ended, or has not come in time, or the process that serves the store has gone.
+        DesyncError: a rank has written `REFUSED` into the store.
     """
     if len(ranks) == 1:
         return
     try:
         _meet(store, rank, ranks, timeout, attempt, what)
     except RuntimeError as error:
-        if isinstance(error, LaunchError):
+        if isinstance(error, ShardwiseError):
             raise
         # torch's own text has the frames of its C++ code.
         reason = str(error).partition("\n")[0].partition("Exception raised from")[0].strip()
@@ -77,6 +81,8 @@ def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
     notice, pause = NOTICE_S, _POLL_S
     # Waiting for the key would have torch print a warning whenever a part of the time is over.
     while not store.check(["meeting/all"]):
+        if store.check([REFUSED]):
+            raise DesyncError(f"{what}: {store.get(REFUSED).decode()}")
         time.sleep(pause)
         pause = min(2 * pause, _SLOWEST_POLL_S)
         waited = time.monotonic() - began

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.coded import coded, decoded
 from shardwise.comm.communicator import members_of
 from shardwise.errors import ConflictError, NotBuiltError, UsageError
 from shardwise.parallel.sequence import SequenceGroup
@@ -256,8 +257,8 @@ def told_lines(job: Communicator, own: Sequence[int], where: str, what: str) -> 
         UsageError: they are no groups of one size that have each rank once.
     """
     numbers = {rank: number for number, rank in enumerate(job.members)}
-    told = job.exchange([numbers.get(rank, -1) for rank in own], "groups_of_ranks")
-    lines = [list(line) for line in sorted({tuple(line) for line in told})]
+    told = job.exchange(coded([numbers.get(rank, -1) for rank in own]), "groups_of_ranks")
+    lines = sorted(decoded(code) for code in {repr(code): code for code in told}.values())
     if sorted(rank for line in lines for rank in line) != list(range(job.world)) or len({*map(len, lines)}) != 1:
         raise UsageError(
             f"{where}: the ranks that {what} are {lines} by what all ranks say; expected groups of one size that have "

@@ -1,8 +1,8 @@
 """The budget: what training will hold on each tier against what there is, before weights are spread.
 
-Every rank plans its own part by a dry run and looks at its limits; the ranks tell each other, so that all of a machine
-are counted and all come to the same end. It is done where state lives elsewhere and is not tiny, or a limit was set: a
-dry run takes some 30 ms for each unit of the model.
+One rank of each machine and size of part makes a dry run, and every rank looks at its limits. The ranks tell each
+other, so that all of a machine are counted and all come to the same end. It is done where state lives elsewhere and is
+not tiny, or a limit was set: a dry run takes some 30 ms for each unit of the model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.engine.dryrun import MemoryPlan
 from shardwise.engine.exhausted import SEARCH_S, advice
 from shardwise.engine.plans import (
     MARGIN,
@@ -29,6 +30,7 @@ from shardwise.engine.plans import (
     offloads,
     search,
 )
+from shardwise.engine.stepping import stepping_of
 from shardwise.engine.traffic import RATED, Traffic
 from shardwise.errors import OffloadError
 from shardwise.memory import (
@@ -45,12 +47,12 @@ from shardwise.memory.limits import existing
 from shardwise.memory.report import readable
 from shardwise.memory.watchdog import EXIT_CODE, Watchdog
 from shardwise.offload import Disks
+from shardwise.registry import part_of
 from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config import Config
-    from shardwise.engine.dryrun import MemoryPlan
     from shardwise.offload.speed import Speed
 
 NEAR = 0.9
@@ -170,12 +172,7 @@ def make(subject: Subject, job: Communicator) -> Budget:
     if not _by_hand(config) and max(each["numel"] for each in known) * MOST_AN_ELEMENT < WORTH_PLANNING:
         return Budget((), tuple({} for _ in known), processes, here)
     planner = Planner(subject)
-    plan: MemoryPlan | None = None
-    why = ""
-    try:
-        plan, why = planner.window(subject.setting)
-    except Exception as error:  # an optimizer of the user's own, which runs in the dry run
-        why = f"a dry run of the engine failed ({type(error).__name__}: {error})"
+    plan, why = _planned(subject, planner, job, nodes)
     claims = [] if plan is None else claims_of(subject, plan, job.rank, nodes[job.rank])
     told = job.exchange(
         {
@@ -198,6 +195,39 @@ def make(subject: Subject, job: Communicator) -> Budget:
     moved = [{tier: tuple(sizes) for tier, sizes in each["moved"].items()} for each in told]
     traffic = _traffic(config, subject.device, job, moved, plan, nodes)
     return Budget(tuple(checks), tuple(each["planned"] for each in told), processes, here, traffic)
+
+
+def _planned(
+    subject: Subject, planner: Planner, job: Communicator, nodes: Sequence[str]
+) -> tuple[MemoryPlan | None, str]:
+    """Return the plan of this rank, or why there is none (all ranks call).
+
+    Of the ranks of a machine whose parts are as large one makes the dry run, which takes seconds of all its cores.
+    """
+    parts = job.fingerprints(_parts(subject, job.rank), "budget.parts")
+    first = next(r for r, node in enumerate(nodes) if (node, parts[r]) == (nodes[job.rank], parts[job.rank]))
+    own: list[Any] | None = None
+    if first == job.rank:
+        plan: MemoryPlan | None = None
+        try:
+            plan, why = planner.window(subject.setting)
+        except Exception as error:  # an optimizer of the user's own, which runs in the dry run
+            why = f"a dry run of the engine failed ({type(error).__name__}: {error})"
+        own = [None if plan is None else plan.as_json(), why]
+    told, why = job.exchange(own, "budget.plans")[first]
+    return None if told is None else MemoryPlan.of_json(told), str(why)
+
+
+def _parts(subject: Subject, rank: int) -> str:
+    """Return what is equal on ranks whose plans are equal."""
+    groups = {id(p): number for number, group in enumerate(subject.groups) for p in group}
+    sizes = [
+        (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad, groups.get(id(parameter)))
+        for parameter in subject.module.parameters()
+    ]
+    shared = [len(part_of(p).ranks or ()) for p in subject.module.parameters()]
+    # Whole tensors are stepped on one rank each: every rank has others.
+    return repr((sizes, shared, rank if stepping_of(subject.optimizer).whole else -1))
 
 
 def _by_hand(config: Config) -> bool:

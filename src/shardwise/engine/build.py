@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardwise.comm.api import configure as configure_log
 from shardwise.comm.calls import compare_calls
 from shardwise.comm.communicator import Communicator, members_of
 from shardwise.comm.domain import REPLICATE, Domain
+from shardwise.comm.entry import refuse
 from shardwise.comm.environment import DEVICE_LIMIT
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
@@ -45,7 +47,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.exchanges import exchanges_in_backward, exchanges_of
 from shardwise.engine.exhausted import Circumstances, explaining
 from shardwise.engine.experts import divide_experts
-from shardwise.engine.facts import facts_of
+from shardwise.engine.facts import agree_on_arguments, facts_of, facts_of_arguments
 from shardwise.engine.faults import FaultTolerance
 from shardwise.engine.followed import describe, device_limit, display_of, log_of, shows
 from shardwise.engine.following import Following
@@ -65,6 +67,7 @@ from shardwise.engine.plans import Subject
 from shardwise.engine.profiling import Profiling
 from shardwise.engine.ranks import RankGrid
 from shardwise.engine.recovery import note_ready
+from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import plain_gradients, prescale_of, scales_loss
 from shardwise.engine.sequence import OwnSequences, SharedSequences, sequence_lines
 from shardwise.engine.signals import SignalWatch
@@ -84,7 +87,7 @@ from shardwise.precision.scaler import LossScaler
 from shardwise.sizes import size_in_bytes
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.model import ShardedModel
-from shardwise.zero.parameters.init import built_for_codes, suspended
+from shardwise.zero.parameters.init import built_for_codes, spread_from_first, suspended
 from shardwise.zero.passes.rows import warnings_about
 from shardwise.zero.units.plan import Plan
 
@@ -163,34 +166,81 @@ def initialize(
         raise UsageError(
             "initialize(model=...): it is an engine already. Pass its module (engine.module) for a new engine"
         )
-    check_unwrapped(model)
-    check_lazy(model)
-    check_one_device(model)
-    source = config_source(args, config, config_params)
+    with contextlib.ExitStack() as undo:
+        made = _build(
+            undo,
+            args,
+            model,
+            optimizer,
+            model_parameters,
+            training_data,
+            lr_scheduler,
+            distributed_port,
+            mpu,
+            dist_init_required,
+            collate_fn,
+            config,
+            mesh_param,
+            config_params,
+        )
+        undo.pop_all()  # the engine ends what has been made
+    return made
 
-    # The process group first: batch sizes depend on how many ranks there are.
-    init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
-    group = group_of(mpu)
-    members = members_of(group)
-    asked = asked_by(mpu, mesh_param, model, members)
 
-    # The configuration before anything is made: most mistakes are found here, on every rank alike.
-    resolution = _resolve(source, members, optimizer, asked)
-    settings = resolution.config
-    check_packages(settings)
-    grid = None
-    if asked is not None and asked.meshed:
-        grid = replicas_of(asked, settings.zero_optimization, len(members))
-    elif mesh_param is not None:
-        grid = arrangement_of(mesh_param, settings.zero_optimization, members)
+def _build(
+    undo: contextlib.ExitStack,
+    args: argparse.Namespace | None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    distributed_port: int,
+    mpu: Any,
+    dist_init_required: bool | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    config: Any,
+    mesh_param: Any,
+    config_params: Any,
+) -> EngineParts:
+    """Build an engine; arguments as of `initialize`, and what has to be undone if it fails."""
+    with refusing(mpu):
+        check_unwrapped(model)
+        check_lazy(model)
+        check_one_device(model)
+        source = config_source(args, config, config_params)
 
-    # The device before the groups: each backend serves one type of device.
-    own_number = local_rank()
-    device = choose_device(own_number, getattr(args, "device_rank", None))
+        # The process group first: batch sizes depend on how many ranks there are.
+        init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
+        group = group_of(mpu)
+        members = members_of(group)
+        asked = asked_by(mpu, mesh_param, model, members)
+
+        # The configuration before anything is made: most mistakes are found here, on every rank alike.
+        resolution = _resolve(source, members, optimizer, asked)
+        settings = resolution.config
+        check_packages(settings)
+        grid = None
+        if asked is not None and asked.meshed:
+            grid = replicas_of(asked, settings.zero_optimization, len(members))
+        elif mesh_param is not None:
+            grid = arrangement_of(mesh_param, settings.zero_optimization, members)
+
+        # The device before the groups: each backend serves one type of device.
+        own_number = local_rank()
+        device = choose_device(own_number, getattr(args, "device_rank", None))
 
     # The groups: who acts together, who gets different data, who shares a sequence, a copy of the model, parameters.
     # The first two are the same ranks as long as every rank has sequences and a model of its own.
+    accountant = Accountant()  # what is made from here on is counted
+    communicators = CommunicatorMemory(accountant, device, len(members))
     job = data = _communicator(settings, group, device)
+    undo.callback(job.destroy)
+
+    # Differences that decide which collectives follow are found before these begin.
+    if agree_on_arguments(job, model, facts_of_arguments(model, resolution, mesh_param, mpu)):
+        spread_from_first(model, job)
+
     sequence, tensor = settings.sequence_parallel_size, settings.tensor_parallel.size
     lines = RankGrid.of(
         job.world,
@@ -200,6 +250,7 @@ def initialize(
     if sequence * tensor > 1:
         data = job.part(lines.data, "data_parallel")
     sequences = SharedSequences(job, lines.sequence, data, asked) if sequence > 1 else OwnSequences(job, data)
+    undo.callback(sequences.close)
     domain = domain_of(settings, job, grid)
     if job.rank == 0 and domain.async_gathers:
         warn_of_one_queue()
@@ -208,16 +259,16 @@ def initialize(
     if tensor > 1:
         client = model_parallel_size(mpu) > 1 and "tensor_parallel.autotp_size" not in resolution.given
         tensors = SharedTensors(job, lines.tensor, model, settings, data=data, client=client)
+        undo.callback(tensors.close)
         model_parameters = tensors.exchange(optimizer, model_parameters)
-    groups = divide_experts(model, settings, job, lines)
+    groups = job.together("dividing experts", lambda: divide_experts(model, settings, job, lines))
     domains = domains_of(model, domain)
 
-    # What is divided over which ranks, in which number types; what is made from here on is counted.
+    # What is divided over which ranks, in which number types.
     policy = policy_from_config(settings)
     plan = _plan(settings, domain, model)
     if plan.releases and settings.expandable_segments:
         let_segments_grow(device)  # before anything is made that stays
-    accountant = Accountant()
 
     # A model that is wrapped again leaves its old engine first, while its parameters can still be made whole.
     close_former_engine(model)
@@ -226,11 +277,13 @@ def initialize(
     fill_meta_parameters(model, domains)
 
     # The optimizer is made on the user's own parameters; sharding then edits its groups in place.
-    stepped = make_optimizer(settings, optimizer, model_parameters, model, device, policy.compute_dtype)
-    stepping = prepare_optimizer(stepped, resolution, masters=policy.masters)
-
     # The schedule sets the first step's learning rate on the groups, which stay what they are.
-    scheduler = make_scheduler(settings, lr_scheduler, stepped)
+    def stepping_parts() -> tuple[Any, Any, Any]:
+        made = make_optimizer(settings, optimizer, model_parameters, model, device, policy.compute_dtype)
+        prepared = prepare_optimizer(made, resolution, masters=policy.masters)
+        return made, prepared, make_scheduler(settings, lr_scheduler, made)
+
+    stepped, stepping, scheduler = job.together("making the optimizer", stepping_parts)
 
     # Buffers move at once, parameters unit by unit when they are sharded.
     place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
@@ -266,6 +319,8 @@ def initialize(
             plain=plain_gradients(settings, plan) if stepped is None and not domains.others else None,
         )
 
+    communicators.reserve(job)
+
     # What the engine holds, each part on those before it: the step counts, checkpoints save what it has counted, faults
     # save checkpoints, and all three hold memory.
     signals = SignalWatch()
@@ -284,7 +339,9 @@ def initialize(
         batches.training_dataloader = batches.loader(training_data, collate_fn=collate_fn)
 
     timelines = Timelines(sharded, settings, job, step)
-    memory = MemoryReporting(sharded, resolution, job, step, batches, checkpoints, faults, budget, watched)
+    memory = MemoryReporting(
+        sharded, resolution, job, step, batches, checkpoints, faults, budget, watched, communicators
+    )
     for shared in (sequences, tensors):
         if shared is not None:
             shared.watch(model)
@@ -341,6 +398,17 @@ def initialize(
     return engine, stepped, batches.training_dataloader, scheduler
 
 
+@contextlib.contextmanager
+def refusing(mpu: Any) -> Iterator[None]:
+    """Have ranks that wait for this one told of an exception inside the block."""
+    try:
+        yield
+    except Exception as error:
+        if mpu is None:  # else an engine need not be of all ranks
+            refuse("initialize()", error)
+        raise
+
+
 def _resolve(source: Any, ranks: Sequence[int], client_optimizer: Any, asked: Asked | None) -> Resolution:
     """Read the configuration, and log its warnings as loudly as it asks for.
 
@@ -382,7 +450,7 @@ def _communicator(settings: Any, group: Any, device: torch.device) -> Communicat
     """Return the communicator of a group, with a ledger that the communication log reads if it is on."""
     compare_calls(settings.strict_sync)
     ledger = Ledger()
-    comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce)
+    comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce, call="initialize()")
     if settings.comms_logger.enabled:
         configure_log(settings)
         ledger.listener = comms_logger.source(comm)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from shardwise.engine.experts import divide_experts
 from shardwise.engine.mesh import domain_of, domains_of
 from shardwise.engine.modules import leaves_of, place_buffers
 from shardwise.engine.ranks import RankGrid
+from shardwise.engine.reserved import CommunicatorMemory
 from shardwise.engine.scaling import cast_floats, prescale_of, scale_gradients_of, scales_loss
 from shardwise.engine.signals import SignalWatch
 from shardwise.engine.step import TrainStep
@@ -78,6 +79,33 @@ class MemoryPlan:
     near: int
     moved: dict[Tier, Moved]
     files: dict[Path, int]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return {
+            "peaks": {category.name: size for category, size in self.peaks.items()},
+            "total": self.total,
+            "floor": {category.name: size for category, size in self.floor.items()},
+            "least": self.least,
+            "elsewhere": {tier.name: size for tier, size in self.elsewhere.items()},
+            "near": self.near,
+            "moved": {tier.name: list(moved) for tier, moved in self.moved.items()},
+            "files": {str(path): size for path, size in self.files.items()},
+        }
+
+    @classmethod
+    def of_json(cls, told: Mapping[str, Any]) -> MemoryPlan:
+        """Return the plan of which `as_json` was told."""
+        return cls(
+            {Category[name]: size for name, size in told["peaks"].items()},
+            told["total"],
+            {Category[name]: size for name, size in told["floor"].items()},
+            told["least"],
+            {Tier[name]: size for name, size in told["elsewhere"].items()},
+            told["near"],
+            {Tier[name]: Moved(*moved) for name, moved in told["moved"].items()},
+            {Path(path): size for path, size in told["files"].items()},
+        )
 
     def joined(self, other: MemoryPlan) -> MemoryPlan:
         """Return the plan of a training that has windows of both kinds."""
@@ -138,6 +166,7 @@ class Twin:
             own = twin_of(optimizer, [{**group, "params": params} for group, params in options])
         with self._computing():
             comm = ImaginedCommunicator(world, device, rank=like.rank if like is not None else 0, like=like)
+            self._comm = comm
             domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
             lines = RankGrid.of(world, tensor=config.tensor_parallel.size, sequence=config.sequence_parallel_size)
             tensors = None
@@ -165,6 +194,7 @@ class Twin:
                 homes=homes_of(plan.where, device, self._disks),
                 wires=wire_dtypes(twin, config),
             )
+            self._communicators = CommunicatorMemory(accountant, device, world, planned=True)
             self._batches = Batches(config, comm.part(lines.data, "data_parallel"), device)
             self._activations = Activations(
                 config, twin, device, accountant, None if tensors is None else tensors.group
@@ -211,6 +241,7 @@ class Twin:
                 for _ in range(1 if self.sharded.early is None else 2):  # what is stepped early is what has state
                     self._window(given, accumulation, loss)
                 self.sharded.finish_gathers()
+                self._communicators.reserve(self._comm)
                 self.accountant.reset_peak()
                 if self.sharded.early is not None:
                     self._window(given, accumulation, loss, clips=True)

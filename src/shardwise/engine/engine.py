@@ -276,12 +276,12 @@ class Engine(ConfigGetters, nn.Module):
     @property
     def data_parallel_group(self) -> Any:
         """The process group of the data-parallel ranks (None: the default group)."""
-        return self.data.user_group
+        return self.data.process_group
 
     @property
     def seq_data_parallel_group(self) -> Any:
         """The process group over which gradients are averaged."""
-        return self.sharded.comm.user_group
+        return self.sharded.comm.process_group
 
     @property
     def has_moe_layers(self) -> bool:
@@ -302,7 +302,7 @@ class Engine(ConfigGetters, nn.Module):
     def expert_parallel_group(self) -> dict[str, Any]:
         """The process groups of ranks among which tokens travel, by "ep_size_" and their size."""
         return {
-            f"ep_size_{size}": group.comm.user_group
+            f"ep_size_{size}": group.comm.process_group
             for size, group in self._expert_groups.items()
             if group.comm is not None
         }
@@ -366,7 +366,7 @@ class Engine(ConfigGetters, nn.Module):
     @property
     def tensor_parallel_group(self) -> Any:
         """The process group of the ranks that have this rank's copy of the model among them; None: it has it alone."""
-        return None if self._tensors is None else self._tensors.group.comm.user_group
+        return None if self._tensors is None else self._tensors.group.comm.process_group
 
     def get_tensor_parallel_group(self) -> Any:
         """Return `tensor_parallel_group`."""

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.agreement import check_agreement, difference
+from shardwise.comm.communicator import named_ranks
 from shardwise.config import Resolution, effective
+from shardwise.errors import DesyncError
+from shardwise.moe.exchange import Divided
+from shardwise.parallel.tensor.entry import divided_over
 from shardwise.registry import part_of
+from shardwise.zero.parameters.init import PartStore
 from shardwise.zero.passes.rows import find_tables
+from shardwise.zero.units.released import owner_of
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
 
 _A_RANKS_OWN = frozenset(
     {
@@ -56,6 +69,64 @@ def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, resoluti
         rows = ", reduced as rows" if id(parameter) in tables else ""
         facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}{trained}{owner}{rows}"
     return facts
+
+
+def facts_of_arguments(model: nn.Module, resolution: Resolution, mesh: Any, mpu: Any) -> dict[str, str]:
+    """Return what decides which process groups and collectives an engine makes."""
+    facts = {f"config {path}": repr(value) for path, value in _leaves(effective(resolution))}
+    facts["mesh_param"] = repr(mesh)
+    if isinstance(mesh, DeviceMesh):
+        facts["mesh_param"] = repr(dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False)))
+    facts["mpu"] = "none" if mpu is None else type(mpu).__name__
+    group = divided_over(model)
+    facts["tensor parallelism of the model"] = "none" if group is None else f"over {group.size} ranks"
+    built = any(isinstance(owner_of(parameter), PartStore) for parameter in model.parameters())
+    facts["parameters built under zero.Init"] = "some or all" if built else "none"
+    for name, module in model.named_modules():
+        if isinstance(module, Divided):
+            facts[f"layer of experts {name or '(root)'}"] = f"{module.num_experts} experts, ep_size {module.ep_size}"
+    return facts
+
+
+def facts_of_values(model: nn.Module) -> dict[str, str]:
+    """Return what has to be alike in models before one rank's values are sent to the others."""
+    known: dict[int, str] = {}
+    facts = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        same = known.setdefault(id(tensor), name)
+        tied = "" if same == name else f", the same as {same}"
+        facts[f"tensor {name}"] = f"{tuple(tensor.shape)} {tensor.dtype}{tied}"
+    return facts
+
+
+def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, str]) -> bool:
+    """Compare what `facts_of_arguments` has returned, in one small exchange, before any group is made (all ranks call).
+
+    Returns:
+        Whether rank 0 has values of all parameters, and another rank has some on the meta device.
+
+    Raises:
+        DesyncError: on every rank, if ranks were given different arguments, or rank 0 lacks values that another has.
+    """
+    if job.world == 1 or job.imagined:
+        return False
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).hexdigest()[:24]
+    told = job.exchange([digest, int(on_meta)], "arguments")
+    given = [version for version, _ in told]
+    if len(set(given)) > 1:
+        raise difference(job, facts, given)
+    without = [rank for rank, (_, meta) in enumerate(told) if meta]
+    if 0 in without and len(without) < job.world:
+        others = [rank for rank in range(job.world) if rank not in without]
+        raise DesyncError(
+            f"initialize(): {named_ranks(without)} of {job.world} built the model on the meta device, "
+            f"{named_ranks(others)} with values. Build it on the meta device on all ranks, or with values on rank 0 "
+            "and on the meta device elsewhere: then rank 0's values are everybody's"
+        )
+    if without and len(without) < job.world:
+        check_agreement(job, facts_of_values(model))
+    return 0 not in without and bool(without)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,7 +21,6 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.copies import GENERATIONS, Generation, MemoryCopies, MemoryCopy
 from shardwise.checkpoint.load import NoCompleteCheckpointError, Options
 from shardwise.checkpoint.newest import Head, Listing, listing
-from shardwise.comm.communicator import members_of
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.comm.stalls import StallWatch, stop_watching, watch
 from shardwise.config import effective
@@ -104,7 +103,7 @@ class FaultTolerance:
         """Switch on what the configuration asks for (all ranks call)."""
         limit = float(self._resolution.config.stall_limit)
         if limit and self._job.world > 1:
-            ranks = members_of(self._job.user_group)
+            ranks = list(self._job.members)
             secret = str(self._job.share_object(secrets.token_hex(32), "stall_limit"))
             self._stalls = watch(ranks, ranks[self._job.rank], limit, secret, self._job.ledger, self._facts)
         section = self._resolution.config.checkpoint

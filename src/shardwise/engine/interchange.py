@@ -137,5 +137,4 @@ def load_custom(sharded: ShardedModel, job: Communicator, function: CustomLoad, 
         sharded.put_back(parameters, gathered, None)
         raise
     ranks = sharded.comm
-    first = torch.distributed.get_process_group_ranks(ranks.user_group)[0] if ranks.world > 1 else 0
-    sharded.put_back(parameters, gathered, first)
+    sharded.put_back(parameters, gathered, ranks.members[0])

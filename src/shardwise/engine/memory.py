@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from shardwise.engine.budget import Budget, Watched
     from shardwise.engine.checkpointing import Checkpoints
     from shardwise.engine.faults import FaultTolerance
+    from shardwise.engine.reserved import CommunicatorMemory
     from shardwise.engine.step import TrainStep
     from shardwise.zero.model import ShardedModel
 
@@ -66,7 +67,9 @@ class MemoryReporting:
         faults: FaultTolerance,
         budget: Budget | None = None,
         watched: Watched | None = None,
+        communicators: CommunicatorMemory | None = None,
     ) -> None:
+        self._communicators = communicators
         self.budget = budget
         self._watched = watched
         self.sharded = sharded
@@ -202,6 +205,8 @@ class MemoryReporting:
         Raises:
             OutOfMemoryError: see `shardwise.engine.exhausted.over_limit`.
         """
+        if self._communicators is not None:
+            self._communicators.after_step()
         limit = self._resolution.config.memory_limits.device
         if limit is not None and self.accountant.peak_total > limit:
             raise over_limit(self.circumstances(f"step {self._step.global_steps}"), limit)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.coded import coded, decoded
 from shardwise.comm.domain import Arrangement, Domain, Domains
 from shardwise.config.checks import not_in_groups
 from shardwise.engine.asked import NAMES, Asked, check_ranks
@@ -90,7 +91,7 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
                 "them"
             )
         keys[members, part.divisor] = None
-    told = comm.exchange([list(members) for members, _ in keys], "domains")
+    told = comm.exchange([coded(members) for members, _ in keys], "domains")
     if len({len(found) for found in told}) > 1:
         raise UsageError(
             f"ranks have declared parts of different numbers of groups of ranks: {[len(found) for found in told]}. All "
@@ -99,7 +100,8 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
     found: dict[DomainKey, Domain] = {}
     groups: dict[tuple[tuple[int, ...], ...], Communicator] = {}
     for number, (members, divisor) in enumerate(keys):
-        lines = tuple(sorted({tuple(rank[number]) for rank in told}))
+        codes = {repr(rank[number]): rank[number] for rank in told}
+        lines = tuple(sorted(tuple(decoded(code)) for code in codes.values()))
         if not comm.imagined and sorted(rank for line in lines for rank in line) != list(range(comm.world)):
             raise UsageError(
                 f"declared parts: the ranks that share one are {[list(line) for line in lines]} by the declarations of "

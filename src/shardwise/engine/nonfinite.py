@@ -129,7 +129,7 @@ class NonFinite:
             own = sharded.sums.nothing()
             with sharded.interruptions.agreeing():
                 own = sharded.sums.own_squares()
-            values, _ = sharded.sums.squares(own, [0.0])
+            values = sharded.sums.by_tensor(own)
             if first_not_finite(values) is None:
                 return None  # finite, and larger together than a number of their type can be
         factor, lost = abs(float(evidence.factor)), evidence.window.lost()

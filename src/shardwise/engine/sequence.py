@@ -15,7 +15,7 @@ from shardwise.errors import UsageError
 from shardwise.parallel.proof import difference
 from shardwise.parallel.sequence import NAME, SequenceGroup, current, let_go, stay_alone, take_over
 from shardwise.trees import tensors_in
-from shardwise.zero.passes.modulehook import ModuleHook
+from shardwise.zero.passes.modulehook import ModuleHook, weakly
 
 
 class SharedSequences:
@@ -52,8 +52,9 @@ class SharedSequences:
 
     def watch(self, model: nn.Module) -> None:
         """Know where forward passes of a model begin, and look at the first."""
-        self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._begins)))
-        self._hooks.append(model.register_forward_hook(ModuleHook(self._ended)))
+        # The model may outlive the engine, and must not keep its group.
+        self._hooks.append(model.register_forward_pre_hook(ModuleHook(weakly(self._begins))))
+        self._hooks.append(model.register_forward_hook(ModuleHook(weakly(self._ended))))
 
     def _begins(self, *_: Any) -> None:
         self.group.begin_pass()

@@ -633,7 +633,9 @@ class TrainStep:
         facts = [*self._window.facts(), reported, wrong, *losses, *signals, *compared]
         sums = norm = None
         if formed is not None and probe is None:
-            sums, told = sharded.sums.squares(formed, facts)
+            # Norms of single tensors are summed over ranks only if they are watched.
+            reduce = sharded.sums.squares if self.watch is not None else sharded.sums.total
+            sums, told = reduce(formed, facts)
         else:
             told = sharded.sums.of(facts, "step_facts")
         if inputs is not None:
@@ -651,7 +653,9 @@ class TrainStep:
             norm = combine(sums, factor)
             if self._non_finite.policy == "warn":
                 told[FACTS + 1] = self._non_finite.flag(norm)
-        evidence = Evidence(self.global_steps, self._window, factor, sums if probe is None else probe, probe is None)
+        by_tensor = sums if self.watch is not None else None
+        seen = formed if by_tensor is None else by_tensor
+        evidence = Evidence(self.global_steps, self._window, factor, seen, by_tensor is not None)
         checks = checks_overflow(config)
         decides = self.watch is not None and self.watch.decides
         now = asked or checks or decides or told.device.type == "cpu"
@@ -668,7 +672,10 @@ class TrainStep:
         multiplier = factor
         if checks and sums is not None and not heard.finite:
             lost = self._window.lost()
-            overflow = explain_overflow(sharded, self._job, sums, abs(float(factor)), self.scale, lost)
+            if by_tensor is None:
+                assert formed is not None
+                by_tensor = sharded.sums.by_tensor(formed)
+            overflow = explain_overflow(sharded, self._job, by_tensor, abs(float(factor)), self.scale, lost)
             if not self._searched(overflow):
                 overflow = self._non_finite.traced(overflow, self.global_steps, self._window)
         if heard.spike is not None and (overflow is None or heard.spike.action in ("stop", "rewind")):

@@ -17,7 +17,7 @@ from shardwise.parallel.tensor.group import NAME, TensorGroup, fingerprint
 from shardwise.parallel.tensor.layers import Parallel
 from shardwise.parallel.tensor.marked import declare_marked
 from shardwise.trees import tensors_in
-from shardwise.zero.passes.modulehook import ModuleHook
+from shardwise.zero.passes.modulehook import ModuleHook, weakly
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -80,13 +80,13 @@ class SharedTensors:
 
     def watch(self, model: nn.Module) -> None:
         """Compare what the ranks of a copy of the model give it in the first forward pass (parameters are sharded)."""
-        take_over(self.group)
+        take_over(self)
         self._dtensors.watch(ModuleHook)
         if not self._client:  # whose layers draw as they like
             same_numbers(self.group)
             self._regions = Regions(model, self.group)
             self._regions.watch(model, ModuleHook)
-        self._hooks.append(model.register_forward_pre_hook(ModuleHook(self._begins), with_kwargs=True))
+        self._hooks.append(model.register_forward_pre_hook(ModuleHook(weakly(self._begins)), with_kwargs=True))
         self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
 
     def _begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class SharedTensors:
         if self._regions is not None:
             self._regions.close()
         self._dtensors.close()
-        let_go(self.group)
+        let_go(self)
         self.group.close()
         for layer, group in self._former:
             layer.group = group

@@ -37,6 +37,8 @@ def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor],
     hops = None
     if 1 < size < comm.world:
         hops = Hops(comm.run_of(size, "node"), comm.across_runs(size, "across_nodes"))
+        hops.node.connect("reduce")
+        hops.across.connect("reduce")
     loco = zero.zeropp_loco_param
     feedback = Feedback(loco.err_beta, int(loco.reset_T)) if loco is not None else None
     return QuantizedReduction(comm, BlockCode(4), hold, hops=hops, feedback=feedback)

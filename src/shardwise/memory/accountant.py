@@ -41,6 +41,8 @@ class Category(Enum):
     """Whole units that are gathered for computing and released after it."""
     ACTIVATIONS = "activations"
     """Tensors saved by autograd for the backward pass, and temporaries of the modules and of the loss."""
+    COMMUNICATORS = "communicators"
+    """Device memory of NCCL's communicators, beside torch's allocator: a reserve, after the first step as measured."""
     OTHER = "other"
     """Module buffers, temporaries of the optimizer's step, and on a CPU the snapshot of asynchronous saves."""
 

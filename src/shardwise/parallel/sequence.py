@@ -11,6 +11,7 @@ to fewer. One group at a time is the process's own: attention layers that were n
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -92,7 +93,6 @@ class SequenceGroup:
         self.exchanges = 0
         self.comparing = False
         self._comms = [comm]
-        self._group = comm.user_group
         self._pass: int | None = None
         self._agreed: list[int] | None = None
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -104,13 +104,13 @@ class SequenceGroup:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group, for a script's own collectives."""
-        return self._group
+        """The process group, for a script's own collectives; all its ranks call, and make it the first time."""
+        return self._comms[0].process_group
 
     @property
     def members(self) -> list[int]:
         """The global numbers of the ranks."""
-        return self._comms[0].members
+        return list(self._comms[0].members)
 
     def attach(self, comm: Communicator) -> None:
         """Exchange through another communicator of the same ranks from now on."""
@@ -278,7 +278,7 @@ def active(group: SequenceGroup) -> SequenceGroup:
     return SequenceGroup(Communicator(None, group.comm.ledger, group.comm.device, name=NAME, alone=True))
 
 
-_current: list[SequenceGroup] = []
+_current: list[weakref.ref[SequenceGroup]] = []  # they belong to engines, and to `_begun`
 _given: dict[dist.ProcessGroup, SequenceGroup] = {}
 _begun: list[tuple[SequenceGroup, Communicator]] = []
 _alone: list[weakref.ref[SequenceGroup]] = []  # engines that nobody destroys go without it
@@ -288,7 +288,7 @@ _of_job: list[Any] = [None]
 def current() -> SequenceGroup | None:
     """Return the process's own group; None: every rank has sequences of its own."""
     _settle()
-    return _current[-1] if _current else None
+    return next((group for known in reversed(_current) if (group := known()) is not None), None)
 
 
 def _settle() -> None:
@@ -325,11 +325,15 @@ def take_over(group: SequenceGroup) -> None:
     """
     before = current()
     if before is not None and before.members != group.members:
+        del before
+        gc.collect()  # an engine that nobody has any more may wait for this
+        before = current()
+    if before is not None and before.members != group.members:
         raise ConflictError(
             f"sequences are shared by ranks {before.members} here, and should be by {group.members} now: there is one "
             "such group in a process. Destroy the engine that uses the other one, or call shardwise.parallel.end()"
         )
-    _current.append(group)
+    _current.append(weakref.ref(group))
 
 
 def stay_alone(group: SequenceGroup) -> None:
@@ -340,7 +344,7 @@ def stay_alone(group: SequenceGroup) -> None:
 
 def let_go(group: SequenceGroup) -> None:
     """Take back `take_over`, or `stay_alone`."""
-    _current[:] = [other for other in _current if other is not group]
+    _current[:] = [other for other in _current if other() not in (group, None)]
     _alone[:] = [other for other in _alone if other() not in (group, None)]
 
 
@@ -390,7 +394,8 @@ def begin(size: int, device: torch.device | None = None) -> SequenceGroup:
     from shardwise.comm.setup import local_rank
     from shardwise.device import choose_device
 
-    everybody = Communicator(None, Ledger(), choose_device(local_rank()) if device is None else device)
+    device = choose_device(local_rank()) if device is None else device
+    everybody = Communicator(None, Ledger(), device, call="shardwise.parallel.begin()")
     lines = partition(size, everybody.world)
     if everybody.world == 1:
         group = SequenceGroup(everybody, everybody)
@@ -428,7 +433,6 @@ def group_of(given: SequenceGroup | dist.ProcessGroup | None) -> SequenceGroup |
         from shardwise.comm.setup import local_rank
         from shardwise.device import choose_device
 
-        ranks = members_of(given)
-        comm = Communicator(given, Ledger(), choose_device(local_rank()), name=NAME, partition=[ranks], near=False)
+        comm = Communicator(given, Ledger(), choose_device(local_rank()), name=NAME, near=False)
         _given[given] = SequenceGroup(comm)
     return _given[given]

@@ -1,7 +1,8 @@
 """The global gradient norm, the same to the bit however the gradients are split.
 
-Squares are summed in fp64 parameter by parameter (each rank over its own runs of each parameter), added over ranks in
-rank order in one small all-reduce, and combined in registration order. fp32 squares are exact in fp64, so that what the
+Squares are summed in fp64 parameter by parameter (each rank over its own runs of each parameter), then over a rank's
+parameters in registration order, and over ranks in rank order in one all-reduce of a few numbers. Sums by parameter are
+reduced only where an observer asks for them. fp32 squares are exact in fp64, so that what the
 split can change is far below the fp32 result's last bit. A non-finite norm is an overflow: any infinite or NaN gradient
 makes it so.
 """
@@ -110,11 +111,15 @@ def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def combine(sums: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """Return the global norm of gradients whose true value is `scale` times what was summed (0-D fp64 tensor)."""
+    return total_of(sums).sqrt() * scale
+
+
+def total_of(sums: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all elements (0-D), in an order that depends on their number only."""
     # On a CPU cumsum adds one after the other, in registration order; sum() would pick its own tree. On CUDA cumsum may
     # differ from run to run, and sum() has one tree for each length.
     one_by_one = sums.device.type == "cpu" and sums.numel()
-    total = sums.cumsum(0)[-1] if one_by_one else sums.sum()
-    return total.sqrt() * scale
+    return sums.cumsum(0)[-1] if one_by_one else sums.sum()
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

@@ -76,7 +76,7 @@ class UnitBuilder:
         """
         where, domains = self._plan.where, self._domains
         resident: list[int] = []
-        sizes = [sum(tensor.numel for tensor in spec.tensors if tensor.trainable) for spec in specs]
+        sizes = [sum(size for t, size in zip(spec.tensors, spec.sizes, strict=True) if t.trainable) for spec in specs]
         left = round(sum(sizes) * (1 - where.share))
         near: list[int] = []
         room = where.near
@@ -85,7 +85,7 @@ class UnitBuilder:
                 resident.append(index)
                 left -= sizes[index]
             domain = domains.of(spec.domain)
-            own = -(-spec.numel // domain.parts(self._plan.levels(domain).parameters))
+            own = -(-spec.size // domain.parts(self._plan.levels(domain).parameters))
             if own <= room:
                 near.append(index)
                 room -= own
@@ -108,9 +108,9 @@ class UnitBuilder:
         stay = {index for index, spec in enumerate(specs) if alone and self._domains.of(spec.domain).world == 1}
         elements = 0
         for index, spec in enumerate(specs):
-            if spec.numel <= plan.persistent_elements and elements + spec.numel <= plan.persistent_total:
+            if spec.size <= plan.persistent_elements and elements + spec.size <= plan.persistent_total:
                 stay.add(index)
-                elements += spec.numel
+                elements += spec.size
         if plan.keeps_what_saves:
             whole = {i: sum(s.numel * s.dtype.itemsize for s in sections) for i, sections in enumerate(layouts)}
             shard = {
@@ -185,6 +185,7 @@ class UnitBuilder:
             ranks = self._domains.main.ranks
             _look_for_nodes(ranks.nodes(), self._plan.secondary)
             group = ranks.run_of(self._plan.secondary, "secondary")
+            group.connect("gather")
             for unit in sharded:
                 unit.keep_second(group)
 
@@ -200,7 +201,9 @@ class UnitBuilder:
             agreed = agreed and same
             section.source[slot.offset : slot.offset + slot.numel].copy_(values.reshape(-1))
         if not agreed:
-            unit.domain.ranks.broadcast(section.source, 0, f"{unit.name}.initial").wait()
+            # A domain of a part has a group for reductions anyway; no pass has begun.
+            kind = "explicit" if unit.domain is self._domains.main else "reduce"
+            unit.domain.ranks.broadcast(section.source, 0, f"{unit.name}.initial", kind).wait()
 
 
 def _look_for_nodes(nodes: Sequence[str], size: int) -> None:

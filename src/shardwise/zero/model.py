@@ -171,7 +171,7 @@ class ShardedModel:
         self.update: Update | None = None
         self.owners: WholeUpdate | None = None
         self.early: EarlySteps | None = None
-        specs = find_units(module, self.registry, plan.unit_cap, leaves)
+        specs = find_units(module, self.registry, plan.unit_cap, leaves, self._sizes(domains))
         self.numbering = Numbering(self.registry, specs, domains, self.comm)
         self.wholes = Wholes(self.registry, self.numbering, self.comm, accountant)
         self.homes = homes
@@ -268,6 +268,7 @@ class ShardedModel:
             for slot in section.layout.slots
         }
         self._set_order(forward, backward)
+        self._connect(domains)
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
@@ -297,6 +298,31 @@ class ShardedModel:
         return self.device.type == "cpu" and not self.plan.shard_optimizer
 
     # -- building ----------------------------------------------------------------------------------------------------
+
+    def _sizes(self, domains: Domains) -> list[int]:
+        """Return the elements of each parameter on the rank that has most of it, the same on all ranks (they all call).
+
+        Ranks with the same sizes count as one: what is sent grows with the number of different parts.
+        """
+        own = [tensor.numel for tensor in self.registry]
+        if not domains.others:
+            return own
+        versions = {id(sizes): sizes for sizes in self.comm.exchange(own, "sizes")}.values()
+        if any(len(sizes) != len(own) for sizes in versions):
+            return own  # the numbering of tensors says what differs
+        return [max(sizes) for sizes in zip(*versions, strict=True)]
+
+    def _connect(self, domains: Domains) -> None:
+        """Make the process groups of passes (all ranks call), so that no pass waits for that."""
+        for domain in (domains.main, *domains.others.values()):
+            tensors = [tensor for unit in self.units if unit.domain is domain for tensor in unit.tensors]
+            if domain.world == 1 or not tensors:
+                continue
+            levels = self.plan.levels(domain)
+            whole = bool(self.stepping.whole) and self.plan.shard_optimizer  # owners send to all ranks
+            finest = domain.depth if whole else max(levels.optimizer if self.update else 0, levels.parameters)
+            trained = self.update is not None and any(tensor.trainable for tensor in tensors)
+            domain.connect(finest, trained=trained)
 
     def _make_update(
         self,
@@ -982,10 +1008,14 @@ class ShardedModel:
                 self.values_of(tensor.index).copy_(tensor.cut(whole).reshape(-1))
         self.put_parts_back(parameters, gathered.units, src)
 
-    def gather_parts(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
+    def gather_parts(self, parameters: Iterable[nn.Parameter], kind: str = "explicit") -> list[Unit]:
         """Gather the released units of some parameters outside of passes (all ranks must call); return those units.
 
         Parameters that are parts of tensors stay parts.
+
+        Args:
+            parameters: of the model.
+            kind: with which collectives the gathers are in one order.
         """
         self.hooks.settle()
         self.presence.require("parameters cannot be gathered", values=True)
@@ -996,7 +1026,7 @@ class ShardedModel:
             for unit in wanted:
                 unit.finish_gather()
                 if unit.state is UnitState.RELEASED:
-                    self._fill_now(unit)
+                    self._fill_now(unit, kind)
                     unit.pins += 1
                     changed.append(unit)
         except BaseException:
@@ -1004,13 +1034,13 @@ class ShardedModel:
             raise
         return changed
 
-    def _fill_now(self, unit: Unit) -> None:
+    def _fill_now(self, unit: Unit, kind: str) -> None:
         self.domain.gathers.follow()
         with self.domain.gathers.aside():
             for section in unit.sections:
                 section.allocate()
         try:
-            unit.gather_whole("explicit").wait()
+            unit.gather_whole(kind).wait()
         except BaseException:
             for section in unit.sections:
                 section.free()
@@ -1189,7 +1219,7 @@ class ShardedModel:
             self.reducer.clear()
         while self.units and not apart:
             unit = self.units[0]
-            self.gather_parts(unit.parameters)
+            self.gather_parts(unit.parameters, "gather")  # all ranks have ended all passes
             for parameter in unit.parameters:
                 released.disown(parameter)
                 parameter.data = parameter.data.clone()

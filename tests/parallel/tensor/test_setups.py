@@ -146,7 +146,7 @@ CASES: dict[Callable[[], None], str] = {
     sizes: r"tensor_parallel.autotp_size: is 3, but there are 4 ranks.*choose a divisor of 4",
     features: "2 ranks cannot divide the 1 features of blocks.0.q; numbers up to 1 would do",
     unknown: r"layer_specs\[0\].patterns: no parameter of Decoder matches 'no_such_layer'; its matrices are",
-    other_plans: r"tensor parallelism of blocks.0.(q|up)",
+    other_plans: r"config tensor_parallel.partition_config.layer_specs: .* on rank 0, .* on rank 1",
     other_inputs: r"ranks \[\d, \d\] have one copy of the model .* their inputs differ.*get_data_parallel_rank",
     divided_otherwise: "autotp_size: is 4, but the arguments of initialize.. say 2",
     other_order: r"tp': 2, 'dp': 2.*lie otherwise.*init_device_mesh\('cpu', \(2, 2\), mesh_dim_names=\('dp', 'tp'\)\)",

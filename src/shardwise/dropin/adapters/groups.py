@@ -6,7 +6,7 @@ kinds of parallelism are 0, and there is one of them.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -19,6 +19,9 @@ from shardwise.dropin.adapters.helpers import (
 from shardwise.errors import UsageError
 from shardwise.parallel import current_tensors
 from shardwise.parallel.sequence import SequenceGroup, current
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator
 
 mpu: Any = None
 """The model-parallel unit whose groups these are; None: data-parallel ranks are all ranks."""
@@ -44,32 +47,30 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def get_data_parallel_group() -> Any:
-    """Return the group of ranks that have data of their own."""
-    shared = _shared()
-    if shared is not None:
-        assert shared.data is not None
-        return shared.data.user_group
-    if mpu is not None:
-        return mpu.get_data_parallel_group()
-    tensors = current_tensors()
-    return dist.group.WORLD if tensors is None or tensors.data is None else tensors.data.user_group
+    """Return the group of ranks that have data of their own (all its ranks call: the first time they make it)."""
+    data = _data()
+    if data is not None:
+        return data.process_group
+    return dist.group.WORLD if mpu is None else mpu.get_data_parallel_group()
 
 
 def get_data_parallel_rank() -> int:
     """Return this process's rank in that group."""
-    return get_rank(get_data_parallel_group())
+    data = _data()
+    return get_rank(get_data_parallel_group()) if data is None else data.rank
 
 
 def get_data_parallel_world_size() -> int:
     """Return the size of that group."""
-    return get_world_size(get_data_parallel_group())
+    data = _data()
+    return get_world_size(get_data_parallel_group()) if data is None else data.world
 
 
 def get_model_parallel_group() -> Any:
     """Return the group of ranks that have a copy of the model among them, or None: every rank has it alone."""
     tensors = current_tensors()
     if mpu is None and tensors is not None:
-        return tensors.comm.user_group
+        return tensors.comm.process_group
     return bwc_tensor_model_parallel_group(mpu)
 
 
@@ -110,12 +111,21 @@ def _get_sequence_data_parallel_group() -> Any:
 
 def _get_sequence_data_parallel_rank() -> int:
     """Return this process's rank in that group."""
-    return get_rank(_get_sequence_data_parallel_group())
+    return get_data_parallel_rank() if _shared() is None else get_rank(dist.group.WORLD)
 
 
 def _get_sequence_data_parallel_world_size() -> int:
     """Return the size of that group."""
-    return get_world_size(_get_sequence_data_parallel_group())
+    return get_data_parallel_world_size() if _shared() is None else get_world_size(dist.group.WORLD)
+
+
+def _data() -> Communicator | None:
+    """Return the communicator of the ranks with data of their own, if ranks share sequences or a copy of the model."""
+    shared = _shared()
+    if shared is not None:
+        return shared.data
+    tensors = current_tensors()
+    return None if mpu is not None or tensors is None else tensors.data
 
 
 def _shared() -> SequenceGroup | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import weakref
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -84,8 +85,23 @@ def _plain(parameter: nn.Parameter) -> bool:
 
 # -- before there is an engine -----------------------------------------------------------------------------------------
 
-_begun: list[tuple[TensorGroup, Communicator]] = []
-_current: list[TensorGroup] = []
+
+@dataclass(eq=False)
+class _Begun:
+    """What `begin_tensors` has made."""
+
+    group: TensorGroup
+    everybody: Communicator
+
+
+class _Owner(Protocol):
+    """What a group belongs to."""
+
+    group: TensorGroup
+
+
+_begun: list[_Begun] = []
+_current: list[weakref.ref[_Owner]] = []
 _of_job: list[Any] = [None]
 
 
@@ -105,23 +121,25 @@ def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
     from shardwise.device import choose_device
 
     _settle()
-    for group, _ in _begun:
-        if group.size == size:
-            return group
+    for known in _begun:
+        if known.group.size == size:
+            return known.group
     world = len(members_of(None))
     if size < 1 or world % size:
         raise ConflictError(
             f"tp_size is {size}, but there are {world} ranks, which are not whole groups of {size}; choose a divisor "
             f"of {world}, or start a multiple of {size} ranks"
         )
-    everybody = Communicator(None, Ledger(), choose_device(local_rank()) if device is None else device)
+    device = choose_device(local_rank()) if device is None else device
+    everybody = Communicator(None, Ledger(), device, call="tp_model_init()")
     lines = [list(range(first, first + size)) for first in range(0, world, size)]
     part, data = everybody, everybody
     if world > 1:
         part, data = everybody.part(lines, NAME, near=True), everybody.part(across(lines), "data_parallel")
     group = TensorGroup(part, across(lines), part.rank, data)
-    _begun.append((group, everybody))
-    _current.append(group)
+    begun = _Begun(group, everybody)
+    _begun.append(begun)
+    take_over(begun)
     return group
 
 
@@ -131,36 +149,36 @@ def current_tensors() -> TensorGroup | None:
     Without an engine it is what `begin_tensors` has made; None: every rank has models of its own.
     """
     _settle()
-    return _current[-1] if _current else None
+    return next((owner.group for known in reversed(_current) if (owner := known()) is not None), None)
 
 
-def take_over(group: TensorGroup) -> None:
-    """Make a group the process's own, as long as an engine is open."""
+def take_over(owner: _Owner) -> None:
+    """Make the group of an owner the process's own, as long as the owner lives and keeps it."""
     _settle()
-    _current.append(group)
+    _current.append(weakref.ref(owner))
 
 
-def let_go(group: TensorGroup) -> None:
+def let_go(owner: _Owner) -> None:
     """Take back `take_over`."""
-    _current[:] = [other for other in _current if other is not group]
+    _current[:] = [other for other in _current if other() not in (owner, None)]
 
 
 def end_tensors() -> None:
     """Give back what `begin_tensors` has made (all ranks call). Models that are divided need an engine from then on."""
     _settle()
     while _begun:
-        group, everybody = _begun.pop()
-        let_go(group)
-        group.close()
-        everybody.destroy()
+        begun = _begun.pop()
+        let_go(begun)
+        begun.group.close()
+        begun.everybody.destroy()
 
 
 def _settle() -> None:
     """Forget groups of ranks whose job has been left (`destroy_process_group`)."""
     default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if default is not _of_job[0]:
-        for group, _ in _begun:
-            group.close()
+        for begun in _begun:
+            begun.group.close()
         _begun.clear()
         _current.clear()
         _of_job[0] = default
@@ -243,4 +261,4 @@ def _section_of(config: Any) -> tuple[TensorParallel, bool]:
 
 
 def _everybody(group: TensorGroup) -> Communicator:
-    return next(everybody for known, everybody in _begun if known is group)
+    return next(known.everybody for known in _begun if known.group is group)

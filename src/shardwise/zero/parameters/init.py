@@ -510,6 +510,49 @@ def shard_module(
                 keeper.split(parameter, place=_HOST if id(parameter) in fresh else None)
 
 
+def spread_from_first(module: nn.Module, comm: Communicator) -> None:
+    """Give all ranks the first rank's values, where the others have the module on the meta device (all ranks call).
+
+    One tensor at a time is whole on the others. Of parameters each rank keeps a part, on the host, until its unit is
+    built; buffers are whole everywhere.
+
+    Args:
+        module: is changed; parameters keep their identity.
+        comm: the ranks.
+
+    Raises:
+        UsageError: a parameter is declared as a part, of which the first rank does not have all values.
+    """
+    for name, parameter in module.named_parameters():
+        if part_of(parameter).ranks is not None:
+            raise UsageError(
+                f"parameter {name!r} is a part of a tensor, and the model is on the meta device on some ranks only. "
+                "Build models with declared parts on the meta device on all ranks, or on none"
+            )
+    store = PartStore(comm)
+    done: set[int] = set()
+    buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what was there, and what is now
+    for path, child in module.named_modules():
+        for key, buffer in child._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in buffers:
+                    values = torch.empty_like(buffer, device=comm.device) if buffer.is_meta else buffer
+                    sent = store.of_first(values.detach().reshape(-1).view(torch.uint8))
+                    received = sent.view(buffer.dtype).view(buffer.shape)
+                    buffers[id(buffer)] = buffer, received if buffer.is_meta else buffer
+                child._buffers[key] = buffers[id(buffer)][1]
+        for key, parameter in child._parameters.items():
+            if parameter is None or id(parameter) in done:
+                continue
+            done.add(id(parameter))
+            if parameter.is_meta:
+                values = torch.empty_like(parameter, device=comm.device)
+                with set_aside(parameter):
+                    torch.utils.swap_tensors(parameter, nn.Parameter(values, requires_grad=parameter.requires_grad))
+            store.names[parameter] = repr(f"{path}.{key}".lstrip("."))
+            store.split(parameter, place=_HOST)
+
+
 def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.device) -> None:
     """Give a meta-device module's own parameters and buffers memory and initial values; parameters keep their identity.
 

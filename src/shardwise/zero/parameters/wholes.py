@@ -34,13 +34,13 @@ class Wholes:
 
     def __init__(self, registry: Registry, numbering: Numbering, comm: Communicator, accountant: Accountant) -> None:
         self._registry = registry
-        self._parts = numbering.parts
+        self._numbering = numbering
         self._comm = comm
         self._accountant = accountant
 
     def parts_of(self, index: int) -> Sequence[HeldPart]:
-        """Return what ranks have at the place of a parameter: see `Numbering.parts`; nothing if all have the same."""
-        return () if self._parts is None else self._parts[index]
+        """Return what ranks have at the place of a parameter: see `Numbering.parts_of`."""
+        return self._numbering.parts_of(index)
 
     def divided(self, index: int) -> bool:
         """Whether ranks have parts of tensors at the place of a parameter: the same on all of them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,17 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def _in_a_copy() -> Callable[..., None]:
     return _nothing
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a bound method as long as its object is alive, which the function does not keep."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        return None if alive is None else alive(*args, **kwargs)
+
+    return call
 
 
 class ModuleHook:

@@ -1,7 +1,8 @@
 """The side channel: what ranks tell each other outside the order of collectives, when their data makes them differ.
 
-Every pair of ranks has two connections of its own (`shardwise.comm.links`). On one this rank asks, on the other a small
-thread answers the peer. It needs nothing of the main thread, which is busy or blocked elsewhere.
+A rank connects to another when it first asks it for something (`shardwise.comm.links`); ranks of a model that never
+needs this open no connection. A small thread answers the peers. It needs nothing of the main thread, which is busy or
+blocked elsewhere.
 
 *fetch*: a rank needs a released unit once more than ever before in a pass (a shared layer met for the first time, a
 router that picks a layer twice). The peers' threads answer with their shards, which do not change while any rank is
@@ -12,8 +13,9 @@ it lies to where it belongs; nothing is held twice.
 A peer that waits for such a reduction would never launch the gather: each would wait for the other. The message lets
 its thread launch the gather on its behalf.
 
-*end*, *where*: a rank is in `destroy()`, which gathers everything once more. It tells the others, and asks those that
-do not come which collectives they have launched: one that it has not launched itself will never be answered.
+*end*, *where*: a rank is in `destroy()`, which gathers everything once more. All ranks meet there through the store,
+where each compares itself with the first. A rank that waits for long tells the next few ranks that have not come, and
+asks them which collectives they have launched: one that it has not launched itself will never be answered.
 
 On CUDA a shard is copied on a stream of its own, behind the mark that the shards are written: the stream of the pass
 may wait for a gather that the rank which asks has still to launch.
@@ -42,6 +44,7 @@ import torch
 from shardwise.comm import links
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.whereabouts import describe, publish_end
+from shardwise.compat import default_store
 from shardwise.device.streams import Mark, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 from shardwise.zero.units.unit import Unit
@@ -58,7 +61,11 @@ _REFUSED, _GIVEN = range(2)
 _TEXT_BYTES = 4096
 _SAID = 500
 """Characters of what a rank says of itself."""
-_POLL_S = 0.1
+_FIRST_POLL_S, _POLL_S = 0.001, 0.1
+_GRACE_S = 0.2
+"""How long a rank in `destroy()` waits for the others before it asks where they are."""
+_MOST_ASKED = 8
+"""How many of the ranks after its own a rank in `destroy()` asks."""
 _PATIENCE_S = 2.0
 """How long a rank that an exception has stopped in a pass waits for ranks that may be on their way to `destroy()`."""
 _LEAVING_S, _LEAVING_FAILED_S = 10.0, 0.5
@@ -84,19 +91,17 @@ class SideChannel:
         self._changed = threading.Condition()
         self._ended: dict[int, dict[str, Any]] = {}
         self._own_end: dict[str, Any] | None = None
+        self._told: set[int] = set()
         self._streams = streams_of(comm.device)
         self._stream = self._streams.current()
         self._copying = self._streams.make("answers")
         self._written: dict[int, Mark] = {}
         self._version = 0
         self.shards_written(self._streams.mark())
-        self._links = links.connect(comm)
         self._selector = selectors.DefaultSelector()
-        self._alarm, alarmed = socket.socketpair()
-        self._selector.register(alarmed, selectors.EVENT_READ)
-        for rank, connection in self._links.answering.items():
-            connection.setblocking(False)
-            self._selector.register(connection, selectors.EVENT_READ, _Peer(rank, connection))
+        self._alarm, self._alarmed = socket.socketpair()
+        self._selector.register(self._alarmed, selectors.EVENT_READ)
+        self._links = links.Links(comm, self._selector, self._welcome)
         self._thread = threading.Thread(target=self._serve, name="shardwise-side-channel", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -180,32 +185,58 @@ class SideChannel:
         """
         if self.comm.device.type == "cuda" and not cut_short:
             torch.cuda.synchronize(self.comm.device)  # what has been launched here has been launched everywhere
-        launched = self.comm.launched
-        own = {"text": where[:_SAID], "launched": launched, "phase": phase}
+        own = {"text": where[:_SAID], "launched": self.comm.launched, "phase": phase}
         with self._changed:
             self._own_end = own
         begin = time.monotonic()
-        self._tell(_END, text=json.dumps(own))
+        ending = _Ending(f"{self._links.name}/end", self.comm.rank, self.comm.world)
+        ending.come(own)
         ahead: dict[int, float] = {}
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: len(self._ended) == self.comm.world - 1, _POLL_S)
-                missing = [rank for rank in self._links.asking if rank not in self._ended]
-            for rank in missing:
-                found = self._where(rank, begin)
-                if found["ended"] or not _is_ahead(found["launched"], launched):
-                    ahead.pop(rank, None)
-                elif time.monotonic() - ahead.setdefault(rank, time.monotonic()) >= (_PATIENCE_S if cut_short else 0.0):
-                    return f"rank {self.comm.rank} {where}, and rank {rank} {found['text']}. {_CHECK}"
-            if not missing:
-                break
-        for rank, end in sorted(self._ended.items()):
-            if (end["launched"], end["phase"]) != (launched, phase):
-                return (
-                    f"rank {self.comm.rank} {where}, rank {rank} {end['text']}, and they have not taken part in the "
-                    f"same passes until there. {_CHECK}"
-                )
-        return ""
+        pause = _FIRST_POLL_S
+        while not ending.all_have_come():
+            word = ending.apart()
+            if word is not None:
+                return self._parted(*word)
+            waited = time.monotonic() - begin
+            if waited > _GRACE_S:
+                try:
+                    if waited > self.comm.timeout.total_seconds():
+                        raise PeerLostError(f"{ending.count()} of {self.comm.world} ranks have come to destroy()")
+                    why = self._look_after(ending, own, ahead, begin, cut_short=cut_short)
+                except PeerLostError as error:
+                    ending.part(str(error), lost=True)
+                    raise
+                if why is not None:
+                    ending.part(why, lost=False)
+                    return why
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
+        word = ending.apart()
+        return "" if word is None else self._parted(*word)
+
+    def _parted(self, text: str, lost: bool) -> str:
+        """Return what keeps the ranks from going on together, as one of them has written it."""
+        if lost:
+            raise PeerLostError(text)
+        return text
+
+    def _look_after(
+        self, ending: _Ending, own: dict[str, Any], ahead: dict[int, float], begin: float, *, cut_short: bool
+    ) -> str | None:
+        """Ask the next few ranks that have not come where they are; return why one of them will not, or None."""
+        launched = own["launched"]
+        for rank in ending.missing():
+            if rank not in self._told:
+                self._told.add(rank)
+                deadline = begin + self.comm.timeout.total_seconds()
+                with self._asking, contextlib.suppress(OSError):  # whoever has gone will be missed by what comes next
+                    self._ask(rank, _END, text=json.dumps(own), deadline=deadline)
+            found = self._where(rank, begin)
+            if found["ended"] or not _is_ahead(found["launched"], launched):
+                ahead.pop(rank, None)
+            elif time.monotonic() - ahead.setdefault(rank, time.monotonic()) >= (_PATIENCE_S if cut_short else 0.0):
+                return f"rank {self.comm.rank} {own['text']}, and rank {rank} {found['text']}. {_CHECK}"
+        return None
 
     def close(self) -> None:
         """Stop answering."""
@@ -213,6 +244,7 @@ class SideChannel:
         self._stop()
         self._links.close()
         self._alarm.close()
+        self._alarmed.close()
         for key in list(self._selector.get_map().values()):
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
@@ -233,7 +265,7 @@ class SideChannel:
 
     def _ask(self, peer: int, kind: int, first: int = 0, second: int = 0, text: str = "", *, deadline: float) -> None:
         data = text.encode()[:_TEXT_BYTES]
-        connection = self._links.asking[peer]
+        connection = self._links.to(peer, deadline)
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         connection.sendall(_ASK.pack(kind, len(data), first, second) + data)
 
@@ -241,26 +273,23 @@ class SideChannel:
         """Send a message that has no answer to all peers; whoever has gone will be missed by what comes next."""
         deadline = time.monotonic() + self.comm.timeout.total_seconds()
         with self._asking:
-            for peer in self._links.asking:
+            for peer in (rank for rank in range(self.comm.world) if rank != self.comm.rank):
                 with contextlib.suppress(OSError):
                     self._ask(peer, kind, first, second, text, deadline=deadline)
 
     @contextlib.contextmanager
     def _expecting(self, peer: int, what: str, begin: float) -> Iterator[None]:
         """Turn an error of a connection inside into one that says who has not answered what."""
-        try:
-            yield
-        except OSError as error:
-            self._links.asking[peer].close()  # what may still come on it belongs to nothing
-            waited = time.monotonic() - begin
-            lost = PeerLostError(f"rank {peer} has not answered rank {self.comm.rank}: {what}")
-            lost.peer, lost.timed_out = peer, isinstance(error, TimeoutError)
-            lost.__cause__ = error
-            raise self.comm.explain(lost, what, waited) from error
+        with links.reaching(self.comm, peer, what, begin):
+            try:
+                yield
+            except OSError:
+                self._links.drop(peer)
+                raise
 
     def _answered(self, peer: int, most: int, deadline: float) -> int:
         """Read the head of an answer; return its bytes, at most so many."""
-        connection, head = self._links.asking[peer], bytearray(_ANSWER.size)
+        connection, head = self._links.to(peer, deadline), bytearray(_ANSWER.size)
         links.receive(connection, memoryview(head), deadline)
         given, size = _ANSWER.unpack(head)
         if given == _REFUSED and size <= _TEXT_BYTES:
@@ -277,7 +306,7 @@ class SideChannel:
         size = self._answered(peer, expected, deadline)
         if size != expected:
             raise ConnectionAbortedError(f"rank {peer} has answered {size} bytes; expected {expected}")
-        connection = self._links.asking[peer]
+        connection = self._links.to(peer, deadline)
         for part in parts:
             if part.device.type == "cpu":
                 links.receive(connection, _bytes_of(part), deadline)
@@ -296,7 +325,7 @@ class SideChannel:
                 raise TimeoutError("the limit is over")
             self._ask(peer, _WHERE, deadline=deadline)
             data = bytearray(self._answered(peer, _TEXT_BYTES, deadline))
-            links.receive(self._links.asking[peer], memoryview(data), deadline)
+            links.receive(self._links.to(peer, deadline), memoryview(data), deadline)
             found = json.loads(data)
             assert isinstance(found, dict)
             return found
@@ -307,10 +336,19 @@ class SideChannel:
         if self.comm.device.type == "cuda":
             torch.cuda.set_device(self.comm.device)  # the current device is a thread's own
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._links.patience()):
                 if key.data is None:
                     return  # this rank leaves
-                self._attend_to(key.data)
+                if isinstance(key.data, _Peer):
+                    self._attend_to(key.data)
+                else:
+                    key.data()
+            self._links.expire()
+
+    def _welcome(self, rank: int, connection: socket.socket) -> None:
+        """A peer has connected, to ask something."""
+        connection.setblocking(False)
+        self._selector.register(connection, selectors.EVENT_READ, _Peer(rank, connection))
 
     def _attend_to(self, peer: _Peer) -> None:
         """Send what can be sent to a peer, or take what it asks."""
@@ -392,6 +430,59 @@ class SideChannel:
                 if not self._streams.block(copied, self.comm.timeout):
                     raise TimeoutError(f"unit {unit.name!r} could not be copied within {self.comm.timeout}")
                 yield _bytes_of(chunk[: part.numel()])
+
+
+class _Ending:
+    """The meeting of all ranks in `destroy()`, through the store; each rank makes a few requests.
+
+    Args:
+        key: prefix of its keys, of this meeting only.
+        rank, world: this rank's place.
+    """
+
+    def __init__(self, key: str, rank: int, world: int) -> None:
+        self._key, self._rank, self._world = key, rank, world
+        store = default_store()
+        assert store is not None  # through which the ranks have met
+        self._store = store
+
+    def come(self, own: dict[str, Any]) -> None:
+        """Say that this rank is here, and compare it with the first that has come."""
+        told = json.dumps([self._rank, own["text"], own["launched"], own["phase"]])
+        rank, text, launched, phase = json.loads(self._store.compare_set(f"{self._key}/first", "", told))
+        if (launched, phase) != (own["launched"], own["phase"]):
+            self.part(
+                f"rank {self._rank} {own['text']}, rank {rank} {text}, and they have not taken part in the same passes "
+                f"until there. {_CHECK}",
+                lost=False,
+            )
+        self._store.set(f"{self._key}/{self._rank}", "")
+        if self._store.add(f"{self._key}/count", 1) == self._world:
+            self._store.set(f"{self._key}/all", "")
+
+    def all_have_come(self) -> bool:
+        """Whether all ranks are here."""
+        return bool(self._store.check([f"{self._key}/all"]))
+
+    def count(self) -> int:
+        """Return how many ranks are here."""
+        return int(self._store.add(f"{self._key}/count", 0))
+
+    def missing(self) -> list[int]:
+        """Return those of the next few ranks that are not here."""
+        following = [(self._rank + step) % self._world for step in range(1, min(_MOST_ASKED, self._world - 1) + 1)]
+        return [rank for rank in following if not self._store.check([f"{self._key}/{rank}"])]
+
+    def part(self, text: str, *, lost: bool) -> None:
+        """Write why the ranks do not go on together; the first word stays."""
+        self._store.compare_set(f"{self._key}/apart", "", json.dumps([text, lost]))
+
+    def apart(self) -> tuple[str, bool] | None:
+        """Return what a rank has written: why the ranks do not go on together, and whether a rank has gone."""
+        if not self._store.check([f"{self._key}/apart"]):
+            return None
+        text, lost = json.loads(self._store.get(f"{self._key}/apart"))
+        return str(text), bool(lost)
 
 
 class _Peer:

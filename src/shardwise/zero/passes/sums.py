@@ -11,7 +11,7 @@ import torch
 from shardwise.comm.communicator import Communicator
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Borrowed, in_turn
-from shardwise.precision.norms import Runs
+from shardwise.precision.norms import Runs, total_of
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.unit import SectionMemory, Unit
@@ -80,8 +80,24 @@ class GradientSums:
         """Return zeros in place of what this rank cannot form."""
         return torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
 
+    def total(self, own: torch.Tensor, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of squares of all gradients over ranks, in one all-reduce of a few numbers.
+
+        Arguments as of `squares`; returns an fp64 tensor of one element, and one of the sums of the facts over ranks.
+        """
+        with self._accountant.owning(Category.OTHER):
+            sums = torch.cat([total_of(own).reshape(1), self._on_device(facts)])
+            self._comm.all_reduce(sums, "gradient_norm").wait()
+        return sums[:1], sums[1:]
+
+    def by_tensor(self, own: torch.Tensor) -> torch.Tensor:
+        """Return the sums over ranks of `own_squares`; what was given stays as it is."""
+        sums = own.clone()
+        self.add(sums, "gradient_norms")
+        return sums
+
     def squares(self, own: torch.Tensor, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of squares of each tensor's accumulated gradient over ranks, in one small all-reduce.
+        """Return the sum of squares of each tensor's accumulated gradient over ranks, in one all-reduce.
 
         Args:
             own: `own_squares`.
@@ -106,8 +122,12 @@ class GradientSums:
             return self._formed(Runs.probe)
 
     def add(self, values: torch.Tensor, label: str) -> None:
-        """Replace what a rank has by the sums over ranks."""
-        self._comm.all_reduce(values, label).wait()
+        """Replace what a rank has by the sums over ranks, for a report.
+
+        Imagined ranks, each of which has other values, need not agree that there is a report, and exchange nothing.
+        """
+        if not self._comm.imagined:
+            self._comm.all_reduce(values, label).wait()
 
     def _formed(self, form: Callable[[Runs], torch.Tensor]) -> torch.Tensor:
         """Return what is formed of all runs, of which each parameter has its own element."""

@@ -6,24 +6,67 @@ have different tensors they tell each other; where they have the same, a place i
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from shardwise import boxes
 from shardwise.boxes import Region
+from shardwise.comm.coded import coded, decoded
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domains
 from shardwise.errors import DesyncError, UsageError
-from shardwise.registry import HeldPart, Registry
+from shardwise.registry import HeldPart, LogicalTensor, Registry
 from shardwise.zero.units.partition import UnitSpec
+
+
+class _Held(NamedTuple):
+    """What some ranks hold of a tensor, as one of them has described it.
+
+    Attributes:
+        number: index of the parameter on these ranks.
+        name: of the tensor.
+        box: their part; None: all of it.
+        shape: of the whole tensor.
+        aliases: further names.
+        dtype: name of torch's dtype.
+    """
+
+    number: int
+    name: str
+    box: Any
+    shape: Any
+    aliases: Any
+    dtype: str
+
+
+@dataclass
+class _Version:
+    """Tensors of one domain that some ranks have described alike; ascending `ranks`."""
+
+    ranks: list[int]
+    held: list[_Held]
+
+    @functools.cached_property
+    def shared(self) -> tuple[int, ...]:
+        """Its ranks; one tuple for all its tensors."""
+        return tuple(self.ranks)
+
+    @functools.cached_property
+    def by_index(self) -> dict[int, _Held]:
+        """Its tensors by index."""
+        return {held.number: held for held in self.held}
 
 
 class Numbering:
     """See the module docstring (all ranks call).
+
+    Ranks tell each other what they have of each domain. Of ranks that have the same one sends it, so that what is sent
+    grows with the number of different parts, and by a few bytes with the number of ranks.
 
     Args:
         registry: of this rank.
@@ -36,10 +79,8 @@ class Numbering:
         places: of this rank's tensors, by index.
         counts: whether this rank's domain is the one that counts the tensor, by index: where several have the same part
             of it, one does.
-        parts: what is at the place of this rank's tensors in the units of all ranks, by index: each part once, in the
-            same order everywhere. None where ranks have the same tensors.
         shapes: of all whole tensors, by place.
-        holders: the ranks that have a part of the tensor, by place.
+        holders: the ranks that have a part of the tensor, by place; places of the same ranks share a list.
         cut: places of the tensors of which some rank has a part that is not all.
 
     Raises:
@@ -54,80 +95,159 @@ class Numbering:
         domains: Domains,
         job: Communicator,
     ) -> None:
+        everybody = list(range(job.world))
         self.names = [tensor.name for tensor in registry]
         self.places = list(range(len(registry)))
         self.counts = [True] * len(registry)
-        self.parts: list[tuple[HeldPart, ...]] | None = None
         self.shapes = [tensor.global_shape for tensor in registry]
-        self.holders = [list(range(job.world)) for _ in registry]
+        self.holders = [everybody for _ in registry]
         self.cut: set[int] = set()
+        self._versions: list[list[_Version]] = []
+        self._domain_of: list[int] = []
+        self._known: dict[int, tuple[HeldPart, ...]] = {}
         if not domains.others and all(tensor.box is None for tensor in registry):
             return
-        kinds = list(domains.others)
-        shape = [(-1 if spec.domain is None else kinds.index(spec.domain), len(spec.tensors)) for spec in specs]
-        own = [(tensor.name, tensor.box, tensor.ranks, tensor.global_shape) for tensor in registry]
-        facts = [(tensor.aliases, str(tensor.dtype).removeprefix("torch.")) for tensor in registry]
+        kinds = [None, *domains.others]
+        self._domain_of = [kinds.index(tensor.domain) for tensor in registry]
+        shape = [(kinds.index(spec.domain), len(spec.tensors)) for spec in specs]
         order = [tensor.index for spec in specs for tensor in spec.tensors]
-        told = job.exchange((shape, own, facts, order), "tensors")
-        differ = [rank for rank, (other, *_) in enumerate(told) if other != told[0][0]]
-        if differ:
-            raise DesyncError(
-                f"initialize(): rank {differ[0]} has {len(told[differ[0]][0])} units, which are not of as many "
-                f"parameters each, over the same groups of ranks, as the {len(told[0][0])} of rank 0: ranks gather and "
-                "reduce them in one order. Parts of tensors have to be about as large on all ranks"
-            )
-        tensors = [(rank, *held) for rank, (_, some, _, _) in enumerate(told) for held in some]
-        _check_parts(tensors)
-        first: dict[str, list[int] | None] = {}
-        for _, name, box, ranks, _ in tensors:
-            key = repr((name, box))
-            known = first.setdefault(key, ranks)
-            first[key] = ranks if known is not None and (ranks is None or ranks < known) else known
-        self.names = list(dict.fromkeys(name for _, name, *_ in tensors))
+        _check_alike(job.exchange([shape, order, self._domain_of], "units"))
+        for kind in range(len(kinds)):
+            own = [_described(tensor) for tensor in registry if self._domain_of[tensor.index] == kind]
+            self._versions.append(_versions(job.exchange(own, f"tensors of domain {kind}")))
+        groups: list[list[list[int]]] = [[[] for _ in everybody]]
+        groups += _groups(job, [key[0] for key in domains.others])
+        self._groups = groups
+        every = sorted(
+            (
+                (version.ranks[0], held.number, kind, version, held)
+                for kind, versions in enumerate(self._versions)
+                for version in versions
+                for held in version.held
+            ),
+            key=lambda found: found[:2],
+        )
+        _check_parts([(rank, held.name, held.box, held.shape) for rank, _, _, _, held in every])
+        self._first = first = dict[str, list[int]]()
+        least: dict[int, list[int]] = {}  # of a version
+        having: dict[str, list[_Version]] = {}
+        for _, _, kind, version, held in every:
+            if id(version) not in least:
+                least[id(version)] = min(groups[kind][rank] for rank in version.ranks)
+            key = repr((held.name, held.box))
+            first[key] = min(first.get(key, least[id(version)]), least[id(version)])
+            having.setdefault(held.name, []).append(version)
+        self.names = list(having)
         place = {name: number for number, name in enumerate(self.names)}
         self.places = [place[tensor.name] for tensor in registry]
-        mine = told[job.rank][1]
-        self.counts = [first[repr((name, box))] == ranks for name, box, ranks, _ in mine]
-        shapes = {name: tuple(whole) for _, name, _, _, whole in tensors}
+        self.counts = [
+            first[repr((tensor.name, _as_json(tensor.box)))] == groups[self._domain_of[tensor.index]][job.rank]
+            for tensor in registry
+        ]
+        shapes = {held.name: tuple(held.shape) for *_, held in every}
         self.shapes = [shapes[name] for name in self.names]
-        self.holders = [[] for _ in self.names]
-        for rank, name, box, *_ in tensors:
-            self.holders[place[name]].append(rank)
-            if box is not None:
-                self.cut.add(place[name])
-        self.parts = [()] * len(registry)
-        for number, index in enumerate(order):
-            self.parts[index] = _at_one_place(
-                (rank, *some[indices[number]], *others[indices[number]])
-                for rank, (_, some, others, indices) in enumerate(told)
-            )
+        lists: dict[tuple[int, ...], list[int]] = {}
+        holders: list[list[int]] = []
+        for versions in having.values():
+            ranks = tuple(dict.fromkeys(map(id, versions)))
+            if ranks not in lists:
+                lists[ranks] = sorted({rank for version in versions for rank in version.ranks})
+            holders.append(lists[ranks])
+        self.holders = holders
+        self.cut = {place[held.name] for *_, held in every if held.box is not None}
+
+    def groups(self, kind: int) -> list[list[int]]:
+        """Return the groups of ranks that share what they have of a domain, by number (0: that of all ranks)."""
+        found = {id(ranks): ranks for ranks in self._groups[kind]}
+        return list(found.values())
+
+    def counted_by(self, place: int, box: Any, ranks: Sequence[int]) -> bool:
+        """Return whether a group of ranks is the one that counts its part of the tensor at a place."""
+        return self._first[repr((self.names[place], _as_json(box)))] == ranks
+
+    def parts_of(self, index: int) -> tuple[HeldPart, ...]:
+        """Return what is at the place of this rank's tensor in the units of all ranks: each part once, in one order.
+
+        Nothing where ranks have the same tensors.
+        """
+        if not self._versions:
+            return ()
+        if index not in self._known:
+            found: dict[tuple[str, Region], HeldPart] = {}
+            for version in self._versions[self._domain_of[index]]:
+                held = version.by_index[index]
+                part = boxes.whole(held.shape) if held.box is None else boxes.region(held.box)
+                known = found.get((held.name, part))
+                if known is None:
+                    dtype = getattr(torch, held.dtype)
+                    known = HeldPart(held.name, tuple(held.aliases), tuple(held.shape), dtype, part, ())
+                ranks = tuple(sorted((*known.ranks, *version.ranks))) if known.ranks else version.shared
+                found[held.name, part] = replace(known, ranks=ranks)
+            self._known[index] = tuple(found.values())
+        return self._known[index]
 
     def index(self, place: int | None) -> int | None:
         """Return the index of this rank's part of the tensor at a place; None if it has none."""
         return next((index for index, own in enumerate(self.places) if own == place), None)
 
 
-def _at_one_place(told: Iterable[tuple[Any, ...]]) -> tuple[HeldPart, ...]:
-    """Return the parts that ranks have at one place, each once, from what each rank has told."""
-    found: dict[tuple[str, Region], HeldPart] = {}
-    for rank, name, box, _, shape, aliases, dtype in told:
-        part = boxes.whole(shape) if box is None else boxes.region(box)
-        known = found.get((name, part))
-        if known is None:
-            known = HeldPart(name, tuple(aliases), tuple(shape), getattr(torch, dtype), part, ())
-        found[name, part] = replace(known, ranks=(*known.ranks, rank))
-    return tuple(found.values())
+def _described(tensor: LogicalTensor) -> _Held:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return _Held(tensor.index, tensor.name, tensor.box, tensor.global_shape, tensor.aliases, dtype)
 
 
-def _check_parts(tensors: Sequence[tuple[int, str, Any, Any, Any]]) -> None:
+def _as_json(value: Any) -> Any:
+    """Return nested tuples as lists, as they come back from other ranks."""
+    return [_as_json(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _check_alike(told: Sequence[Any]) -> None:
+    """Raise unless all ranks have the same units, of as many parameters of the same domains."""
+    shape, *rest = told[0]
+    for rank, (other, *others) in enumerate(told):
+        if other != shape:
+            raise DesyncError(
+                f"initialize(): rank {rank} has {len(other)} units, which are not of as many parameters each, over the "
+                f"same groups of ranks, as the {len(shape)} of rank 0: ranks gather and reduce them in one order"
+            )
+        if others != rest:
+            raise DesyncError(
+                f"initialize(): rank {rank} has its parameters in another order than rank 0. Ranks register parameters "
+                "of the same layers in the same order"
+            )
+
+
+def _versions(told: Sequence[Any]) -> list[_Version]:
+    """Return what ranks have told, once for all that have told the same; equal values are one object."""
+    found: dict[int, _Version] = {}
+    for rank, value in enumerate(told):
+        if id(value) not in found:
+            found[id(value)] = _Version([], [_Held(*map(_as_json, held)) for held in value])
+        found[id(value)].ranks.append(rank)
+    return list(found.values())
+
+
+def _groups(job: Communicator, members: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    """Return the ranks that share each domain, by domain and rank; ranks of one group share a list."""
+    found = []
+    for code in zip(*job.exchange([coded(ranks) for ranks in members], "domains of tensors"), strict=True):
+        lists: dict[str, list[int]] = {}
+        for one in code:
+            if repr(one) not in lists:
+                lists[repr(one)] = decoded(one)
+        found.append([lists[repr(one)] for one in code])
+    return found
+
+
+def _check_parts(tensors: Sequence[tuple[int, str, Any, Any]]) -> None:
     """Raise if parts of a tensor overlap and are not the same: their common elements would have several gradients.
 
     Args:
-        tensors: (rank, name, box, ranks, shape) of what each rank has.
+        tensors: (rank, name, box, shape) of each part, and a rank that has it.
     """
     found: dict[str, dict[Region, int]] = {}
     shapes: dict[str, tuple[int, Any]] = {}
-    for rank, name, box, _, shape in tensors:
+    for rank, name, box, shape in tensors:
         other, known = shapes.setdefault(name, (rank, shape))
         if known != shape:
             raise UsageError(

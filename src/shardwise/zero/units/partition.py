@@ -8,7 +8,8 @@ the cap: children chosen by data (experts) then travel with their parent.
 
 A unit is of one domain: parameters that only some ranks share are in units of their own.
 
-Nothing here depends on an absolute size: buffers grow with the model, and the cap is the user's.
+Nothing here depends on an absolute size: buffers grow with the model, and the cap is the user's. Where ranks have parts
+of different sizes, the size of a parameter is that of the largest part, so that all ranks find the same units.
 """
 
 from __future__ import annotations
@@ -31,16 +32,23 @@ class UnitSpec:
         name: name of its first module, for messages (`h.3`, or `(root)`).
         modules: the modules whose forward needs the unit; their hooks enter and leave it.
         tensors: its parameters.
+        sizes: elements of each of these, on the rank that has most of them.
     """
 
     name: str
     modules: list[nn.Module]
     tensors: list[LogicalTensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
 
     @property
-    def numel(self) -> int:
-        """Number of elements of all its parameters."""
-        return sum(tensor.numel for tensor in self.tensors)
+    def size(self) -> int:
+        """Number of elements of all its parameters, by which all ranks decide alike."""
+        return sum(self.sizes)
+
+    def add(self, tensor: LogicalTensor, size: int) -> None:
+        """Take a parameter in."""
+        self.tensors.append(tensor)
+        self.sizes.append(size)
 
     @property
     def domain(self) -> DomainKey | None:
@@ -49,8 +57,11 @@ class UnitSpec:
 
 
 class _Finder:
-    def __init__(self, root: nn.Module, registry: Registry, cap: int, leaves: Iterable[nn.Module]) -> None:
+    def __init__(
+        self, root: nn.Module, registry: Registry, cap: int, leaves: Iterable[nn.Module], sizes: Sequence[int]
+    ) -> None:
         self.registry = registry
+        self.sizes = sizes
         self.cap = cap
         self.leaves = {id(leaf) for leaf in leaves}
         self.taken: set[int] = set()
@@ -81,16 +92,17 @@ class _Finder:
         spec = UnitSpec(self.names[id(module)], [module])
         for tensor in tensors:
             self.taken.add(tensor.index)
-            if spec.tensors and spec.numel + tensor.numel > self.cap and id(module) not in self.leaves:
+            size = self.sizes[tensor.index]
+            if spec.tensors and spec.size + size > self.cap and id(module) not in self.leaves:
                 self.specs.append(spec)
                 spec = UnitSpec(self.names[id(module)], [module])
-            spec.tensors.append(tensor)
+            spec.add(tensor, size)
         self.specs.append(spec)
 
     def block(self, module: nn.Module) -> None:
         """Take a block whole if the cap allows, otherwise part by part."""
         tensors = self.own(module, recurse=True)
-        size = sum(tensor.numel for tensor in tensors)
+        size = sum(self.sizes[tensor.index] for tensor in tensors)
         if id(module) in self.leaves or (size <= self.cap and not isinstance(module, _CONTAINERS)):
             self.claim(module, tensors)
             return
@@ -112,7 +124,13 @@ class _Finder:
                 self.walk(child)
 
 
-def find_units(root: nn.Module, registry: Registry, cap: int, leaves: Iterable[nn.Module] = ()) -> list[UnitSpec]:
+def find_units(
+    root: nn.Module,
+    registry: Registry,
+    cap: int,
+    leaves: Iterable[nn.Module] = (),
+    sizes: Sequence[int] | None = None,
+) -> list[UnitSpec]:
     """Split a model into units, in registration order.
 
     Args:
@@ -120,8 +138,10 @@ def find_units(root: nn.Module, registry: Registry, cap: int, leaves: Iterable[n
         registry: its logical tensors; every one ends up in exactly one unit.
         cap: largest number of elements in a unit; a larger parameter is a unit of its own.
         leaves: modules that must stay whole whatever the cap (config `zero_optimization.leaf_module`).
+        sizes: elements of each parameter, by index, the same on all ranks; None: this rank's.
     """
-    finder = _Finder(root, registry, cap, leaves)
+    sizes = [tensor.numel for tensor in registry] if sizes is None else sizes
+    finder = _Finder(root, registry, cap, leaves, sizes)
     finder.walk(root)
     specs = sorted(finder.specs, key=lambda spec: spec.tensors[0].index)
     return [_with_homes(spec, finder.homes) for spec in _pack(specs, registry, cap, finder.leaves)]
@@ -131,17 +151,18 @@ def _pack(specs: list[UnitSpec], registry: Registry, cap: int, leaves: set[int])
     """Join small neighbours up to the size of the largest repeated block (or of the largest layer, if none repeats)."""
     sizes: dict[int, int] = {}
     for spec in specs:
-        sizes[spec.numel] = sizes.get(spec.numel, 0) + 1
+        sizes[spec.size] = sizes.get(spec.size, 0) + 1
     repeated = [size for size, count in sizes.items() if count > 1]
     limit = min(cap, max(repeated or sizes or [0]))
     packed: list[UnitSpec] = []
     for spec in specs:
         last = packed[-1] if packed else None
-        if last is not None and last.numel + spec.numel <= limit and _may_join(last, spec, leaves):
+        if last is not None and last.size + spec.size <= limit and _may_join(last, spec, leaves):
             last.tensors.extend(spec.tensors)
+            last.sizes.extend(spec.sizes)
             last.modules.extend(module for module in spec.modules if module not in last.modules)
         else:
-            packed.append(UnitSpec(spec.name, list(spec.modules), list(spec.tensors)))
+            packed.append(UnitSpec(spec.name, list(spec.modules), list(spec.tensors), list(spec.sizes)))
     return packed
 
 

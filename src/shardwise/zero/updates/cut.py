@@ -7,7 +7,8 @@ element is sent by one rank, and updated values come back to every rank that has
     columns A on ranks 0 and 2, B on 1 and 3; rank 1 owns the tensor
     rank 0 [A..]  rank 2 [..A]  rank 1 [B..]  rank 3 [..B]   ->  rank 1 [A B]  ->  all four
 
-Ranks tell each other once which runs each has. Of a part nothing is known but its box.
+Ranks tell each other once how the parts lie in their sections; of ranks with the same part one does. Which runs a rank
+has follows from its place in its domain. Of a part nothing is known but its box.
 """
 
 from __future__ import annotations
@@ -56,8 +57,42 @@ class _Run:
         return self.stop - self.start
 
 
-_Runs = dict[tuple[int, str], list[_Run]]
-"""Those of a rank, by unit and dtype of the parameters, in the order of its sections."""
+@dataclass(frozen=True)
+class _Slot:
+    """A tensor's part in a section of some ranks: its place in the numbering, and its elements in the section."""
+
+    place: int
+    offset: int
+    numel: int
+    box: Region | None
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A section with cut tensors, as the ranks of some groups have it.
+
+    Attributes:
+        unit: its number.
+        kind: name of the dtype of the parameters.
+        shard: elements of each rank's range.
+        slots: in ascending order.
+        domain: to which it belongs.
+        groups: of ranks that have it, by their numbers in the job.
+    """
+
+    unit: int
+    kind: str
+    shard: int
+    slots: tuple[_Slot, ...]
+    domain: Domain
+    groups: tuple[tuple[int, ...], ...]
+
+    def runs(self, slot: _Slot) -> Iterator[tuple[int, int, int]]:
+        """Yield (place in the domain, start, stop) of a part's runs on the ranks of a group."""
+        end = slot.offset + slot.numel
+        for place in range(slot.offset // self.shard, -(-end // self.shard)):
+            first, last = max(slot.offset, place * self.shard), min(end, (place + 1) * self.shard)
+            yield place, first - slot.offset, last - slot.offset
 
 
 class CutTensors:
@@ -96,32 +131,23 @@ class CutTensors:
             if section.cut
             for slot in section.slots
         }
+        self._boxes = {index: _region(registry[index].box) for index in self.places}
         self._index = {place: index for index, place in self.places.items()}
-
-        def lies(rank: int | None = None) -> list[list[Any]]:
-            def place_in(domain: Domain) -> int:
-                return domain.place if rank is None else domain.place_of(rank % domain.world)
-
-            return [
-                [unit, str(section.dtype).removeprefix("torch."), place, piece.start, piece.stop, counts, box]
+        self._numbering = numbering
+        self._laid: list[_Laid] = []
+        for number, (key, domain) in enumerate([(None, domains.main), *domains.others.items()]):
+            own = [
+                [unit, str(section.dtype).removeprefix("torch."), section.shard, _slots(section, registry, numbering)]
                 for unit, (spec, sections) in enumerate(zip(specs, layouts, strict=True))
                 for section in sections
-                if section.cut
-                for piece in section.pieces(*section.range_of(place_in(domains.of(spec.domain))))
-                for place, counts in [(numbering.places[piece.index], numbering.counts[piece.index])]
-                for box in [registry[piece.index].box]
+                if section.cut and spec.domain == key
             ]
-
-        if self.job.imagined:  # the others have as much
-            told = [lies(rank) for rank in range(self.job.world)]
-        else:
-            told = self.job.exchange(lies(), "cut tensors")
-        self._told = [_read(runs) for runs in told]
-        every = [run for runs in self._told for own in runs.values() for run in own]
-        self.known = sorted({run.place for run in every})
+            self._laid += self._of_all(own, number, domain)
+        parts = {(slot.place, slot.box): slot.numel for laid in self._laid for slot in laid.slots if slot.numel}
+        self.known = sorted({place for place, _ in parts})
         counted: Counter[int] = Counter()
-        for run in every:
-            counted[run.place] += run.numel if run.counts else 0
+        for (place, _), numel in parts.items():
+            counted[place] += numel
         for place in self.known if not self.job.imagined else ():
             if counted[place] != math.prod(self._shapes[place]):
                 raise ConflictError(
@@ -132,19 +158,49 @@ class CutTensors:
         self._owner: dict[int, int] = {}
         self._patches: dict[_Run, list[Patch]] = {}
         self._complete: dict[int, list[int]] = {}
+        self._owned: dict[tuple[int, str], dict[int, list[_Run]]] = {}
+
+    def _of_all(self, own: list[Any], number: int, domain: Domain) -> list[_Laid]:
+        """Return the sections of a domain as all ranks have them (a collective), in the order of units."""
+        world = self.job.world
+        if self.job.imagined:  # the others have as much
+            groups = [list(range(first, first + domain.world)) for first in range(0, world, domain.world)]
+        else:
+            groups = self._numbering.groups(number) if number else [list(range(world))]
+        told = self.job.exchange(own, f"cut tensors of domain {number}")
+        found: dict[int, list[tuple[int, ...]]] = {}
+        for ranks in groups:
+            found.setdefault(id(told[ranks[0]]), []).append(tuple(ranks))
+        versions = {id(value): value for value in told}
+        return [
+            _Laid(unit, kind, shard, tuple(map(_slot_of, slots)), domain, tuple(found[key]))
+            for key in found
+            for unit, kind, shard, slots in versions[key]
+        ]
 
     def own(self, owners: Mapping[int, int]) -> None:
         """Say which rank owns each tensor, by place; every rank says the same."""
         self._owner = dict(owners)
-        last = {
-            run.place: unit
-            for unit, kind in sorted({key for runs in self._told for key in runs})
-            for runs in self._told
-            for run in runs.get((unit, kind), ())
-        }
-        for place, unit in last.items():
-            if owners[place] == self.job.rank:
+        here = self.job.rank
+        last: dict[int, int] = {}
+        for laid in self._laid:
+            owned = self._owned.setdefault((laid.unit, laid.kind), {})
+            for slot in laid.slots:
+                if slot.numel:
+                    last[slot.place] = max(last.get(slot.place, 0), laid.unit)
+                if slot.numel and owners[slot.place] == here:
+                    for ranks in laid.groups:
+                        counts = self._counts(slot, ranks)
+                        for place, start, stop in laid.runs(slot):
+                            run = _Run(slot.place, start, stop, counts, slot.box)
+                            owned.setdefault(ranks[laid.domain.rank_at(place)], []).append(run)
+        for place, unit in sorted(last.items(), key=lambda found: found[1]):
+            if owners[place] == here:
                 self._complete.setdefault(unit, []).append(self._index[place])
+
+    def _counts(self, slot: _Slot, ranks: Sequence[int]) -> bool:
+        """Return whether, of several groups that have a part, it is this one that sends it."""
+        return self.job.imagined or self._numbering.counted_by(slot.place, slot.box, [*ranks])
 
     def completed_by(self, unit: Unit) -> list[int]:
         """Return the indices of owned tensors that have arrived as a whole when a unit has, and those before it."""
@@ -153,8 +209,8 @@ class CutTensors:
     def owned_of(self, unit: Unit) -> set[int]:
         """Return the indices of owned tensors of which any rank has something in a unit."""
         keys = [(unit.index, kind) for kind in self._kinds(unit)]
-        found = (run for runs in self._told for key in keys for run in runs.get(key, ()))
-        return {self._index[run.place] for run in found if self._owner[run.place] == self.job.rank}
+        found = (run for key in keys for runs in self._owned.get(key, {}).values() for run in runs)
+        return {self._index[run.place] for run in found}
 
     def gather(
         self,
@@ -175,11 +231,11 @@ class CutTensors:
         """
         for kind in self._kinds(unit):
             dtype = dtype_of(getattr(torch, kind))
-            sent: list[list[torch.Tensor]] = [[] for _ in self._told]
+            sent: list[list[torch.Tensor]] = [[] for _ in range(self.job.world)]
             for run, values in self._own(unit, kind, read):
                 if run.counts:
                     sent[self._owner[run.place]].append(values.to(dtype))
-            arriving = [self._owned(runs, unit, kind, counted=True) for runs in self._told]
+            arriving = self._owned_runs(unit, kind, counted=True)
             received = self._exchange([sum(run.numel for run in runs) for runs in arriving], sent, dtype, label)
             for runs, part in zip(arriving, received, strict=True):
                 for run, values in zip(runs, part.split([run.numel for run in runs]), strict=True):
@@ -204,14 +260,14 @@ class CutTensors:
         """
         for kind in self._kinds(unit):
             sent: list[list[torch.Tensor]] = []
-            for runs in self._told:
+            for runs in self._owned_runs(unit, kind, counted=False):
                 sent.append([])
-                for run in self._owned(runs, unit, kind, counted=False):
+                for run in runs:
                     part = torch.empty(run.numel, dtype=getattr(torch, kind), device=self.job.device)
                     for patch in self._patches_of(run):
                         _outside(patch, part).copy_(_inside(patch, values_of(self._index[run.place])))
                     sent[-1].append(part)
-            targets: list[list[torch.Tensor]] = [[] for _ in self._told]
+            targets: list[list[torch.Tensor]] = [[] for _ in range(self.job.world)]
             for run, memory in self._own(unit, kind, write):
                 targets[self._owner[run.place]].append(memory)
             sizes = [sum(map(torch.numel, some)) for some in targets]
@@ -233,32 +289,32 @@ class CutTensors:
 
     def units_of(self, places: set[int]) -> list[int]:
         """Return the numbers of the units in which any rank has something of some tensors."""
-        every = (item for runs in self._told for item in runs.items())
-        return sorted({unit for (unit, _), runs in every if any(run.place in places for run in runs)})
+        found = {laid.unit for laid in self._laid if any(slot.numel and slot.place in places for slot in laid.slots)}
+        return sorted(found)
 
     def _kinds(self, unit: Unit) -> list[str]:
-        return sorted({kind for runs in self._told for number, kind in runs if number == unit.index})
+        return sorted({laid.kind for laid in self._laid if laid.unit == unit.index})
 
     def _own(
         self, unit: Unit, kind: str, memory: Callable[[SectionMemory], torch.Tensor]
     ) -> Iterator[tuple[_Run, torch.Tensor]]:
         """Yield this rank's runs of a unit, each with its view of what a section has at the rank's own range."""
-        runs = iter(self._told[self.job.rank].get((unit.index, kind), ()))
+        numbering = self._numbering
         for section in unit.trainable:
             layout = section.layout
             if layout.cut and str(layout.dtype).removeprefix("torch.") == kind:
                 values = memory(section)
                 for piece in layout.pieces(*section.own_range):
-                    yield next(runs), values[piece.offset : piece.offset + piece.stop - piece.start]
+                    box = self._boxes[piece.index]
+                    place, counts = numbering.places[piece.index], numbering.counts[piece.index]
+                    run = _Run(place, piece.start, piece.stop, counts, box)
+                    yield run, values[piece.offset : piece.offset + piece.stop - piece.start]
 
-    def _owned(self, runs: _Runs, unit: Unit, kind: str, *, counted: bool) -> list[_Run]:
-        """Return the runs of a rank of tensors that are owned here."""
-        here = self.job.rank
-        return [
-            run
-            for run in runs.get((unit.index, kind), ())
-            if self._owner[run.place] == here and (run.counts or not counted)
-        ]
+    def _owned_runs(self, unit: Unit, kind: str, *, counted: bool) -> list[list[_Run]]:
+        """Return the runs of each rank of tensors that are owned here."""
+        owned = self._owned.get((unit.index, kind), {})
+        ranks = range(self.job.world)
+        return [[run for run in owned.get(rank, ()) if run.counts or not counted] for rank in ranks]
 
     def _patches_of(self, run: _Run) -> list[Patch]:
         """Return where the elements of a run lie in it and in the whole tensor."""
@@ -285,12 +341,18 @@ class CutTensors:
         return list(received.split(list(sizes)))
 
 
-def _read(told: list[list[Any]]) -> _Runs:
-    found: _Runs = {}
-    for unit, kind, place, start, stop, counts, box in told:
-        run = _Run(place, start, stop, counts, None if box is None else region(box))
-        found.setdefault((unit, kind), []).append(run)
-    return found
+def _slots(section: Section, registry: Registry, numbering: Numbering) -> list[list[Any]]:
+    """Return the parts in a section, as other ranks are told of them."""
+    return [[numbering.places[slot.index], slot.offset, slot.numel, registry[slot.index].box] for slot in section.slots]
+
+
+def _slot_of(told: Sequence[Any]) -> _Slot:
+    place, offset, numel, box = told
+    return _Slot(place, offset, numel, _region(box))
+
+
+def _region(box: Any) -> Region | None:
+    return None if box is None else region(box)
 
 
 def _outside(patch: Patch, values: torch.Tensor) -> torch.Tensor:

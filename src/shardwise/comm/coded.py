@@ -1,0 +1,41 @@
+"""Sets of ranks in a few numbers: what ranks tell each other of groups does not grow with the size of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def coded(ranks: Sequence[int]) -> list[int] | list[list[int]]:
+    """Return some ranks as the first, and the stride and size of each mesh dimension; else as the list of all.
+
+    Args:
+        ranks: in ascending order.
+
+    >>> coded([0, 1, 8, 9, 16, 17]), coded([5]), coded([0, 1, 5])
+    ([0, 1, 2, 8, 3], [5], [[0, 1, 5]])
+    """
+    found, rest = [ranks[0]], list(ranks)
+    while len(rest) > 1:
+        stride = rest[1] - rest[0]
+        size = next((n for n in range(1, len(rest)) if rest[n] - rest[n - 1] != stride), len(rest))
+        if len(rest) % size:
+            return [list(ranks)]
+        found += [stride, size]
+        rest = rest[::size]
+    return found if decoded(found) == list(ranks) else [list(ranks)]
+
+
+def decoded(code: Sequence[int] | Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks that `coded` was given.
+
+    >>> decoded([0, 1, 2, 8, 3]), decoded([[0, 1, 5]])
+    ([0, 1, 8, 9, 16, 17], [0, 1, 5])
+    """
+    first, *dimensions = code
+    if not isinstance(first, int):
+        return list(first)
+    ranks = [first]
+    for stride, size in zip(dimensions[::2], dimensions[1::2], strict=True):
+        assert isinstance(stride, int) and isinstance(size, int)
+        ranks = [rank + stride * step for step in range(size) for rank in ranks]
+    return ranks

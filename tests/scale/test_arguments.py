@@ -1,0 +1,181 @@
+"""Ranks that were given different arguments are told so before any collective that depends on them."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import DesyncError, ShardwiseError
+from tests.harness import run_ranks
+from tests.scale.test_groups import TENSOR, Net
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def config(stage: int = 1, **more: Any) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"train_micro_batch_size_per_gpu": 1, "optimizer": SGD, "zero_optimization": zero, **more}
+
+
+def failing(parameters: Any) -> torch.optim.Optimizer:
+    raise ValueError("this optimizer cannot be made")
+
+
+def told(what: str) -> str:
+    """Give rank 1 something else; return the error."""
+    odd = dist.get_rank() == 1
+    given, how, experts, optimizer = config(), torch.device("cpu"), 0, None
+    if what == "tensor size" and odd:
+        given["tensor_parallel"] = TENSOR
+    elif what == "sequence size" and odd:
+        given["sequence_parallel_size"] = 2
+    elif what == "ep size":
+        experts = 2 if odd else 1
+    elif what == "experts" and odd:
+        experts = 2
+    elif what == "no key" and odd:
+        given["no_such_key"] = 1
+    elif what == "optimizer" and odd:
+        optimizer = failing
+    elif what == "meta" and not odd:
+        how = torch.device("meta")
+    try:
+        if what == "zero.Init" and odd:
+            with shardwise.zero.Init(config_dict_or_path=config(3)):
+                model = Net()
+        else:
+            with how:
+                model = Net(experts)
+        shardwise.initialize(model=model, config=given, optimizer=optimizer)
+    except (ShardwiseError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("tensor size", "config tensor_parallel.autotp_size: 1 on rank 0, 2 on rank 1", ""),
+        ("sequence size", "config sequence_parallel_size: 1 on rank 0, 2 on rank 1", ""),
+        ("ep size", "layer of experts experts: 4 experts, ep_size 1 on rank 0, 4 experts, ep_size 2 on rank 1", ""),
+        ("experts", "layer of experts experts: nothing on rank 0, 4 experts, ep_size 2 on rank 1", ""),
+        ("meta", "rank 0 of 2 built the model on the meta device, rank 1 with values", ""),
+        ("zero.Init", "All ranks make the same calls", "zero.Init"),
+        ("no key", "rank 1 has refused its arguments with ConfigError", "no_such_key"),
+        (
+            "optimizer",
+            "making the optimizer: rank 1 of 2 raised ValueError: this optimizer cannot be made",
+            "ValueError",
+        ),
+    ],
+)
+def test_what_differs_is_named_at_once(what: str, first: str, second: str) -> None:
+    found = run_ranks(told, 2, what, timeout=30)
+    assert first in found[0]
+    assert (second or first) in found[1]
+
+
+def lists_of_experts() -> str:
+    """A list of experts lies otherwise than it has to on some ranks only."""
+    torch.manual_seed(0)
+    model = Net()
+    model.experts = shardwise.moe.MoE(8, nn.ModuleList(nn.Linear(8, 8) for _ in range(4)), num_experts=4, ep_size=2)
+    try:
+        shardwise.initialize(model=model, config=config(tensor_parallel=TENSOR))
+    except ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_what_some_ranks_refuse_all_ranks_refuse() -> None:
+    found = run_ranks(lists_of_experts, 4, timeout=60)
+    refused = [text for text in found if text.startswith("UsageError")]
+    others = [text for text in found if text.startswith("DesyncError: dividing experts: rank")]
+    assert refused and others and len(refused) + len(others) == 4
+
+
+# -- rank 0 has the values ---------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner, self.head = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+        self.head.weight = self.words.weight
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("scale", torch.full((), 2.0), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.inner(self.words(ids))) * self.scale).pow(2).mean()
+
+
+def from_first(stage: int, spread: bool) -> dict[str, list[float]]:
+    torch.manual_seed(3)
+    with torch.device("meta" if spread and dist.get_rank() else "cpu"):
+        model = Tied()
+    if not spread or dist.get_rank() == 0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+            model.norm.running_mean.fill_(0.25)
+    engine = shardwise.initialize(model=model, config=config(stage))[0]
+    for step in range(2):
+        engine.backward(engine(torch.arange(4) + step + dist.get_rank()))
+        engine.step()
+    engine.destroy()
+    return {name: value.flatten().tolist() for name, value in model.state_dict().items() if "running" not in name}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_on_the_meta_device_but_on_rank_0_gets_the_values_of_rank_0(stage: int) -> None:
+    plain = run_ranks(from_first, 2, stage, False)[0]
+    assert run_ranks(from_first, 2, stage, True) == [plain, plain]
+
+
+# -- what an engine leaves behind --------------------------------------------------------------------------------------
+
+
+def another_arrangement(how: str) -> list[int]:
+    """Make an engine whose ranks share no tensors and all sequences, after one that has failed, or was dropped."""
+    given = config(sequence_parallel_size=2, tensor_parallel=TENSOR)
+    if how == "fails":
+        with pytest.raises(ValueError, match="cannot be made"):
+            shardwise.initialize(model=Net(), config=given, optimizer=failing)
+    else:
+        model = Net()
+        engine = shardwise.initialize(model=model, config=given)[0]
+        del engine
+        gc.collect()
+    kept = [] if shardwise.parallel.current_tensors() is None else [-1]
+    engine = shardwise.initialize(model=Net(), config=config(sequence_parallel_size=4))[0]
+    engine.backward(engine(torch.ones(2, 8)))
+    engine.step()
+    found = dist.get_process_group_ranks(engine.get_sequence_parallel_group())
+    engine.destroy()
+    return kept + found
+
+
+@pytest.mark.parametrize("how", ["fails", "dropped"])
+def test_an_engine_that_failed_or_was_dropped_leaves_no_group_behind(how: str) -> None:
+    assert run_ranks(another_arrangement, 4, how) == [[0, 1, 2, 3]] * 4
+
+
+def test_an_error_on_all_ranks_can_be_corrected() -> None:
+    assert run_ranks(corrected, 2) == [True, True]
+
+
+def corrected() -> bool:
+    for _ in range(2):
+        with pytest.raises(ShardwiseError):
+            shardwise.initialize(model=Net(), config=config(no_such_key=1))
+    with pytest.raises(DesyncError):
+        shardwise.initialize(model=Net(), config=config(dist.get_rank()))
+    engine = shardwise.initialize(model=Net(), config=config())[0]
+    engine.destroy()
+    return True

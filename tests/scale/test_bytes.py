@@ -1,0 +1,213 @@
+"""What one rank receives at set-up and in a step grows with its own tensors, and by a few bytes with each rank."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.comm.agreement import check_agreement
+from shardwise.comm.coded import coded, decoded
+from shardwise.comm.communicator import _DIGEST, _INLINE, _LENGTH, Communicator, head_of
+from shardwise.comm.domain import Domain, Domains
+from shardwise.comm.imagined import ImaginedCommunicator
+from shardwise.memory import Accountant
+from shardwise.registry import Registry, declare_part
+from shardwise.zero.units.layout import lay_out
+from shardwise.zero.units.numbering import Numbering
+from shardwise.zero.units.partition import find_units
+from shardwise.zero.updates.cut import CutTensors
+from tests.device.recorded import imagined
+from tests.scale.test_groups import Net
+
+CPU = torch.device("cpu")
+WORLDS = (8, 256, 1024, 4096)
+TENSOR, LAYERS = 8, 12
+
+
+class Rank(ImaginedCommunicator):
+    """One of many ranks; what the others say is known, or is what this one says.
+
+    Attributes:
+        said: this rank's values, by label.
+        received: bytes that have come.
+        calls: collectives.
+    """
+
+    def __init__(self, world: int, rank: int, others: Callable[[int, str], bytes] | None = None) -> None:
+        super().__init__(world, CPU, rank=rank)
+        self.imagined = False
+        self._others = others
+        self.said: dict[str, Any] = {}
+        self.received = self.calls = 0
+
+    def exchange(self, value: Any, label: str) -> list[Any]:
+        self.said[label] = value
+        if self._others is None:
+            return [json.loads(json.dumps(value))] * self.world
+        self._texts = [self._others(rank, label) for rank in range(self.world)]
+        self._at = 0
+        return Communicator.exchange(self, value, label)
+
+    def fingerprints(self, text: str, label: str) -> list[str]:
+        self._texts = [text.encode()] * self.world
+        return Communicator.fingerprints(self, text, label)
+
+    def _rows(self, own: bytes, width: int, label: str) -> list[bytes]:
+        self.received += width * self.world
+        self.calls += 1
+        if width == _DIGEST + _LENGTH + _INLINE:
+            return [head_of(text).ljust(width, b"\0") for text in self._texts]
+        if width == _DIGEST:
+            return [own] * self.world
+        part = [text[self._at : self._at + width].ljust(width, b"\0") for text in self._texts]
+        self._at += width
+        return part
+
+    def _broadcast_bytes(self, own: bytes, src: int, size: int, label: str) -> bytes:
+        self.received += size
+        self.calls += 1
+        return self._texts[src]
+
+
+class Layers(nn.Module):
+    """Layers of which ranks have columns, with norms that all ranks share."""
+
+    def __init__(self, world: int, rank: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        column = list(range(rank % TENSOR, world, TENSOR))
+        for _ in range(LAYERS):
+            layer = nn.Module()
+            layer.norm, layer.up = nn.LayerNorm(4), nn.Linear(4, 4, bias=False)
+            place = rank % TENSOR
+            box = [(4 * place, 4 * place + 4), (0, 4)]
+            declare_part(layer.up.weight, shape=[4 * TENSOR, 4], box=box, ranks=column, divisor=len(column))
+            self.layers.append(layer)
+
+
+def set_up(comm: Rank) -> tuple[Numbering, CutTensors]:
+    """Number the tensors of a model, and find out where parts lie."""
+    world, rank = comm.world, comm.rank
+    model = Layers(world, rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    groups = {id(p): 0 for group in optimizer.param_groups for p in group["params"]}
+    registry = Registry.of(model, groups=groups)
+    specs = find_units(model, registry, 1 << 20)
+    lines = [list(range(place, world, TENSOR)) for place in range(TENSOR)]
+    part = ImaginedCommunicator(world // TENSOR, CPU, rank=rank // TENSOR)
+    main = Domain(comm)
+    domains = Domains(main, {(tuple(lines[rank % TENSOR]), world // TENSOR): Domain(part, like=main)})
+    numbering = Numbering(registry, specs, domains, comm)
+    cut = {index for index, place in enumerate(numbering.places) if place in numbering.cut}
+    layouts = [lay_out(spec.tensors, domains.of(spec.domain).sizes, "cpu", {0}, (), cut) for spec in specs]
+    parts = CutTensors(registry, numbering, specs, layouts, domains, Accountant())
+    parts.own({place: place % world for place in parts.known})
+    return numbering, parts
+
+
+@functools.cache
+def told_by(world: int, place: int) -> dict[str, bytes]:
+    """Return what a rank at a place of all copies of the model says."""
+    rank = Rank(world, place)
+    with contextlib.suppress(shardwise.errors.ConflictError):  # the others have other parts
+        set_up(rank)
+    return {label: json.dumps(value).encode() for label, value in rank.said.items()}
+
+
+def received(world: int) -> tuple[int, int]:
+    comm = Rank(world, 0, lambda rank, label: told_by(world, rank % TENSOR)[label])
+    numbering, parts = set_up(comm)
+    assert len(numbering.names) == 3 * LAYERS and len(parts.known) == LAYERS
+    assert [len(numbering.holders[place]) for place in parts.known] == [world] * LAYERS
+    assert len({id(ranks) for ranks in numbering.holders}) <= 2
+    held = numbering.parts_of(numbering.places.index(parts.known[0]))
+    assert [part.ranks[:1] for part in held] == [(place,) for place in range(TENSOR)]
+    return comm.received, comm.calls
+
+
+def test_numbering_and_parts_of_tensors() -> None:
+    found = {world: received(world) for world in WORLDS}
+    assert len({calls for world, (_, calls) in found.items() if world > 8}) == 1  # the same messages on any number
+    for world, (bytes_, _) in found.items():
+        # Six exchanges have a row of 64 bytes for each rank; tensors and parts are described once, whatever the ranks.
+        assert bytes_ <= 6 * 64 * world + 20_000, (world, found)
+
+
+def test_each_owner_knows_the_runs_of_its_own_tensors_only() -> None:
+    world = 1024
+    _, parts = set_up(Rank(world, 0, lambda rank, label: told_by(world, rank % TENSOR)[label]))
+    runs = [run for owned in parts._owned.values() for runs in owned.values() for run in runs]
+    assert {run.place for run in runs} == {0} & set(parts.known) or len(runs) <= world
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_agreement_takes_a_digest_of_each_rank(world: int) -> None:
+    comm = Rank(world, 0)
+    check_agreement(comm, {f"parameter {number}": "(4, 4)" for number in range(1000)})
+    assert (comm.received, comm.calls) == (_DIGEST * world, 1)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_long_values_that_are_equal_are_sent_once(world: int) -> None:
+    value = ["x" * 100] * 100
+    text = json.dumps(value).encode()
+    comm = Rank(world, 0, lambda rank, label: text)
+    assert comm.exchange(value, "equal") == [value] * world
+    assert comm.received == 64 * world + len(json.dumps(value)) and comm.calls == 2
+
+
+def own_values(rank: int, label: str) -> bytes:
+    return json.dumps([rank] * 40).encode()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_long_values_that_differ_come_in_pieces(world: int) -> None:
+    comm = Rank(world, 0, own_values)
+    assert comm.exchange([0] * 40, "different") == [[rank] * 40 for rank in range(world)]
+    assert comm.received <= 64 * world + 2 * world * len(json.dumps([world] * 40))
+
+
+@pytest.fixture
+def one_step() -> Iterator[Callable[[int], dict[str, int]]]:
+    def run(world: int) -> dict[str, int]:
+        """Return the bytes that a rank sends by label, in a step of as many ranks."""
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 1},
+            "stall_limit": 0,
+        }
+        with imagined(world, 0):
+            engine = shardwise.initialize(model=Net(), config=config)[0]
+            engine.backward(engine(torch.ones(2, 8)))
+            engine.step()
+            found: dict[str, int] = {}
+            for record in engine.job.ledger.records():
+                if record.kind in ("small", "explicit"):
+                    found[record.label] = found.get(record.label, 0) + record.sent
+            engine.destroy()
+        return found
+
+    yield run
+
+
+def test_the_norm_is_one_sum_of_a_few_numbers(one_step: Callable[[int], dict[str, int]]) -> None:
+    for world in (8, 1024):
+        found = one_step(world)
+        assert found["gradient_norm"] <= 16 * 8 * world, found
+
+
+def test_groups_are_told_by_strides() -> None:
+    assert coded(range(3, 4096, 8)) == [3, 8, 512]
+    for ranks in ([7], [0, 1, 2, 3], [0, 1, 8, 9], [0, 2, 5], [0, 1, 8, 9, 64, 65, 72, 73], [1, 2, 4, 8]):
+        assert decoded(coded(ranks)) == ranks
+    assert len(coded([0, 1, 8, 9, 64, 65, 72, 73])) == 7

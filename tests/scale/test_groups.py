@@ -1,0 +1,124 @@
+"""How many communicators an engine makes: at most one for each mesh dimension and purpose, by its first use."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Ledger
+from shardwise.engine.reserved import RESERVE, CommunicatorMemory
+from shardwise.memory import Accountant, Category
+from tests.device.recorded import imagined
+
+RULES = [
+    {"patterns": [r"up\.weight$", r"up\.bias$"], "partition_type": "column"},
+    {"patterns": [r"down\.weight$"], "partition_type": "row"},
+]
+TENSOR = {"autotp_size": 2, "partition_config": {"use_default_specs": False, "layer_specs": RULES}}
+
+
+class Net(nn.Module):
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.attention = shardwise.parallel.DistributedAttention(
+            nn.functional.scaled_dot_product_attention, scatter_idx=1, gather_idx=2
+        )
+        self.experts = shardwise.moe.MoE(8, nn.Linear(8, 8), num_experts=4, ep_size=experts) if experts else None
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        values = self.head(self.down(self.up(given).relu()))
+        heads = values.view(1, 4, -1, 2)
+        values = self.attention(heads, heads, heads).reshape(-1, 8)
+        if self.experts is not None:
+            values = self.experts(values)[0]
+        return values.sum()
+
+
+def counted(zero: dict[str, Any], experts: int = 0, **more: Any) -> list[tuple[int, str]]:
+    """Return the number of ranks and the purpose of each group that one of 8 ranks makes until its first step."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero},
+        "stall_limit": 0,
+        **more,
+    }
+    with imagined(8, 0):
+        engine = shardwise.initialize(model=Net(experts), config=config)[0]
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+        made = engine.job.communicators()
+        with mock.patch.object(Communicator, "barrier"):
+            engine.destroy()
+        return sorted((len(ranks), purpose) for ranks, purpose in made)
+
+
+JOB = [(8, "gather"), (8, "reduce"), (8, "small")]
+SETTINGS: dict[str, tuple[dict[str, Any], list[tuple[int, str]]]] = {
+    "data parallel, stage 0": ({"zero": {"stage": 0}}, [(8, "reduce"), (8, "small")]),
+    "data parallel, stage 1": ({"zero": {"stage": 1}}, JOB),
+    "data parallel, stage 3": ({"zero": {"stage": 3}}, JOB),
+    "HSDP": (
+        {"zero": {"stage": 3, "mics_shard_size": 4}},
+        [(2, "reduce"), (4, "gather"), (4, "reduce"), (8, "small")],
+    ),
+    "MiCS": (
+        {
+            "zero": {
+                "stage": 3,
+                "mics_shard_size": 4,
+                "mics_hierarchical_params_gather": True,
+                "zero_node_size": 2,
+            }
+        },
+        [(2, "gather"), (2, "gather"), (2, "reduce"), (2, "reduce"), (2, "reduce"), (8, "small")],
+    ),
+    "hpZ": ({"zero": {"stage": 3, "zero_hpz_partition_size": 2}}, [(2, "gather"), *JOB]),
+    "sequences": ({"zero": {"stage": 1}, "sequence_parallel_size": 2}, [(2, "small"), *JOB]),
+    "tensors": (
+        {"zero": {"stage": 1}, "tensor_parallel": TENSOR},
+        [(2, "small"), (4, "gather"), (4, "reduce"), *JOB],
+    ),
+    "tensors, sequences and experts": (
+        {"zero": {"stage": 1}, "tensor_parallel": TENSOR, "sequence_parallel_size": 2, "experts": 2},
+        # Ranks of a sequence and of experts are the same here.
+        [*[(2, "small")] * 2, *[(4, "gather"), (4, "reduce")] * 2, *JOB],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(SETTINGS))
+def test_each_mesh_dimension_has_one_communicator_a_purpose(name: str) -> None:
+    given, expected = SETTINGS[name]
+    assert counted(**given) == sorted(expected)
+
+
+def test_device_memory_of_communicators_is_a_reserve_until_a_step_has_been_measured() -> None:
+    accountant, device = Accountant(), torch.device("cuda", 0)
+    state = {"free": 70 << 30, "reserved": 2 << 30}
+    with (
+        mock.patch.object(torch.cuda, "mem_get_info", lambda _: (state["free"], 80 << 30)),
+        mock.patch.object(torch.cuda, "memory_reserved", lambda _: state["reserved"]),
+        imagined(8, 0),
+    ):
+        memory = CommunicatorMemory(accountant, device, 8)
+        job = Communicator(None, Ledger(), torch.device("cpu"))
+        job.connect("gather", "reduce")
+        memory.reserve(job)
+        assert accountant.live[Category.COMMUNICATORS] == 2 * RESERVE
+        state["free"], state["reserved"] = 60 << 30, 11 << 30
+        for _ in range(2):
+            memory.after_step()
+            assert accountant.live[Category.COMMUNICATORS] == 1 << 30
+        job.destroy()
+    on_host = CommunicatorMemory(accountant, torch.device("cpu"), 8)
+    on_host.reserve(job)
+    on_host.after_step()
+    assert accountant.live[Category.COMMUNICATORS] == 1 << 30
