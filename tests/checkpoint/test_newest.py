@@ -13,7 +13,7 @@ import torch
 import shardwise
 from shardwise.checkpoint import directory, open_source
 from shardwise.checkpoint.inspection import describe_run
-from shardwise.checkpoint.newest import head_of, listing
+from shardwise.checkpoint.newest import StateNumbers, head_of, listing
 from tests.checkpoint.job import on_ranks
 from tests.checkpoint.test_retention import make
 
@@ -99,3 +99,14 @@ def test_a_latest_that_is_damaged_and_alone_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"\xff")
     with pytest.raises(shardwise.errors.CheckpointError, match="latest"):
         listing(str(tmp_path))
+
+
+def test_numbers_are_above_those_of_another_job_in_the_directory(tmp_path: Path) -> None:
+    numbers = StateNumbers()
+    assert numbers.after(str(tmp_path)) == 1
+    numbers.see(1)
+    make(tmp_path, "other", 1, 7)  # and `latest` names nothing
+    assert numbers.after(str(tmp_path)) == 8
+    make(tmp_path / "new", "other", 1, 9)
+    os.replace(tmp_path / "new" / "other" / "manifest.json", tmp_path / "other" / "manifest.json")
+    assert numbers.after(str(tmp_path)) == 10

@@ -222,7 +222,7 @@ class StateNumbers:
     def __init__(self) -> None:
         self.value = 0
         self._copy: tuple[int, dict[str, int]] | None = None
-        self._read: set[str] = set()
+        self._read: dict[str, tuple[tuple[int, ...], int]] = {}
 
     def see(self, number: int) -> None:
         """Take note of a number that another engine has given."""
@@ -235,14 +235,19 @@ class StateNumbers:
 
     def after(self, parent: str) -> int:
         """Return the number of a state that is saved into a directory (rank 0; it is noted with `see`)."""
-        known = os.path.abspath(parent)
-        if known in self._read:
-            head = latest_head(parent)  # of another job, it may be
-            highest = 0 if head is None else head.sequence
-        else:
-            highest = max((head_of(parent, tag).sequence for tag in directory.other_tags(parent)), default=0)
-            self._read.add(known)
-        return max(self.value, highest) + 1
+        read: dict[str, tuple[tuple[int, ...], int]] = {}
+        for tag in directory.other_tags(parent):
+            path = os.path.join(os.path.abspath(parent), tag, manifest.NAME)
+            try:
+                found = os.stat(path)
+            except OSError:
+                continue
+            # Other jobs may save here, too; what has not changed need not be read again.
+            file = (found.st_ino, found.st_size, found.st_mtime_ns)
+            before = self._read.get(path)
+            read[path] = before if before is not None and before[0] == file else (file, head_of(parent, tag).sequence)
+        self._read = read
+        return max(self.value, *(number for _, number in read.values())) + 1 if read else self.value + 1
 
     def copied(self, number: int, counters: Mapping[str, int]) -> None:
         """A copy in memory has been made of the state with these counters."""
