@@ -17,7 +17,7 @@ import shardwise
 from shardwise.checkpoint import blocks, directory, manifestfile, newest, publish
 from shardwise.checkpoint import save as saving
 from shardwise.errors import CheckpointError
-from shardwise.utils.logging import logger, warn_once
+from shardwise.utils.logging import logger
 from tests.checkpoint import hostile
 from tests.checkpoint.job import Run, config, on_ranks
 from tests.engine.test_idle_steps import Lines
@@ -182,7 +182,6 @@ def test_the_advice_is_that_of_the_error(number: int, advice: str) -> None:
 
 def saves_by_turns(root: str) -> list[str]:
     """Save as if by another job every second time."""
-    warn_once.cache_clear()
     handler = Lines()
     logger.addHandler(handler)
     run = Run(config(1), seed=1)

@@ -35,12 +35,14 @@ from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import FACTS, Whole, beside, file_name, publish, unwritable
 from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.errors import CheckpointError
-from shardwise.utils.logging import logger, warn_once
+from shardwise.utils.logging import logger
 
 _JOB = secrets.token_hex(4)
 """Random name of this job: rank 0's."""
 _SEEN: dict[str, tuple[str | None, int]] = {}
 """By directory: job and number of the checkpoint that `latest` named at the save before."""
+_TOLD: set[tuple[str, str | None]] = set()
+"""Directories, and other jobs that were found to save there."""
 
 _MOST_NAMES = 20
 """Names of values that are not finite in the manifest."""
@@ -188,10 +190,14 @@ def _tell_of_another_job(parent: str) -> None:
     now = (None, 0) if found is None else (found.job, found.sequence)
     before = _SEEN.get(known, now)
     _SEEN[known] = now
-    if found is not None and found.job not in (None, _JOB) and before != now:
-        warn_once(
-            f"{known}: another job saves here, too: it has made {found.tag!r} since this one has saved or begun. "
-            f"{directory.LATEST!r} and checkpoint.keep_last are then of both; give each job a directory of its own"
+    if found is not None and found.job not in (None, _JOB) and before != now and (known, found.job) not in _TOLD:
+        _TOLD.add((known, found.job))
+        logger.warning(
+            "%s: another job saves here, too: it has made %r since this one has saved or begun. %r and "
+            "checkpoint.keep_last are then of both; give each job a directory of its own",
+            known,
+            found.tag,
+            directory.LATEST,
         )
 
 
