@@ -156,10 +156,15 @@ def trained(cases: list[tuple[str, int, str]]) -> list[dict[str, torch.Tensor | 
 
 QUICK = [("ulysses", 2, "int"), ("ring", 3, "tensor"), ("experts", 1, "float"), ("part", 0, "int")]
 QUICK += [("recomputed", 3, "int"), ("ulysses", 0, "mean_loss")]
-WHOLE = [(kind, stage, form) for kind in KINDS for stage in range(4) for form in ("int", "float", "tensor")]
+FORMS = ("int", "float", "tensor")
+WHOLE = [[(kind, stage, form) for stage in range(4) for form in FORMS] for kind in KINDS]
 
 
-@pytest.mark.parametrize("cases", [QUICK, pytest.param(WHOLE, marks=pytest.mark.thorough)], ids=["quick", "whole"])
+@pytest.mark.parametrize(
+    "cases",
+    [QUICK, *(pytest.param(cases, marks=pytest.mark.thorough) for cases in WHOLE)],
+    ids=["quick", *KINDS],
+)
 def test_a_rank_without_labels_contributes_zeros(cases: list[tuple[str, int, str]]) -> None:
     for case, first, second in zip(cases, *run_ranks(trained, 2, cases), strict=True):
         found = {**first, **second}
