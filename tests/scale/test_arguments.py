@@ -154,7 +154,7 @@ def another_arrangement(how: str) -> list[int]:
         gc.collect()
     kept = [] if shardwise.parallel.current_tensors() is None else [-1]
     engine = shardwise.initialize(model=Net(), config=config(sequence_parallel_size=4))[0]
-    engine.backward(engine(torch.ones(2, 8)))
+    engine.backward(engine(torch.ones(1, 2, 8)))
     engine.step()
     found = dist.get_process_group_ranks(engine.get_sequence_parallel_group())
     engine.destroy()

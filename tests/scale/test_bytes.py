@@ -188,7 +188,7 @@ def one_step() -> Iterator[Callable[[int], dict[str, int]]]:
         }
         with imagined(world, 0):
             engine = shardwise.initialize(model=Net(), config=config)[0]
-            engine.backward(engine(torch.ones(2, 8)))
+            engine.backward(engine(torch.ones(1, 2, 8)))
             engine.step()
             found: dict[str, int] = {}
             for record in engine.job.ledger.records():

@@ -257,7 +257,7 @@ def refused() -> list[str]:
     attempt(ConflictError, model, levels, optimizer=sgd, mesh_param=mesh)
     before = len(dist.distributed_c10d._world.pg_map)
     attempt(UsageError, model, {"stage": 3}, optimizer=sgd, mesh_param=mesh["shard"])
-    assert len(dist.distributed_c10d._world.pg_map) == before == made > groups
+    assert len(dist.distributed_c10d._world.pg_map) == before > made > groups
     with shardwise.zero.Init(
         config_dict_or_path={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}},
         zero_quantized_weights=True,

@@ -59,7 +59,7 @@ def enter(what: str, timeout: timedelta) -> None:
     if known != what:
         _publish(own, f"rank {rank} is in {what}, and rank {first} in {known}. All ranks make the same calls")
         raise DesyncError(f"{what}: {_text(own.get(REFUSED))}")  # not counted: the others wait until they read this
-    groups.await_ranks(range(world), timeout, name, what)
+    groups.await_ranks(range(world), timeout, name, f"the meeting in {what}")
 
 
 def refuse(what: str, error: BaseException) -> None:

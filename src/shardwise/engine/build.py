@@ -235,7 +235,6 @@ def _build(
     accountant = Accountant()  # what is made from here on is counted
     communicators = CommunicatorMemory(accountant, device, len(members))
     job = data = _communicator(settings, group, device)
-    undo.callback(job.destroy)
 
     # Differences that decide which collectives follow are found before these begin.
     if agree_on_arguments(job, model, facts_of_arguments(model, resolution, mesh_param, mpu)):
