@@ -23,6 +23,7 @@ from shardwise.comm import chain, native
 from shardwise.comm.chain import Queued, Runner
 from shardwise.device import checking
 from shardwise.device.recording import Event, Trace
+from shardwise.engine import Engine
 from shardwise.registry import declare_part
 from shardwise.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from shardwise.zero.model import ShardedModel
@@ -147,10 +148,23 @@ def routed(engine: Any, micro: int, rank: int) -> torch.Tensor:
     return MANY.loss(engine, {**MANY.data(micro, 0, rank, torch.bfloat16), "route": route})
 
 
+@contextlib.contextmanager
+def ordered_by(who: str) -> Iterator[None]:
+    """The device orders reductions in all steps after the first, or the host does, as after ranks have differed.
+
+    A rank that is recorded hears nothing of the others.
+    """
+    blocks = property(lambda self: False) if who == "host" else Reducer.on_device
+    with mock.patch.object(Gatherer, "take_ahead", lambda self: False), mock.patch.object(Reducer, "on_device", blocks):
+        yield
+
+
+@pytest.mark.parametrize("who", ["device", "host"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_branches_that_differ_by_rank(stage: int) -> None:
-    assert problems(MANY, SETTINGS["bf16"].with_stage(stage), loss=routed) == []
-    assert problems(CASES["router"], SETTINGS["accumulation"].with_stage(stage), 4) == []
+def test_branches_that_differ_by_rank(stage: int, who: str) -> None:
+    with ordered_by(who):
+        assert problems(MANY, SETTINGS["bf16"].with_stage(stage), loss=routed) == []
+        assert problems(CASES["router"], SETTINGS["accumulation"].with_stage(stage), 4) == []
 
 
 def evaluated(engine: Any) -> None:
@@ -209,6 +223,44 @@ def test_one_hardware_queue_for_all_streams_is_warned_of(
     record(CASES["odd_mlp"], SETTINGS["fp32"].with_stage(3), 0, world=2, steps=1)
     warned = [record.message for record in caplog.records if "CUDA_DEVICE_MAX_CONNECTIONS=1" in record.message]
     assert len(warned) == (queues == "1")
+
+
+@pytest.mark.parametrize("name", ["gpt", "recomputed", "mixture", "lora"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_host_neither_waits_nor_polls_in_a_backward_pass(name: str, stage: int) -> None:
+    """From the second step on: the first one finds the order of units."""
+    places: list[int] = []
+    case, setting = case_of(name), SETTINGS["accumulation"].with_stage(stage)
+
+    def loss(engine: Any, micro: int, rank: int) -> torch.Tensor:
+        found = case.loss(engine, case.data(micro, 0, rank, torch.bfloat16))
+        places.append(len(recorded.recording_now().trace.events))
+        return found
+
+    step, ends = Engine.step, []
+
+    def stepped(self: Engine, *given: Any) -> None:
+        ends.append(len(recorded.recording_now().trace.events))
+        step(self, *given)
+
+    with mock.patch.object(Engine, "step", stepped):
+        trace = record(case, setting, 0, steps=3, loss=loss)
+    for begin, end in list(zip(places, ends, strict=True))[setting.accumulation :]:
+        events = trace.events[begin:end]
+        assert any(event.kind == "collective" for event in events) or stage == 0
+        assert [event for event in events if event.kind in ("block", "poll", "read")] == []
+
+
+def test_units_that_ranks_need_in_different_orders_make_the_host_wait_again() -> None:
+    """A rank that is ahead fetches a unit; all ranks hear of it in the step, and order reductions on the host."""
+    ordered: list[bool] = []
+
+    def noted(engine: Any) -> None:
+        ordered.append(engine.sharded.reducer.on_device)
+
+    trace = record(MANY, SETTINGS["bf16"].with_stage(3), 1, loss=routed, between=noted)
+    assert ordered == [True, False, False]
+    assert sum(event.kind == "say" and event.name == "fetch" for event in trace.events) == 1
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------
@@ -294,9 +346,21 @@ def gradients_are_sent_before_they_are_there() -> Iterator[None]:
 def a_step_does_not_wait_for_the_last_reduction() -> Iterator[None]:
     land = Reducer._land
 
-    def landed(self: Reducer, most: int, *, blocking: bool = True) -> None:
+    def landed(self: Reducer, *given: Any, **how: Any) -> None:
         with mock.patch.object(Queued, "wait", lambda self: None):
-            land(self, most, blocking=blocking)
+            land(self, *given, **how)
+
+    with mock.patch.object(Reducer, "_land", landed):
+        yield
+
+
+@plant("early", stage=2)
+def gradients_are_given_back_before_the_computing_stream_has_waited() -> Iterator[None]:
+    land = Reducer._land
+
+    def landed(self: Reducer, most: int, **how: Any) -> None:
+        with mock.patch.object(Queued, "wait", lambda self: None) if most else contextlib.nullcontext():
+            land(self, most, **how)
 
     with mock.patch.object(Reducer, "_land", landed):
         yield
@@ -366,24 +430,15 @@ def test_mistakes_of_one_rank_are_found(name: str) -> None:
 
 def test_an_answer_behind_what_the_peer_computes_is_found() -> None:
     """As review finding F1: the peer's stream waits for a gather that the rank which asks cannot launch."""
-    with mock.patch.object(recorded, "ANSWERS", "compute"):
+    with ordered_by("host"), mock.patch.object(recorded, "ANSWERS", "compute"):
         (found,) = checking.check_progress(record_all(MANY, SETTINGS["bf16"].with_stage(3), loss=routed))
     assert found.kind == "stuck"
     assert "rank 1: host for say fetch" in found.text
 
 
 def test_streams_that_wait_for_reductions_are_found() -> None:
-    """As review finding F2: gathers are launched behind a wait for a reduction, which a peer cannot take part in."""
-    land, start = Reducer._land, Runner.start
-
-    def landed(self: Reducer, most: int, *, blocking: bool = True) -> None:
-        land(self, 0, blocking=False)
-
-    def started(self: Runner, *given: Any) -> Any:
-        self.follow()
-        return start(self, *given)
-
-    with mock.patch.object(Reducer, "_land", landed), mock.patch.object(Runner, "start", started):
+    """Gathers run behind a wait for a reduction, in which a peer that waits for the gather cannot take part."""
+    with ordered_by("device"), mock.patch.object(Reducer, "waits_for_peers", lambda self, index: False):
         (found,) = checking.check_progress(record_all(MANY, SETTINGS["bf16"].with_stage(3), loss=routed))
     assert found.kind == "stuck"
 
@@ -393,7 +448,11 @@ def test_gathers_that_no_helper_launches_are_found() -> None:
     def alone(self: Gatherer) -> Iterator[None]:
         yield
 
-    with mock.patch.object(Gatherer, "parked", alone), mock.patch.object(recorded, "PARKS", False):
+    with (
+        ordered_by("host"),
+        mock.patch.object(Gatherer, "parked", alone),
+        mock.patch.object(recorded, "PARKS", False),
+    ):
         (found,) = checking.check_progress(record_all(MANY, SETTINGS["bf16"].with_stage(3), loss=routed))
     assert found.kind == "stuck"
 

@@ -59,9 +59,9 @@ class Event:
 
     Attributes:
         kind: "kernel" or "collective" (launched on a stream); "mark" (a place in a stream), "wait" (of a stream, for a
-            mark), "arrive" (of a stream, for a collective), "block" (of the host, for a mark) and "read" (of the host,
-            for all of a stream); "take" and "give" (of memory, on the stream that it belongs to); "say" (anything else
-            that whoever records wants to know).
+            mark), "arrive" (of a stream, for a collective), "block" (of the host, for a mark), "poll" (of a mark by the
+            host) and "read" (of the host, for all of a stream); "take" and "give" (of memory, on the stream that it
+            belongs to); "say" (anything else that whoever records wants to know).
         name: of the operation, or what is said.
         stream: see above.
         number: of a mark, a collective (in the order of its group), or a piece of memory.
@@ -106,6 +106,7 @@ class _RecordedMark:
         self._recorder.add(Event("wait", stream=self._recorder.stream, number=self._number))
 
     def reached(self) -> bool:
+        self._recorder.add(Event("poll", number=self._number))
         return False  # the host is always ahead
 
 

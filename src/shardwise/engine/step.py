@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from shardwise.precision.scaler import LossScaler
     from shardwise.zero.model import ShardedModel
 
+_AHEAD, _LOSS = FACTS + 2, FACTS + 3
+"""Places in what ranks add up: whether units were needed far ahead of reductions, and the first number of the loss."""
+
 
 _FEW, _MANY = 4, 64
 """Micro-batches without a step after which a script is warned: with gradient accumulation, and without, where scripts
@@ -630,7 +633,8 @@ class TrainStep:
         signals = self._signals.facts(self._job.rank)
         inputs, self._inputs = self._inputs, None
         compared = [] if inputs is None else inputs.facts()
-        facts = [*self._window.facts(), reported, wrong, *losses, *signals, *compared]
+        ahead = float(sharded.gatherer.take_ahead())
+        facts = [*self._window.facts(), reported, wrong, ahead, *losses, *signals, *compared]
         sums = norm = None
         if formed is not None and probe is None:
             # Norms of single tensors are summed over ranks only if they are watched.
@@ -688,7 +692,7 @@ class TrainStep:
             self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
         applied = overflow is None and (spike is None or spike.action == "warn")
         clipped = None if norm is None or not applied else norm if coefficient is None else norm * coefficient
-        loss = told[FACTS + 2] / told[FACTS + 3] if self._window.shown else None
+        loss = told[_LOSS] / told[_LOSS + 1] if self._window.shown else None
         report = StepReport(applied, norm, coefficient, self.scale, (), clipped, weight, overflow, spike, loss=loss)
         return _Prepared(report, reducer.passes, multiplier)
 
@@ -736,10 +740,13 @@ class TrainStep:
 
     def _hear(self, values: list[float], evidence: Evidence | None, normed: bool, *, late: bool) -> _Heard:
         told, norm = (values[:-1], values[-1]) if normed else (values, None)
-        signals = FACTS + 2 + (LOSS_FACTS if self._shows_loss else 0)
+        signals = _LOSS + (LOSS_FACTS if self._shows_loss else 0)
         self._signals.hear(told[signals:])
         check_mixed(told[:FACTS])
         self._warn_of_no_gradients(told[:FACTS], evidence)
+        if told[_AHEAD]:
+            assert self._sharded.reducer is not None
+            self._sharded.reducer.block_host()
         if told[FACTS]:
             return _Heard(complained=True)  # the step is not taken, and what is known of it may not be all
         if evidence is not None and self._non_finite.policy == "warn":
@@ -749,7 +756,7 @@ class TrainStep:
             self._non_finite.hear(wrong, evidence, late=late)
         spike = None
         if self.watch is not None and evidence is not None:
-            loss = told[FACTS + 2] / told[FACTS + 3] if told[FACTS + 3] else None
+            loss = told[_LOSS] / told[_LOSS + 1] if told[_LOSS + 1] else None
             spike = self._judged(evidence, loss, norm)
         return _Heard(finite=norm is None or math.isfinite(norm), spike=spike)
 

@@ -679,6 +679,8 @@ class ShardedModel:
             order = self.comm.share_object(traced, "unit_order")
             assert isinstance(order, list)
             self._set_order(*order)
+            if self.reducer is not None:
+                self.reducer.order_is_traced = True
 
     def _set_order(self, forward: Sequence[int], backward: Sequence[int]) -> None:
         self.order = (list(forward), list(backward))

@@ -97,6 +97,9 @@ class Reductions(Protocol):
     def lags_behind(self, index: int) -> bool:
         """Whether a peer may wait for a reduction still to come here without having launched the gather of a unit."""
 
+    def waits_for_peers(self, index: int) -> bool:
+        """Whether the gather of a unit may run, on another rank, behind a reduction still to be launched here."""
+
 
 class Gatherer:
     """Gathers and releases the units of one engine; see the module docstring.
@@ -155,6 +158,8 @@ class Gatherer:
         self._passes = 0
         self._resting: dict[int, Unit] = {}
         self._room = 0
+        self._fetched: set[int] = set()  # units that came from the peers before their gather was launched
+        self._was_ahead = False
         self._held: set[int] = set()
         self._late: dict[Phase, set[int]] = {phase: set() for phase in Phase}
         self.saved = SavedValues(self._recall)
@@ -321,6 +326,7 @@ class Gatherer:
         self._visited = {}
         self._inside = {}
         self._resting = {}
+        self._fetched = set()
         if not self._passes:
             ahead = self._sequence[1:] if self._prefetch else []
             pairs = zip_longest(self._sequence, ahead)
@@ -378,7 +384,7 @@ class Gatherer:
             launched += 1
             if unit is self._waiting:
                 self._waiting = None
-            elif unit.state is UnitState.RELEASED:
+            elif unit.state is UnitState.RELEASED and unit.index not in self._fetched:
                 unit.start_gather(self._purpose)
             else:
                 # Already whole here (the user gathered it), but the others need this rank's part.
@@ -400,6 +406,14 @@ class Gatherer:
         if self.phase is Phase.BACKWARD and not self.suspended:
             with self._lock:
                 self._launch_to(self._position.get(unit.index, -1))
+
+    def launch_rest(self) -> None:
+        """Launch the gathers that are left of a backward pass, whose values this rank does not need."""
+        while self.phase is Phase.BACKWARD and not self.suspended and self._next < len(self._sequence):
+            with self._lock:
+                unit = self._sequence[self._next]
+                self._launch_to(self._next)
+            unit.release()
 
     def parked(self) -> AbstractContextManager[None]:
         """Block on a reduction inside: meanwhile the side channel may launch gathers that others wait for."""
@@ -438,12 +452,17 @@ class Gatherer:
                 self._channel.attend()
             place = self._position.get(unit.index, -1)
             self._make_room(unit, place)
-            with self._lock:
-                self._launch_to(place)
-                released = unit.state is UnitState.RELEASED
-            if released:
-                self._rescue(unit)
-            self._look_ahead(place)
+            if self._must_not_wait(unit):
+                self._fetch(unit)
+                self._fetched.add(unit.index)
+                self._was_ahead = True
+            else:
+                with self._lock:
+                    self._launch_to(place)
+                    released = unit.state is UnitState.RELEASED
+                if released:
+                    self._rescue(unit)
+                self._look_ahead(place)
             lags = self.reducer is not None and self.reducer.lags_behind(unit.index)
             if self.phase is Phase.BACKWARD and unit.state is UnitState.GATHERING and lags:
                 assert self._channel is not None
@@ -451,6 +470,17 @@ class Gatherer:
         unit.finish_gather()
         if unit.sharded:
             self.saved.know(unit)
+
+    def take_ahead(self) -> bool:
+        """Return whether a unit was needed far ahead of this rank's reductions since the last call."""
+        found, self._was_ahead = self._was_ahead, False
+        return found
+
+    def _must_not_wait(self, unit: Unit) -> bool:
+        """Return whether waiting for the gather of a unit could have ranks wait for each other."""
+        if self.phase is not Phase.BACKWARD or self.reducer is None or unit.state is UnitState.GATHERED:
+            return False
+        return self.reducer.waits_for_peers(unit.index)
 
     def _make_room(self, unit: Unit, place: int) -> None:
         """Release units of the first pass that may be used again, but for as many as fit beside what is needed now."""
@@ -482,6 +512,11 @@ class Gatherer:
             )
         self.rescues += 1
         self._held.add(unit.index)
+        self._fetch(unit)
+
+    def _fetch(self, unit: Unit) -> None:
+        """Bring the values of a unit from the peers' shards, without a collective."""
+        assert self._channel is not None
         for section in unit.sections:
             section.allocate()
         self._channel.fetch(unit)

@@ -22,6 +22,7 @@ Gradients of embedding tables that come as rows stay rows while they are few, an
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,6 +40,7 @@ from shardwise.compat import never_compiled, number_of_pass
 from shardwise.device.ranges import Stretches, named, watched
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
+from shardwise.utils.logging import logger
 from shardwise.zero.passes.calls import AtEnd
 from shardwise.zero.passes.driver import Driver
 from shardwise.zero.passes.gather import Gatherer
@@ -77,6 +79,7 @@ class Reducer:
         alone: units whose reduction is waited for before another unit's gradients are collected, where several
             micro-batches make a step (see `shardwise.zero.units.peaks.reduced_alone`).
         local: whether gradients of this window are only added up locally, for an optimizer that communicates itself.
+        order_is_traced: the orders in force are those of a pass that has been run, not of registration.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Reducer:
         self._presence = presence
         self._early = early
         self.local = False
+        self.order_is_traced = False
         self._own: dict[int, torch.Tensor] = {}
         self.boundary = True
         self.partial = False
@@ -129,6 +133,10 @@ class Reducer:
         self._launched: list[int] = []
         order = [unit.index for unit in units]
         self.set_order(order, order[::-1])
+        # What needs numbers of other ranks on the host, or launches more when it is waited for, blocks the host.
+        self._blocks_host = self.compressor is not None or any(
+            unit.codes is not None or self.gradients[unit.index].tables for unit in units if unit.trainable
+        )
         self._next = 0
         self._in_flight: deque[_Flight] = deque()
         self._onward: tuple[UnitGradients, Chain, Sequence[SectionMemory]] | None = None
@@ -162,11 +170,45 @@ class Reducer:
         """Whether gradients of this window are not reduced over all ranks yet."""
         return self.partial or any(gradients.sums for gradients in self.gradients.values())
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the device alone orders reductions and the memory that they read: the host waits for none.
+
+        The computing stream waits for the reduction before the last one when the next one is launched. A gather of
+        this rank that is launched later may run behind that wait. So that no two ranks wait for each other, a rank
+        that needs a unit too far ahead of its own reductions does not wait for the gather (`waits_for_peers`).
+        """
+        return self.domain.async_reductions and self.order_is_traced and not self._blocks_host
+
+    def block_host(self) -> None:
+        """Have the host wait for reductions from now on, because ranks run units in different orders (all ranks call).
+
+        Then a rank that waits launches the gathers that its peers need, which is faster than fetching every unit.
+        """
+        if not self._blocks_host and self.domain.ranks.rank == 0:
+            logger.info(
+                "ranks run the units of the model in different orders: the host waits for reductions from now on, so "
+                "that no rank waits for another in the wrong order"
+            )
+        self._blocks_host = True
+
+    def waits_for_peers(self, index: int) -> bool:
+        """Return whether the gather of a unit may run, on another rank, behind a reduction still to be launched here.
+
+        Where the device orders reductions, gather p is launched on every rank before reduction r, the first one with
+        `_launched[r] >= p`. Computing streams wait then for reductions up to r - 2 at most. So a rank that has launched
+        these may wait for the gather: each collective waits for earlier ones only.
+        """
+        if not (self.on_device and self.reducing):
+            return False
+        first = bisect.bisect_left(self._launched, self._places.get(index, -1))
+        return self._next < first - 1
+
     def lags_behind(self, index: int) -> bool:
         """Whether a peer may wait for a reduction still to come here without having launched the gather of a unit."""
         # Peers that have come as far may also wait for the further collectives of a lossy reduction under way.
         under_way = any(not flight.own_only for flight in self._in_flight)
-        if not self.reducing or (self._next >= len(self._order) and not under_way):
+        if self.on_device or not self.reducing or (self._next >= len(self._order) and not under_way):
             return False
         return self._launched[min(self._next, len(self._launched) - 1)] < self._places.get(index, -1)
 
@@ -228,6 +270,8 @@ class Reducer:
     def _sweep(self) -> None:
         while self._next < len(self._order):
             self._launch(self._order[self._next])
+        if self.on_device:
+            self.gatherer.launch_rest()
         self._land(0, blocking=not self.domain.async_reductions)
         self._finish_onward()
         with self.gatherer.parked():
@@ -372,6 +416,7 @@ class Reducer:
             if (not self.boundary or self.local or gradients.accumulated) and self._in_flight_alone():
                 # A lossy reduction may wait for peers that wait for gathers.
                 self.gatherer.launch_through(gradients.unit)
+                self.gatherer.launch_through(self._order[self._next].unit)
                 self._land(0)
             in_pieces = alone and self.in_pieces(gradients.unit)
             if in_pieces or (alone and self.domain.async_reductions):
@@ -752,14 +797,16 @@ class Reducer:
         """
         return 1 if self.domain.async_reductions else 0
 
-    def _land(self, most: int, *, blocking: bool = True) -> None:
+    def _land(self, most: int, *, blocking: bool | None = None) -> None:
         """Wait until at most so many reductions are under way, and go on with what was before them.
 
         Args:
             most: see above.
             blocking: the host waits, and no stream: what waits for a reduction must not hold up gathers that other
-                ranks need before they can take part in it. Else the current stream waits.
+                ranks need before they can take part in it. Else the current stream waits. None: unless `on_device`.
         """
+        if blocking is None:
+            blocking = not self.on_device
         while len(self._in_flight) > most:
             flight = self._in_flight.popleft()
             gradients, handle, own_only = flight.gradients, flight.handle, flight.own_only
@@ -809,7 +856,10 @@ class Reducer:
             return
         with self.gatherer.parked():
             for link in links:
-                self.domain.reductions.synchronize(link, f"the reduction of unit {gradients.unit.name!r}")
+                if self.on_device:
+                    link.wait()
+                else:
+                    self.domain.reductions.synchronize(link, f"the reduction of unit {gradients.unit.name!r}")
         gradients.return_sums()
         # What is stored may take as long as the next unit's reduction.
         self._settle_returned()
@@ -847,7 +897,7 @@ class Reducer:
             for gradients in self._order:
                 if not gradients.sums:
                     continue  # of a domain that has nothing beyond the ranks that have been summed over
-                self._land(self._ahead)
+                self._land(self._ahead, blocking=not self.domain.async_reductions)
                 self.domain.reductions.follow()
                 with self.domain.reductions.aside():
                     handle = gradients.domain.reduce(self._beyond(gradients))

@@ -677,18 +677,23 @@ class Unit:
             return self.second
         return self.exact if self.codes is None or purpose is Purpose.PLAIN else self.codes
 
-    def _launch(self, purpose: Purpose) -> Link:
-        """Launch the gather that a purpose asks for."""
+    def _launch(self, purpose: Purpose, *, aside: bool = False) -> Link:
+        """Launch the gather that a purpose asks for; `aside`: into memory that is given back when it has ended."""
         self.finish_spread()
         self.rounded = self.codes is not None and purpose is not Purpose.PLAIN
         # What is released after a forward pass is what it has computed with.
         self._second_follows = self.second is not None and purpose is Purpose.FORWARD
         self._source = source = self._source_for(purpose)
-        if source.fills and self.state is UnitState.RELEASED:
+        full = [section.full for section in self.sections]
+        if source.fills and (aside or self.state is UnitState.RELEASED):
             with self.domain.gathers.aside():
                 for section in self.sections:
                     section.allocate()
-        return self.domain.gathers.start(source.launches(self.name))
+        link = self.domain.gathers.start(source.launches(self.name))
+        if aside:
+            for section, values in zip(self.sections, full, strict=True):
+                section.full = values
+        return link
 
     def gather_whole(self, kind: str = "gather") -> Link:
         """Launch the exact gather of the whole values, which have memory, from the shards.
@@ -722,7 +727,10 @@ class Unit:
             self.domain.gathers.follow()  # to which the memory of what has been gathered belongs
 
     def join_gather(self, purpose: Purpose) -> None:
-        """Take part in a gather of the others though the whole values are here already."""
+        """Take part in a gather of the others though the whole values are here already, or have been."""
+        if self.domain.async_gathers and self.codes is None:
+            self._launch(purpose, aside=True)  # the current stream need not wait
+            return
         self.domain.gathers.follow()  # the current stream may still read what is written once more
         link = self._launch(purpose)
         with named("wait for gather", self.name):
@@ -777,6 +785,12 @@ class Unit:
         """
         if not self.sharded or self.state is UnitState.RELEASED or self.pins:
             return
+        if self.state is UnitState.GATHERING and self._may_forget:
+            self._handle = None  # nothing has used the memory, and it belongs to the stream of the gather
+            for section in self.sections:
+                section.free()
+            self.state = UnitState.RELEASED
+            return
         self.finish_gather()
         self._keep_changes()
         if self._second_follows:
@@ -792,6 +806,11 @@ class Unit:
             section.free()
         self._arrived = None
         self.state = UnitState.RELEASED
+
+    @property
+    def _may_forget(self) -> bool:
+        """Whether a gather that is under way need not be waited for before its memory is given back."""
+        return self.domain.async_gathers and self._source.fills and not self._second_follows
 
     def renounce(self) -> None:
         """Give back memory that another unit has left, if it has not been used."""
