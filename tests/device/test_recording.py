@@ -27,6 +27,7 @@ from shardwise.engine import Engine
 from shardwise.registry import declare_part
 from shardwise.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from shardwise.zero.model import ShardedModel
+from shardwise.zero.passes import gradients
 from shardwise.zero.passes.gather import Gatherer
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.units.unit import SectionMemory, Unit
@@ -39,6 +40,25 @@ WORLD = 8
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
+
+
+class Keeps(GPT):
+    """A view of a block's weight is kept beyond the block, and read when the block has been released."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        kept: list[torch.Tensor] = []
+
+        def look(module: Any, *_: Any) -> None:
+            kept.append(next(module.parameters()).detach())
+
+        def read(module: Any, given: Any) -> None:
+            kept.pop().sum()
+
+        first, later = self.blocks[0].register_forward_pre_hook(look), self.blocks[2].register_forward_pre_hook(read)
+        found = super().forward(tokens)
+        first.remove()
+        later.remove()
+        return found
 
 
 class Recomputed(GPT):
@@ -159,6 +179,13 @@ def ordered_by(who: str) -> Iterator[None]:
         yield
 
 
+def test_memory_that_a_script_still_reads_is_given_back_behind_that() -> None:
+    case = Case("keeps", lambda: Keeps(layers=4), language, language_loss)
+    assert problems(case, SETTINGS["bf16"].with_stage(3), 2) == []
+    with mock.patch("shardwise.zero.units.unit.is_shared", lambda tensor: False):
+        assert any(found.startswith("early") for found in problems(case, SETTINGS["bf16"].with_stage(3), 2))
+
+
 @pytest.mark.parametrize("who", ["device", "host"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_branches_that_differ_by_rank(stage: int, who: str) -> None:
@@ -213,6 +240,24 @@ def test_the_host_does_not_wait_for_the_device_in_a_step(precision: str, stage: 
     trace = record(CASES["gpt"], setting, 0)
     begin = next(n for n, event in enumerate(trace.events) if event.kind == "mark" and event.stream == "compute")
     assert [event for event in trace.events[begin:] if event.kind == "read"] == []
+
+
+def test_nodes_of_parameters_are_made_on_the_stream_of_the_passes() -> None:
+    """Not when the engine is made: autograd runs hooks on the stream on which a node was made."""
+    made: list[str] = []
+    edge = gradients.get_gradient_edge
+
+    def noted(parameter: torch.Tensor) -> Any:
+        made.append(recorded.recording_now().stream)
+        return edge(parameter)
+
+    def loss(engine: Any, micro: int, rank: int) -> torch.Tensor:
+        assert micro or not made
+        return CASES["gpt"].loss(engine, CASES["gpt"].data(micro, 0, rank, torch.bfloat16))
+
+    with mock.patch.object(gradients, "get_gradient_edge", noted):
+        record(CASES["gpt"], SETTINGS["bf16"].with_stage(3), 0, steps=1, loss=loss)
+    assert made
 
 
 @pytest.mark.parametrize("queues", ["1", "8"])

@@ -101,7 +101,9 @@ def test_what_the_kernel_does_not_serve_is_added_up_in_the_loop(interpreted: lis
     assert narrow.tolist() == whole.tolist() == [3] * 4
 
 
-def test_without_triton_or_a_compiler_the_loop_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_triton_or_a_compiler_the_loop_adds_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     seen = watched(monkeypatch)
     monkeypatch.setattr(summing, "_compiles_for", lambda device: True)
     tries: list[str] = []
@@ -114,6 +116,7 @@ def test_without_triton_or_a_compiler_the_loop_adds_up(monkeypatch: pytest.Monke
         tries.append("compile")
         raise RuntimeError("failed to find a C compiler")
 
+    caplog.clear()
     for found in (load, lambda: compiled):
         monkeypatch.setattr(summing, "_kernel", summing._Kernel())
         monkeypatch.setattr(summing, "_load", found)
@@ -121,8 +124,30 @@ def test_without_triton_or_a_compiler_the_loop_adds_up(monkeypatch: pytest.Monke
             out = torch.ones(3)
             summing.sum_rows(out, torch.ones(2, 3), accumulate=True)
             assert out.tolist() == [3.0] * 3
-    # It is tried once.
+    # It is tried, and warned of, once.
     assert (tries, seen) == (["load", "compile"], ["loop"] * 4)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+
+
+def test_errors_of_the_device_say_nothing_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too little memory is raised, and the kernel is used again afterwards."""
+    seen = watched(monkeypatch)
+    monkeypatch.setattr(summing, "_compiles_for", lambda device: True)
+    errors = iter([torch.OutOfMemoryError("no memory"), None])
+
+    def run(out: torch.Tensor, rows: torch.Tensor, accumulate: bool) -> None:
+        error = next(errors)
+        if error is not None:
+            raise error
+        out.copy_(rows.sum(0))
+
+    monkeypatch.setattr(summing, "_kernel", summing._Kernel())
+    monkeypatch.setattr(summing, "_load", lambda: run)
+    with pytest.raises(torch.OutOfMemoryError):
+        summing.sum_rows(torch.zeros(3), torch.ones(2, 3), accumulate=False)
+    out = torch.zeros(3)
+    summing.sum_rows(out, torch.ones(2, 3), accumulate=False)
+    assert out.tolist() == [2.0] * 3 and seen == []
 
 
 def test_devices_without_kernels_do_not_ask_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:

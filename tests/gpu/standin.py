@@ -519,10 +519,6 @@ def set_stream(stream: Stream) -> None:
 class _Recorder(Recorder):
     """Streams are those of `torch.cuda`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: set[int] = set()
-
     @property
     def stream(self) -> str:
         """See `Recorder.stream`."""
@@ -535,14 +531,6 @@ class _Recorder(Recorder):
     def names(self) -> set[str]:
         """Streams that have been used so far."""
         return {event.stream for event in self.trace.events if event.stream}
-
-    def _gone(self, key: int) -> None:
-        if key in self.kept:
-            self.kept.discard(key)
-            self._memory.pop(key, None)
-            self._deaths.pop(key, None)
-        else:
-            super()._gone(key)
 
 
 class _Device(contextlib.AbstractContextManager[None]):

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -285,6 +286,31 @@ def test_what_is_held_is_at_most_what_was_planned(tokens: int) -> None:
 
 
 # -- states of training ------------------------------------------------------------------------------------------------
+
+
+def helped_in_reductions() -> list[bool]:
+    """Whether peers are helped when a reduction is launched that waits for numbers, as on a device."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    engine = engine_of(Bags(), 3)
+    found: list[bool] = []
+    reduce = Domain.reduce
+
+    def waiting(self: Domain, launches: Any, made: Any = None) -> Any:
+        link = reduce(self, launches, made)
+        found.append(engine.sharded.gatherer._parked)
+        link.wait()
+        return link
+
+    with mock.patch.object(Domain, "reduce", waiting):
+        engine.backward(bags_loss(engine, few(generator, 0)))
+        engine.step()
+    engine.destroy()
+    return found
+
+
+def test_peers_are_helped_while_rows_are_reduced() -> None:
+    for found in run_ranks(helped_in_reductions, 2):
+        assert any(found)
 
 
 def half_a_window() -> list[torch.Tensor]:

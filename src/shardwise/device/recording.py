@@ -139,6 +139,7 @@ class Recorder:
 
     Attributes:
         trace: what has happened.
+        kept: the `id` of each storage whose memory waits for other streams than its own when it is given back.
     """
 
     beside = True
@@ -154,6 +155,7 @@ class Recorder:
         self._local = threading.local()
         self._lock = threading.RLock()
         self._silent = False
+        self.kept: set[int] = set()
 
     # -- streams -----------------------------------------------------------------------------------------------------
 
@@ -196,6 +198,10 @@ class Recorder:
         assert isinstance(mark, _RecordedMark)
         self.add(Event("block", number=mark.number))
         return True
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """See `Streams.keep`: the trace has no end of this memory."""
+        self.kept.add(id(tensor.untyped_storage()))
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -275,7 +281,9 @@ class Recorder:
     def _gone(self, key: int) -> None:
         known = self._memory.pop(key, None)
         self._deaths.pop(key, None)
-        if known is not None:
+        if key in self.kept:
+            self.kept.discard(key)
+        elif known is not None:
             with self._lock:
                 self.trace.events.append(Event("give", stream=known[3], number=known[0]))
 

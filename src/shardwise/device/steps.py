@@ -236,6 +236,8 @@ class _Kernel:
     def _falling_back(self) -> Iterator[None]:
         try:
             yield
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # nothing is wrong with the kernel
         except Exception as error:  # Triton is missing or too old, or finds no C compiler at the first launch
             self.wanted = False
             _log.warning(

@@ -81,6 +81,9 @@ class Streams(Protocol):
     def on_host(self) -> AbstractContextManager[Any]:
         """Allocate memory of the host inside of the block: it is of no stream."""
 
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Have the memory of a tensor of another stream, when it is given back, wait for the current stream."""
+
 
 class _There:
     """A mark on a device on which everything that has been launched has run."""
@@ -131,6 +134,9 @@ class HostStreams:
     def on_host(self) -> AbstractContextManager[Any]:
         """Change nothing."""
         return _NOTHING
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Nothing is to be waited for."""
 
 
 class _CudaMark:
@@ -208,6 +214,10 @@ class CudaStreams:
     def on_host(self) -> AbstractContextManager[Any]:
         """See `Streams.on_host`: torch gives it out again when copies that it knows of have been made."""
         return _NOTHING
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """See `Streams.keep`."""
+        tensor.record_stream(torch.cuda.current_stream(self._device))
 
 
 def warn_of_one_queue(env: Mapping[str, str] = os.environ) -> None:

@@ -74,9 +74,16 @@ class _Kernel:
                 self._run = _load()
             if self._run is not None:
                 self._run(out, rows, accumulate)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # nothing is wrong with the kernel
         except Exception as error:  # Triton is missing or too old, or finds no C compiler at the first launch
             self._run = None
-            _log.debug("sums over ranks go over memory once for each rank, without Triton's kernel: %s", error)
+            _log.warning(
+                "sums over ranks are formed by one kernel of torch for each rank, because Triton's kernel cannot be "
+                "used: %s: %s. Install a Triton that fits this torch, and a C compiler",
+                type(error).__name__,
+                error,
+            )
         return self._run is not None
 
 

@@ -1156,6 +1156,11 @@ class ShardedModel:
 
     # -- shardwise.zero.units.released.Owner ---------------------------------------------------------------------------
 
+    @property
+    def in_pass(self) -> bool:
+        """See `shardwise.zero.units.released.Owner`."""
+        return self.gatherer.phase is not Phase.IDLE
+
     def touch(self, parameter: nn.Parameter, what: str) -> Touch | None:
         """See `shardwise.zero.units.released.Owner`."""
         return self.gatherer.touch(parameter, what)

@@ -193,6 +193,11 @@ class PartStore:
         with without_overrides():
             return full[: parameter.numel()].view(parameter.shape)
 
+    @property
+    def in_pass(self) -> bool:
+        """See `shardwise.zero.units.released.Owner`."""
+        return False
+
     def touch(self, parameter: nn.Parameter, what: str) -> None:
         """Gather on demand while the model is being built; afterwards raise."""
         if not self.open or parameter in self._narrowed:

@@ -705,6 +705,10 @@ class Gatherer:
         if self.phase is Phase.BACKWARD or not self._passes:
             # A recomputation, or nothing is known yet about how often the unit will be used.
             self._held.add(unit.index)
+        if what == "data_ptr":  # a kernel will be launched on the address, which cannot be seen
+            self._held.add(unit.index)
+            if self._with_graph:
+                self._untracked.add(unit.index)
         if self._with_graph and not torch.is_grad_enabled():
             self._untracked.add(unit.index)  # may be a re-entrant checkpoint, which uses it again in the backward pass
         self.need(unit)

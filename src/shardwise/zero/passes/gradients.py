@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -31,6 +33,7 @@ class UnitGradients:
         domain: the unit's.
         comm: of the ranks in its innermost dimension.
         level: see above.
+        parameters: number of trainable parameters.
         tables: places of the sections whose gradients may be rows.
         loans: lend what has been added up here over micro-batches.
         resting: whether what has been added up here is where gradients live, and not on the device.
@@ -48,13 +51,7 @@ class UnitGradients:
         self._lent: Sequence[Loans] = ()
         self._borrowed = [section.gradient_loans for section in unit.trainable if self.loans.away]
         self.resting = self.loans.away
-        # Only the graph node is wanted, not values: released parameters need not come back for it.
-        with without_overrides():
-            self._nodes = [
-                (slot.index, get_gradient_edge(unit.registry.parameters[slot.index]).node)
-                for section in unit.trainable
-                for slot in section.layout.slots
-            ]
+        self.parameters = sum(len(section.layout.slots) for section in unit.trainable)
         self.tables = [place for place, section in enumerate(unit.sections) if section.layout.table is not None]
         self.buffers: dict[int, torch.Tensor | Pieces] = {}
         self._ends: list[dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]] = [{}, {}]
@@ -72,6 +69,21 @@ class UnitGradients:
         self.nested = False
         self.reduced = False
         self.accumulated = False
+
+    @cached_property
+    def _nodes(self) -> list[tuple[int, Any]]:
+        """Each parameter's node of the graph, made no earlier than in the first backward pass.
+
+        A node belongs to the CUDA stream on which it is made, and hooks run with that stream current: it must be the
+        stream of the script's passes, which may differ from that of `initialize()`.
+        """
+        # Only the graph node is wanted, not values: released parameters need not come back for it.
+        with without_overrides():
+            return [
+                (slot.index, get_gradient_edge(self.unit.registry.parameters[slot.index]).node)
+                for section in self.unit.trainable
+                for slot in section.layout.slots
+            ]
 
     def begin(self, *, used: bool, outside: bool) -> None:
         """Ask autograd which gradients the pass that has just started will produce.
@@ -171,11 +183,6 @@ class UnitGradients:
         lent, self._lent = self._lent, ()
         for loans in lent:
             loans.give_back(written=True)
-
-    @property
-    def parameters(self) -> int:
-        """Number of trainable parameters."""
-        return len(self._nodes)
 
     @property
     def complete(self) -> bool:

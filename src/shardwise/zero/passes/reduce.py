@@ -23,6 +23,7 @@ Gradients of embedding tables that come as rows stay rows while they are few, an
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -560,7 +561,10 @@ class Reducer:
                 self._complete_in_place(gradients)
             return
         self.domain.reductions.follow()
-        with named("reduce", gradients.unit.name), self.domain.reductions.aside():
+        # The host waits for numbers of rows; peers that need a gather meanwhile have it launched.
+        rows = bool(gradients.tables) and gradients.comm.world > 1
+        parked = self.gatherer.parked() if rows else contextlib.nullcontext()
+        with parked, named("reduce", gradients.unit.name), self.domain.reductions.aside():
             self._start_reduction(gradients)
 
     def _in_place(self, gradients: UnitGradients) -> bool:
@@ -757,9 +761,8 @@ class Reducer:
         told = [self._row_counts(gradients, place, table) for place, table in zip(places, tables, strict=True)]
         own = torch.tensor(told, dtype=torch.int64, device=comm.device).reshape(-1)
         everyone = own.new_empty(comm.world * own.numel())
-        with self.gatherer.parked():
-            comm.all_gather([(everyone, own)], f"{unit.name}.rows", kind="reduce").wait()
-            by_rank = everyone.view(comm.world, len(places), comm.world).transpose(0, 1).tolist()
+        comm.all_gather([(everyone, own)], f"{unit.name}.rows", kind="reduce").wait()
+        by_rank = everyone.view(comm.world, len(places), comm.world).transpose(0, 1).tolist()
         found = {}
         for place, table, counts in zip(places, tables, by_rank, strict=True):
             section = unit.sections[place]

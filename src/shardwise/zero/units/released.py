@@ -25,7 +25,15 @@ from shardwise.zero.units.status import ZeroParamStatus
 
 
 class Owner(Protocol):
-    """Whoever can bring a released parameter's values back."""
+    """Whoever can bring a released parameter's values back.
+
+    Attributes:
+        in_pass: a forward or backward pass is under way, in which `touch` brings values.
+    """
+
+    @property
+    def in_pass(self) -> bool:
+        """See above."""
 
     def touch(self, parameter: nn.Parameter, what: str) -> Any:
         """Make the values of `parameter` valid and restore its class, or raise; return something for `end_touch`."""
@@ -146,7 +154,9 @@ class Released(nn.Parameter):
         if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):  # with a dtype it converts
             with without_overrides():
                 return func(*args, **kwargs)
-        if name in _ADDRESSES and is_released(args[0]):
+        # In a pass an address is asked for by a kernel that will read the values (Triton's launcher does).
+        reads = name == "data_ptr" and is_released(args[0]) and _owners[args[0]].in_pass
+        if name in _ADDRESSES and is_released(args[0]) and not reads:
             return func(blank_of(args[0]), *args[1:], **kwargs)
         if name in _ARRANGEMENT and is_released(args[0]):
             return func(_arranged(args[0]), *args[1:], **kwargs)

@@ -803,6 +803,9 @@ class Unit:
             for section, other in zip(self.sections, heir.sections, strict=False):
                 section.hand_on(other)
         for section in self.sections:
+            # The script may still compute with a view that it has kept; its last reference gives the memory back.
+            if self.domain.async_gathers and section.full.numel() and is_shared(section.full):
+                self.domain.ranks.streams.keep(section.full)
             section.free()
         self._arrived = None
         self.state = UnitState.RELEASED
