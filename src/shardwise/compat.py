@@ -188,9 +188,19 @@ def receive(tensor: torch.Tensor, group: dist.ProcessGroup, peer: int, tag: int)
 
 
 def launch_together(
-    op: Callable[..., Any], arguments: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
+    op: Callable[..., Any],
+    arguments: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    group: dist.ProcessGroup,
+    *,
+    async_op: bool = True,
 ) -> list[Any]:
-    """Call `op(output, input)` for each pair without blocking, as one collective where the backend can join them.
+    """Call `op(output, input)` for each pair, as one collective where the backend can join them.
+
+    Args:
+        op: the collective.
+        arguments: the pairs.
+        group: the ranks.
+        async_op: do not block. False, on NCCL: run on the current stream, which costs no events and no other stream.
 
     Returns:
         What is to be waited for.
@@ -198,11 +208,11 @@ def launch_together(
     device = arguments[0][0].device if arguments else torch.device("cpu")
     joint = device if op not in _captured else None
     if len(arguments) < 2 or _coalescing_manager is None or not (joint is None or _can_join(group, device)):
-        return [op(output, given, group=group, async_op=True) for output, given in arguments]
-    with _coalescing_manager(group, joint, async_ops=True) as together:
+        return [op(output, given, group=group, async_op=async_op) for output, given in arguments]
+    with _coalescing_manager(group, joint, async_ops=async_op) as together:
         for output, given in arguments:
-            op(output, given, group=group, async_op=True)
-    return [together]
+            op(output, given, group=group, async_op=async_op)
+    return [together] if async_op else []
 
 
 def _can_join(group: dist.ProcessGroup, device: torch.device) -> bool:

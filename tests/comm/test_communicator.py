@@ -97,10 +97,10 @@ def chosen(ordered: bool, nodes: list[str] | None) -> tuple[list[str], list[str]
     seen: list[str] = []
     launch = native.launch_together
 
-    def watch(op: Any, arguments: Any, group: Any) -> Any:
+    def watch(op: Any, arguments: Any, group: Any, **how: Any) -> Any:
         if arguments:
             seen.append(op.__name__)
-        return launch(op, arguments, group)
+        return launch(op, arguments, group, **how)
 
     comm = communicator(ordered=ordered, nodes=nodes)
     rows = comm.part([range(first, first + 4) for first in range(0, 16, 4)], "rows")

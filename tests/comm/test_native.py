@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,9 @@ from torch.distributed import distributed_c10d
 
 from shardwise import compat
 from shardwise.comm import gloo, native
+from shardwise.comm.chain import Runner
+from shardwise.device.recording import Recorder
+from tests.device.recorded import imagined
 from tests.harness import run_ranks
 
 Layout = list[tuple[int, torch.dtype, torch.dtype]]
@@ -155,3 +159,20 @@ def test_small_sums_broadcasts_and_exchanges() -> None:
         ([0.0, 0.0], [1.0, 1.0], [1.0, 1.0, 21.0]),
         ([0.0, 0.0], [1.0, 1.0], [2.0, 22.0, 22.0]),
     ]
+
+
+def test_collectives_of_a_stream_of_their_own_run_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for each of them there needs no further stream and no events of the backend."""
+    seen: list[tuple[str, bool]] = []
+    recorder = Recorder()
+
+    def noted(out: torch.Tensor, own: torch.Tensor, *, group: Any, async_op: bool) -> None:
+        seen.append((recorder.stream, async_op))
+
+    monkeypatch.setattr(native, "all_gather_single", noted)
+    with imagined(2, 0):
+        pairs = [(torch.zeros(4), torch.zeros(2))]
+        streams = Runner(recorder, waits_on_host=False, name="gathers", limit=timedelta(seconds=1))
+        streams.start([lambda: native.all_gather(pairs, dist.group.WORLD)]).wait()
+        native.all_gather(pairs, dist.group.WORLD).wait()
+    assert seen == [("gathers", False), ("compute", True)]

@@ -22,7 +22,8 @@ import shardwise
 from shardwise.comm import chain, native
 from shardwise.comm.chain import Queued, Runner
 from shardwise.device import checking
-from shardwise.device.recording import Event, Trace
+from shardwise.device.later import Later
+from shardwise.device.recording import STREAMS, Event, Trace, recording
 from shardwise.engine import Engine
 from shardwise.registry import declare_part
 from shardwise.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
@@ -51,13 +52,14 @@ class Keeps(GPT):
         def look(module: Any, *_: Any) -> None:
             kept.append(next(module.parameters()).detach())
 
-        def read(module: Any, given: Any) -> None:
-            kept.pop().sum()
+        def run(block: Any, x: torch.Tensor) -> torch.Tensor:
+            if block is self.blocks[2]:
+                kept.pop().sum()
+            return block(x)  # type: ignore[no-any-return]
 
-        first, later = self.blocks[0].register_forward_pre_hook(look), self.blocks[2].register_forward_pre_hook(read)
+        self.run, hook = run, self.blocks[0].register_forward_pre_hook(look)
         found = super().forward(tokens)
-        first.remove()
-        later.remove()
+        hook.remove()
         return found
 
 
@@ -270,8 +272,13 @@ def test_one_hardware_queue_for_all_streams_is_warned_of(
     assert len(warned) == (queues == "1")
 
 
-@pytest.mark.parametrize("name", ["gpt", "recomputed", "mixture", "lora"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
+HOSTS = [(0, "gpt"), (2, "gpt"), (2, "lora")]
+HOSTS += [
+    (3, name) for name in ("gpt", "recomputed", "lora", "gpt_groups", "gpt_functional_head", "borrower", "detached")
+]
+
+
+@pytest.mark.parametrize(("stage", "name"), HOSTS)
 def test_the_host_neither_waits_nor_polls_in_a_backward_pass(name: str, stage: int) -> None:
     """From the second step on: the first one finds the order of units."""
     places: list[int] = []
@@ -294,6 +301,7 @@ def test_the_host_neither_waits_nor_polls_in_a_backward_pass(name: str, stage: i
         events = trace.events[begin:end]
         assert any(event.kind == "collective" for event in events) or stage == 0
         assert [event for event in events if event.kind in ("block", "poll", "read")] == []
+        assert not any(event.kind == "say" and event.name in ("fetch", "want") for event in events)
 
 
 def test_units_that_ranks_need_in_different_orders_make_the_host_wait_again() -> None:
@@ -303,9 +311,58 @@ def test_units_that_ranks_need_in_different_orders_make_the_host_wait_again() ->
     def noted(engine: Any) -> None:
         ordered.append(engine.sharded.reducer.on_device)
 
-    trace = record(MANY, SETTINGS["bf16"].with_stage(3), 1, loss=routed, between=noted)
+    record(MANY, SETTINGS["bf16"].with_stage(3), 1, loss=routed, between=noted)
     assert ordered == [True, False, False]
-    assert sum(event.kind == "say" and event.name == "fetch" for event in trace.events) == 1
+
+
+def test_streams_are_given_out_again_where_torch_has_no_more() -> None:
+    with recording() as recorder:
+        urgent = [recorder.make("gathers") for _ in range(STREAMS + 2)]
+        copies = recorder.make("copies", urgent=False)
+    assert urgent[STREAMS:] == urgent[:2] and len(set(map(id, urgent))) == STREAMS
+    assert copies not in urgent
+
+
+def test_what_keeps_a_collective_keeps_its_outputs() -> None:
+    with recording() as recorder:
+        out = torch.zeros(4)
+        work = recorder.collective("all_gather", [(out, torch.zeros(2))], "group", lambda: None)
+        number = recorder.span(out).memory
+        del out
+        assert Event("give", stream="compute", number=number) not in recorder.trace.events
+        del work
+        assert Event("give", stream="compute", number=number) in recorder.trace.events
+
+
+def reads_of(run: Callable[[torch.Tensor], Any]) -> list[str]:
+    """What a recorded device writes down of waits."""
+    values = torch.arange(6)
+    with recording() as recorder:
+        run(values)
+    return [event.name for event in recorder.trace.events if event.kind == "read"]
+
+
+@pytest.mark.parametrize(
+    ("run", "waits"),
+    [
+        (lambda x: x.repeat_interleave(x), True),
+        (lambda x: x.repeat_interleave(x, output_size=15), False),
+        (lambda x: torch.where(x > 2), True),
+        (lambda x: torch.where(x > 2, x, 0), False),
+        (lambda x: torch.multinomial(x.float(), 2), True),
+        (lambda x: x.tolist(), True),
+        (lambda x: x.cpu(), True),
+        (lambda x: x[x > 2], True),
+        (lambda x: x[x], False),
+        (lambda x: torch.unique(x), True),
+        (lambda x: x.sum().item(), True),
+        (lambda x: x.cumsum(0) + x, False),
+        (lambda x: Later(x).read(), False),
+    ],
+    ids=lambda value: value if isinstance(value, bool) else "",
+)
+def test_what_the_host_waits_for_is_written_down(run: Callable[[torch.Tensor], Any], waits: bool) -> None:
+    assert bool(reads_of(run)) is waits
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu import standin
 
-LIMIT_S = 90
+LIMIT_S, REHEARSED_LIMIT_S = 90, 270
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,7 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/gpu" in item.path.as_posix() and not item.get_closest_marker("limit"):
-            item.add_marker(pytest.mark.limit(LIMIT_S))  # one that hangs must not take the time of the others
+            # One that hangs must not take the time of the others.
+            item.add_marker(pytest.mark.limit(REHEARSED_LIMIT_S if standin.rehearsing() else LIMIT_S))
         if "tests/gpu" not in item.path.as_posix():
             continue
         if not torch.cuda.is_available():

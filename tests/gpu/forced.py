@@ -61,10 +61,13 @@ def late_collectives(*, nccl: bool = False) -> Iterator[None]:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             torch.cuda._sleep(CYCLES)
-            if nccl:
-                return launch(op, pairs, group)
 
             def work() -> None:
+                if nccl:
+                    for launched in launch(op, pairs, group):
+                        if launched is not None:  # else it runs on this stream
+                            launched.wait()
+                    return
                 for out, own in pairs:
                     if out.data_ptr() != own.data_ptr():
                         out.copy_(own.view_as(out))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 import types
@@ -20,7 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,8 +35,8 @@ from shardwise import compat
 from shardwise.comm import native
 from shardwise.device import streams
 from shardwise.device.checking import check_order
+from shardwise.device.recording import STREAMS, Recorder, name_of, waits
 from shardwise.device.recording import Event as Written
-from shardwise.device.recording import Recorder, name_of, waits
 from shardwise.zero.units import released  # noqa: F401 - it looks at methods of tensors, and must see torch's own
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -228,7 +229,9 @@ def _noted(tensor: torch.Tensor) -> bool:
 def _read(stream: str | None = None) -> None:
     """The host waits for everything on a stream."""
     if _state.recorder is not None:
-        _state.recorder.add(Written("read", stream=stream or _state.recorder.stream))
+        name = stream or _state.recorder.stream
+        _state.recorder.add(Written("read", stream=name))
+        _state.recorder.learn(name)
 
 
 @contextlib.contextmanager
@@ -426,10 +429,12 @@ _GETTERS: dict[str, Callable[[torch.Tensor], Any]] = {
 class Stream:
     """See `torch.cuda.Stream`; its name is that in the trace."""
 
-    _numbers = iter(range(1, 1 << 30))
+    _numbers: ClassVar[dict[int, Iterator[int]]] = {}
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str = "stream", new: bool = True) -> None:
-        number = next(self._numbers) if new else 0
+        # There are a few of each priority, which torch gives out in turn.
+        number = next(self._numbers.setdefault(priority, itertools.count())) % STREAMS + 1 if new else 0
+        number -= priority * STREAMS if new else 0
         self.name = f"{name} {number}" if new else name
         self.device, self.priority, self.cuda_stream, self.stream_id = CUDA, priority, number, number
 
@@ -463,29 +468,29 @@ class Event:
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self.mark: int | None = None
-        self._time, self._asked = 0.0, 0
+        self._time, self._stream = 0.0, ""
         self.device = CUDA
 
     def record(self, stream: Stream | None = None) -> None:
         self._time = time.perf_counter()
         if _state.recorder is not None:
-            self._recorder = _state.recorder
-            with self._recorder.using((stream or current_stream()).name):
-                self.mark = self._recorder.mark().number
+            self._stream = (stream or current_stream()).name
+            with _state.recorder.using(self._stream):
+                self.mark = _state.recorder.mark().number
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        """Not yet, at first."""
-        self._asked += 1
-        if self._asked > 1:
-            self.synchronize()  # whoever asks acts on the answer
-        return self._asked > 1
+        """Not before the host has waited for it, or for something behind it on its stream."""
+        if self.mark is None or _state.recorder is None:
+            return True
+        return bool(_state.recorder.known.get(self._stream, -1) >= self.mark)
 
     def synchronize(self) -> None:
         if self.mark is not None and _state.recorder is not None:
             _state.recorder.add(Written("block", number=self.mark))
+            _state.recorder.learn(self._stream, self.mark)
 
     def elapsed_time(self, end: Event) -> float:
         return max(1e-6, 1e3 * (end._time - self._time))
@@ -518,6 +523,22 @@ def set_stream(stream: Stream) -> None:
 
 class _Recorder(Recorder):
     """Streams are those of `torch.cuda`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[str, int] = {}  # the last mark of each stream that the host knows to be reached
+        self._last: dict[str, int] = {}
+
+    def mark(self) -> Any:
+        """See `Recorder.mark`."""
+        mark: Any = super().mark()
+        self._last[self.stream] = mark.number
+        return mark
+
+    def learn(self, stream: str, mark: int | None = None) -> None:
+        """The host has waited for a mark; None: for everything on the stream."""
+        reached = self._last.get(stream, -1) if mark is None else mark
+        self.known[stream] = max(reached, self.known.get(stream, -1))
 
     @property
     def stream(self) -> str:
@@ -727,7 +748,7 @@ def install() -> None:
         # torch's mode sees no polling; a wait that may go on for ever is an event's, which it does not see either.
         if limit != timedelta.max:
             _waits("polling of an event")
-        return block(self, mark, limit)
+        return block(self, mark, timedelta.max)  # nothing runs late, and nobody else ends a loop of queries
 
     streams.CudaStreams.block = blocked  # type: ignore[method-assign]
     for name, value in _CUDA.items():

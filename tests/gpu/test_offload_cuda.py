@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise.memory import Tier
+from shardwise.zero.units.unit import SectionMemory
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload
 
 WIDTH, LAYERS = 512, 6
@@ -65,6 +67,21 @@ def test_training_is_the_same_with_less_on_the_device(tmp_path: Path, place: str
         for name, values in resident.items():
             # The processor's Adam and norm round differently from the device's in their last digits.
             torch.testing.assert_close(away[name], values, rtol=2e-2 if precision != "fp32" else 1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("place", ["parameters on host", "parameters on disk"])
+def test_one_rank_copies_parameters_on_another_stream(tmp_path: Path, place: str) -> None:
+    """Beside what it computes; a program that has one rank on its device takes no other way."""
+    streams: list[torch.cuda.Stream] = []
+    bring = SectionMemory.bring_shard
+
+    def brought(self: SectionMemory) -> None:
+        streams.append(torch.cuda.current_stream())
+        bring(self)
+
+    with mock.patch.object(SectionMemory, "bring_shard", brought):
+        train({"stage": 3, **offload(place, str(tmp_path))}, "bf16")
+    assert len(streams) > LAYERS and torch.cuda.current_stream() not in streams
 
 
 @pytest.mark.parametrize("place", PLACES)

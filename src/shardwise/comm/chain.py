@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.comm import native
 from shardwise.comm.ledger import Record, on_behalf_of, user_line
 from shardwise.device.streams import Mark, Stream, Streams
 from shardwise.errors import PeerLostError
@@ -175,6 +176,7 @@ class Runner:
         self._thread: threading.Thread | None = None
         self._on_host = waits_on_host
         self._streams = streams
+        self._unawaited = False
         self._own_stream = None if waits_on_host else streams.make(name)
 
     @property
@@ -185,6 +187,19 @@ class Runner:
         """Let what is launched from now on run behind what the current stream has been given so far."""
         if self._own_stream is not None and self._streams.beside:
             self._own_stream.wait(self._streams.mark())
+
+    def leave(self) -> None:
+        """Note that no stream has waited for something that was launched here, and that no stream needs."""
+        self._unawaited = True
+
+    def catch_up(self) -> None:
+        """Have the current stream wait for all that was launched here, if `leave` has been called: it may be written.
+
+        What was launched may still read memory that the current stream is about to write.
+        """
+        if self._unawaited:
+            self._unawaited = False
+            self.mark().wait()
 
     def aside(self) -> AbstractContextManager[Any]:
         """Allocate and launch for the runner's stream inside of the block."""
@@ -221,7 +236,7 @@ class Runner:
         return chain
 
     def _queue_up(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None) -> Queued:
-        with self._stream.use():
+        with self._stream.use(), native.in_order():
             for launch in launches:
                 handle = launch()
                 _tell(handle, made)

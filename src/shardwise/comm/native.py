@@ -15,8 +15,10 @@ and sends each sum about once. So the exchange is left where it would send more;
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,11 +57,24 @@ class Works:
         self._works, self._finish, self.scratch = [], None, ()
 
 
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def in_order() -> Iterator[None]:
+    """Launch the collectives of this thread on the current stream inside of the block; the caller waits for each."""
+    before, _thread.in_order = getattr(_thread, "in_order", False), True
+    try:
+        yield
+    finally:
+        _thread.in_order = before
+
+
 def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Any]:
     """Launch `op(output, input)` for each pair; on a recorded device it is written down."""
     recorder = recording.current()
     if recorder is None or not pairs:
-        return launch_together(op, pairs, group)
+        return launch_together(op, pairs, group, async_op=not getattr(_thread, "in_order", False))
     name = f"{getattr(op, '__name__', 'exchange')} {[own.nbytes for _, own in pairs]}"
 
     def run() -> None:

@@ -40,6 +40,9 @@ WAITING = frozenset(
 _READING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
 """Methods that copy values to the host, of which a dispatch mode sees nothing."""
 
+STREAMS = 32
+"""Streams that torch has of each priority, which it gives out in turn."""
+
 COMPUTE = "compute"
 """The stream on which a thread launches unless it says otherwise."""
 
@@ -123,10 +126,10 @@ class _RecordedStream:
 
 
 class _Launched:
-    """A recorded collective; a group has a stream of its own, as NCCL's have."""
+    """A recorded collective; a group has a stream of its own, as NCCL's have. It keeps its outputs, as theirs do."""
 
-    def __init__(self, recorder: Recorder, event: Event) -> None:
-        self._recorder, self._event = recorder, event
+    def __init__(self, recorder: Recorder, event: Event, outputs: Sequence[torch.Tensor]) -> None:
+        self._recorder, self._event, self._outputs = recorder, event, outputs
 
     def wait(self) -> None:
         self._recorder.add(
@@ -148,6 +151,7 @@ class Recorder:
         self.trace = Trace()
         self._numbers = itertools.count()
         self._names: dict[str, int] = {}
+        self._made: dict[bool, list[Stream]] = {True: [], False: []}
         self._hosts = itertools.count()
         self._counts: dict[str, int] = {}
         self._memory: dict[int, tuple[int, int, int, str]] = {}  # number, address, bytes and stream, by storage
@@ -175,8 +179,13 @@ class Recorder:
 
     def make(self, name: str, *, urgent: bool = True) -> Stream:
         """See `Streams.make`."""
+        made = self._made[urgent]
+        if len(made) >= STREAMS:
+            made.append(made[len(made) - STREAMS])
+            return made[-1]
         self._names[name] = self._names.get(name, 0) + 1
-        return _RecordedStream(self, name if self._names[name] == 1 else f"{name}.{self._names[name]}")
+        made.append(_RecordedStream(self, name if self._names[name] == 1 else f"{name}.{self._names[name]}"))
+        return made[-1]
 
     def on_host(self) -> AbstractContextManager[None]:
         """See `Streams.on_host`: each piece is taken and given back by itself."""
@@ -246,7 +255,7 @@ class Recorder:
         self.add(event)
         with self.silent():
             run()
-        return _Launched(self, event)
+        return _Launched(self, event, [out for out, _ in pairs])
 
     # -- memory ------------------------------------------------------------------------------------------------------
 

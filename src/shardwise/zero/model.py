@@ -675,10 +675,11 @@ class ShardedModel:
             self.reducer.compressor.end_step(applied)
         if not self._order_agreed:
             self._order_agreed = True
-            traced = [self.gatherer.traced_order(), self.gatherer.traced_backward()]
+            traced = [self.gatherer.traced_order(), self.gatherer.traced_backward(), self.gatherer.untracked]
             order = self.comm.share_object(traced, "unit_order")
             assert isinstance(order, list)
-            self._set_order(*order)
+            self._set_order(*order[:2])
+            self.gatherer.launch_at_once(order[2])
             if self.reducer is not None:
                 self.reducer.order_is_traced = True
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
 from itertools import zip_longest
@@ -84,6 +84,10 @@ class Channel(Protocol):
 
 class Reductions(Protocol):
     """The other half of the passes (`shardwise.zero.passes.reduce.Reducer`)."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the device alone orders reductions."""
 
     def begin(self) -> None:
         """Start a backward pass; nothing happens in one that has been started."""
@@ -159,6 +163,7 @@ class Gatherer:
         self._resting: dict[int, Unit] = {}
         self._room = 0
         self._fetched: set[int] = set()  # units that came from the peers before their gather was launched
+        self._at_once: Collection[int] = frozenset()
         self._was_ahead = False
         self._held: set[int] = set()
         self._late: dict[Phase, set[int]] = {phase: set() for phase in Phase}
@@ -292,6 +297,18 @@ class Gatherer:
         else:
             self.end_backward()
 
+    @property
+    def untracked(self) -> list[int]:
+        """Indices of units that this rank has from the beginning to the end of each backward pass."""
+        return sorted(self._untracked)
+
+    def launch_at_once(self, units: Collection[int]) -> None:
+        """Launch the gathers up to these units when a backward pass begins, on all ranks.
+
+        No rank has waited for a reduction then, so whoever needs the units may wait for their gathers.
+        """
+        self._at_once = frozenset(units)
+
     def begin_backward(self) -> None:
         """Start a backward pass."""
         if self.phase is Phase.FORWARD:
@@ -300,6 +317,8 @@ class Gatherer:
             self.phase = Phase.BACKWARD
             self._passes_back += 1
             self._begin(self._back)
+            if self.reducer is not None and self.reducer.on_device:
+                self._launch_to(self._last_at_once)
         for unit in self._back:
             if unit.index in self._untracked:
                 self._held.add(unit.index)
@@ -351,6 +370,7 @@ class Gatherer:
                 else:
                     unit.wait_concealed()
                     self._waiting = unit
+        self._gathers.catch_up()
         with self._lock:
             self.phase = Phase.IDLE
             self._wanted.pop(self._passes_back, None)
@@ -476,9 +496,16 @@ class Gatherer:
         found, self._was_ahead = self._was_ahead, False
         return found
 
+    @property
+    def _last_at_once(self) -> int:
+        """The last place in the backward order whose gather is launched when a pass begins."""
+        return max((self._position.get(index, -1) for index in self._at_once), default=-1)
+
     def _must_not_wait(self, unit: Unit) -> bool:
         """Return whether waiting for the gather of a unit could have ranks wait for each other."""
         if self.phase is not Phase.BACKWARD or self.reducer is None or unit.state is UnitState.GATHERED:
+            return False
+        if self._position.get(unit.index, -1) <= self._last_at_once:
             return False
         return self.reducer.waits_for_peers(unit.index)
 

@@ -417,7 +417,8 @@ class Reducer:
             if (not self.boundary or self.local or gradients.accumulated) and self._in_flight_alone():
                 # A lossy reduction may wait for peers that wait for gathers.
                 self.gatherer.launch_through(gradients.unit)
-                self.gatherer.launch_through(self._order[self._next].unit)
+                if self._next < len(self._order):
+                    self.gatherer.launch_through(self._order[self._next].unit)
                 self._land(0)
             in_pieces = alone and self.in_pieces(gradients.unit)
             if in_pieces or (alone and self.domain.async_reductions):

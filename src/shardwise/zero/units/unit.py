@@ -729,7 +729,8 @@ class Unit:
     def join_gather(self, purpose: Purpose) -> None:
         """Take part in a gather of the others though the whole values are here already, or have been."""
         if self.domain.async_gathers and self.codes is None:
-            self._launch(purpose, aside=True)  # the current stream need not wait
+            self._launch(purpose, aside=True)
+            self.domain.gathers.leave()
             return
         self.domain.gathers.follow()  # the current stream may still read what is written once more
         link = self._launch(purpose)
@@ -787,6 +788,7 @@ class Unit:
             return
         if self.state is UnitState.GATHERING and self._may_forget:
             self._handle = None  # nothing has used the memory, and it belongs to the stream of the gather
+            self.domain.gathers.leave()
             for section in self.sections:
                 section.free()
             self.state = UnitState.RELEASED
