@@ -141,7 +141,7 @@ class HostStreams:
 
 class _CudaMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event(blocking=True)  # a host that waits leaves its core to others
         self._event.record(stream)
         self._device = stream.device
         self._followed = {stream.cuda_stream}
