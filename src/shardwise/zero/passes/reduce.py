@@ -135,9 +135,8 @@ class Reducer:
         order = [unit.index for unit in units]
         self.set_order(order, order[::-1])
         # What needs numbers of other ranks on the host, or launches more when it is waited for, blocks the host.
-        self._blocks_host = self.compressor is not None or any(
-            unit.codes is not None or self.gradients[unit.index].tables for unit in units if unit.trainable
-        )
+        tables = any(gradients.tables for gradients in self.gradients.values())
+        self._blocks_host = self.compressor is not None or tables or any(unit.codes is not None for unit in units)
         self._next = 0
         self._in_flight: deque[_Flight] = deque()
         self._onward: tuple[UnitGradients, Chain, Sequence[SectionMemory]] | None = None
