@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 from collections.abc import Callable
 from typing import Any
@@ -327,6 +328,31 @@ def addresses(zero_init: bool) -> list[Any]:
     total = sum(p.numel() for p in model.parameters())
     engine.destroy()
     return [before == total, counted == total, stable, len(storages) == len(first)]
+
+
+def read_by_address() -> list[bool]:
+    """A kernel that is given an address in a pass (Triton's launcher asks for it) finds the values there."""
+    case = CASES["gpt"]
+    model = case.make()
+    parameter = next(model.blocks[0].parameters())
+    expected = parameter.detach().clone()
+    engine = start(case, Setting(stage=3), model)
+    found: list[bool] = []
+
+    def kernel(module: Any, given: Any) -> None:
+        read = (ctypes.c_float * parameter.numel()).from_address(parameter.data_ptr())
+        found.append(torch.equal(torch.tensor(list(read)).view(expected.shape), expected))
+
+    hook = model.blocks[2].register_forward_pre_hook(kernel)
+    for micro in range(2):
+        engine.backward(case.loss(engine, case.data(micro, 0, dist.get_rank(), torch.float32)))
+    hook.remove()
+    engine.destroy()
+    return found
+
+
+def test_an_address_in_a_pass_is_that_of_the_values() -> None:
+    assert run_ranks(read_by_address, 2) == [[True] * 2] * 2
 
 
 @pytest.mark.parametrize("zero_init", [False, True])
