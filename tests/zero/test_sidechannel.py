@@ -202,7 +202,7 @@ def wrap_twice() -> tuple[int, int, list[int], list[int]]:
     before = len(dist.distributed_c10d._world.pg_map)
     model = CASES["gpt"].make()
     counts, files, engines = [], [], []
-    for _ in range(3):
+    for _ in range(5):
         engines.append(start(CASES["gpt"], Setting(stage=3), model))
         step(engines[-1], 0)
         counts.append(len(dist.distributed_c10d._world.pg_map))
@@ -214,8 +214,8 @@ def wrap_twice() -> tuple[int, int, list[int], list[int]]:
 
 def test_a_model_that_is_wrapped_again_leaves_no_groups_and_no_connections() -> None:
     for before, after, counts, files in run_ranks(wrap_twice, 2, timeout=60):
-        assert counts == [before + 1] * 3
-        assert files[1] == files[2]
+        assert counts == [before + 1] * 5
+        assert files[4] <= files[1] + 1  # Gloo closes the sockets of a group a little later
         assert after == before
 
 
