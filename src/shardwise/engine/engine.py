@@ -509,14 +509,18 @@ class Engine(ConfigGetters, nn.Module):
                     outputs = self.module(*inputs, **kwargs)
                 else:
                     outputs = self._profiling.counted(inputs, kwargs)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
+        except Exception as error:
+            if isinstance(error, (RuntimeError, MemoryError)):
+                if is_out_of_memory(error):
+                    raise explained(error, self._memory.circumstances("the engine's forward()")) from error
                 dtype = self.sharded.policy.compute_dtype
                 hint = explain_dtype(error, tensors_in((inputs, kwargs)), dtype)
-                if hint is None:
-                    raise
-                raise UsageError(hint) from error
-            raise explained(error, self._memory.circumstances("the engine's forward()")) from error
+                if hint is not None:
+                    raise UsageError(hint) from error
+            named = None if self._tensors is None else self._tensors.named(error, self.module)
+            if named is None:
+                raise
+            raise named from error
         if self._step.loss_scaler is not None and own:
             outputs = scale_gradients_of(outputs, self._step.output_scale)
         return outputs
@@ -576,6 +580,8 @@ class Engine(ConfigGetters, nn.Module):
             self._following.backward(),
         ):
             self.sharded.backward(roots, retain_graph=retain_graph)
+        if self._tensors is not None:
+            self._tensors.check_gradients(loss)
         steps = self._batches.steps
         return loss / steps if scale_wrt_gas and steps > 1 and weight is None else loss
 
@@ -641,6 +647,8 @@ class Engine(ConfigGetters, nn.Module):
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
+        if self._tensors is not None:  # loss.backward() of the script's own
+            self._tensors.check_gradients()
         self._memory.step_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
         watched = self.sharded.interruptions.watching(in_pass=False)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.errors import DesyncError, UsageError
+from shardwise.errors import ConfigError, DesyncError, ShardwiseError, UsageError
 from shardwise.parallel.sequence import across
 from shardwise.parallel.tensor.dropout import Regions, same_numbers
 from shardwise.parallel.tensor.dtensors import DTensors
 from shardwise.parallel.tensor.entry import divide_model, divided_over, let_go, take_over
 from shardwise.parallel.tensor.group import NAME, TensorGroup, fingerprint
+from shardwise.parallel.tensor.guard import GradientGuard
 from shardwise.parallel.tensor.layers import Parallel
 from shardwise.parallel.tensor.marked import declare_marked
 from shardwise.trees import tensors_in
@@ -71,6 +74,7 @@ class SharedTensors:
             )
         self._client = client
         self._regions: Regions | None = None
+        self._gradients: GradientGuard | None = None
         self._hooks: list[RemovableHandle] = []
         self._compared = False
 
@@ -86,6 +90,7 @@ class SharedTensors:
             same_numbers(self.group)
             self._regions = Regions(model, self.group)
             self._regions.watch(model, ModuleHook)
+        self._gradients = GradientGuard(model, self.group)
         self._hooks.append(model.register_forward_pre_hook(ModuleHook(weakly(self._begins)), with_kwargs=True))
         self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
 
@@ -93,6 +98,8 @@ class SharedTensors:
         if self._compared or not model.training:
             return
         self._compared = True
+        if not self._client:  # a script may have seeded each rank otherwise since
+            same_numbers(self.group)
         own = [fingerprint(tensor) for tensor in tensors_in((args, kwargs))]
         told = self._part.exchange(own, "tensor_inputs")
         if any(other != told[0] for other in told):
@@ -102,6 +109,37 @@ class SharedTensors:
                 "engine.dp_world_size, or have the loader of shardwise.initialize(training_data=...)"
             )
 
+    def check_gradients(self, loss: torch.Tensor | None = None) -> None:
+        """Compare gradients of whole parameters, and a loss, once (all ranks of a copy of the model call).
+
+        Raises:
+            ConfigError: one differs between the ranks.
+        """
+        if self._gradients is not None:
+            self._gradients.check(loss)
+
+    def named(self, error: Exception, model: nn.Module) -> ConfigError | None:
+        """Return an error that names the module with divided layers in which a first pass has raised another one."""
+        if isinstance(error, ShardwiseError) or self._client or self._gradients is None or self._gradients.ended:
+            return None
+        paths = {id(module): path for path, module in model.named_modules()}
+        owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        inside = [owner for owner in owners if id(owner) in paths and not isinstance(owner, Parallel)]
+        module = inside[-1] if inside else None
+        layers = [name for name, one in module.named_children() if isinstance(one, Parallel)] if module else []
+        if not layers:
+            return None
+        path = paths[id(module)]
+        said = str(error).split("\n")[0]
+        name = f"{path}.{layers[0]}".lstrip(".")
+        return ConfigError(
+            f"tensor parallelism: {path or 'the model'} ({type(module).__name__}), whose layers {', '.join(layers)} "
+            f"are divided over {self.group.size} ranks, has raised {type(error).__name__}: {said}. If it does not "
+            "without tensor parallelism: a column layer gives this rank's features, unless gather_output is true, and "
+            f"the weight of each is this rank's part. Leave {name} whole "
+            '("partition_type": "skip" in tensor_parallel.partition_config.layer_specs)'
+        )
+
     def close(self) -> None:
         """End it; process groups belong to the job's communicator."""
         for hook in self._hooks:
@@ -109,6 +147,8 @@ class SharedTensors:
         self._hooks = []
         if self._regions is not None:
             self._regions.close()
+        if self._gradients is not None:
+            self._gradients.close()
         self._dtensors.close()
         let_go(self)
         self.group.close()

@@ -16,6 +16,7 @@ import shardwise
 from shardwise import checkpointing
 from shardwise.errors import DesyncError, UsageError
 from shardwise.recompute import divided
+from shardwise.utils import safe_get_full_grad
 from tests.harness import run_ranks
 from tests.parallel.tensor.models import ROWS, RULES, TOKENS, WIDTH, WORDS, Block, Decoder, data
 
@@ -147,7 +148,8 @@ def adapted() -> dict[str, torch.Tensor]:
             module.register_forward_hook(functools.partial(keep, path.split(".")[-3]))
     rules = {"layer_specs": RULES["layer_specs"][:2]}
     engine, *_ = shardwise.initialize(
-        model=net, config=config(tensor_parallel={"autotp_size": 2, "partition_config": rules})
+        model=net,
+        config=config(tensor_parallel={"autotp_size": 2, "partition_config": rules, "check_division": False}),
     )
     engine(data(0, ROWS))
     engine.destroy()
@@ -169,7 +171,8 @@ def shared_keys(rate: float) -> list[torch.Tensor]:
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": rate, "attn_implementation": "eager"}
     how = {"vocab_size": WORDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, **rates}
     net = transformers.GPTBigCodeForCausalLM(transformers.GPTBigCodeConfig(multi_query=True, **how))
-    engine, *_ = shardwise.initialize(model=net, config=config(tensor_parallel={"autotp_size": 2}))
+    section = {"autotp_size": 2, "check_division": False}
+    engine, *_ = shardwise.initialize(model=net, config=config(tensor_parallel=section))
     seen: list[torch.Tensor] = []
     drop = nn.functional.dropout
 
@@ -426,3 +429,61 @@ def own_inputs() -> str:
 def test_inputs_that_differ_are_not_divided() -> None:
     for found in run_ranks(own_inputs, 2):
         assert "an input of a checkpointed function, of shape [16, 64], differs over ranks [0, 1]" in found
+
+
+class Noisy(nn.Module):
+    """Draws numbers without dropout: outside of divided layers, or also between them."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__()
+        self.norm, self.between = nn.LayerNorm(WIDTH), between
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.kept: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.gelu(self.up(self.norm(x)))
+        if self.between:
+            y = y * torch.rand_like(y)
+        y = self.down(y)
+        noise = torch.rand_like(y)
+        self.kept.append(noise)
+        return x + y * (1 + noise)
+
+
+def noisy(between: bool, recompute: bool, seeded: bool) -> Any:
+    net = Decoder()
+    torch.manual_seed(0)
+    blocks = [Noisy(between) for _ in range(2)]
+    net.blocks = nn.ModuleList(Recomputed(block) if recompute else block for block in blocks)
+    rules = {"layer_specs": [{**spec, "patterns": [r"\.(q|up)\."]} for spec in RULES["layer_specs"][:1]]}
+    rules["layer_specs"].append({"patterns": [r"\.(o|down)\."], "partition_type": "row"})
+    settings = config(tensor_parallel={"autotp_size": 2, "partition_config": rules})
+    torch.manual_seed(3)
+    engine, *_ = shardwise.initialize(model=net, config=settings)
+    if seeded:
+        torch.manual_seed(100 + dist.get_rank())
+    grads = []
+    for number in range(2):
+        loss = engine(data(number, ROWS))
+        engine.backward(loss)
+        grads.append({name: safe_get_full_grad(p) for name, p in net.named_parameters()})
+        engine.step()
+    engine.destroy()
+    return [list(one.values()) for one in grads], [block.kept for block in blocks]
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_numbers_that_are_drawn_without_dropout_are_those_of_the_forward_pass(between: bool) -> None:
+    """Also in the first pass, in which it is not known yet whether numbers are drawn in divided layers."""
+    plain, again = (run_ranks(noisy, 2, between, recompute, False) for recompute in (False, True))
+    for (grads, _), (grads_again, kept) in zip(plain, again, strict=True):
+        for pass_, pass_again in zip(grads, grads_again, strict=True):
+            assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(pass_, pass_again, strict=True))
+        for noises in kept:
+            assert torch.equal(noises[0], noises[1])
+
+
+def test_ranks_that_are_seeded_otherwise_after_initialize_draw_the_same() -> None:
+    (_, first), (_, second) = run_ranks(noisy, 2, False, False, True)
+    for own, other in zip(first, second, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))

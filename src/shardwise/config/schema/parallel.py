@@ -119,6 +119,10 @@ class TensorParallel(ConfigSection):
         None, "Split the blocks that are called as those of this family, and do not look at the model's own plan."
     )
     partition_config: PartitionConfig | None = key(None, "Rules for splitting layers.")
+    check_division: bool = key(
+        True,
+        "Compare each kind of split block with the whole one, on a few tokens of the first forward pass. false: never.",
+    )
     keep_module_on_host: bool = key(
         False,
         "Keep the unsplit module in host memory while it is split.",

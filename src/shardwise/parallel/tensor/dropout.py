@@ -64,6 +64,7 @@ class Regions:
         self._hooks: list[Any] = []
         self._last: Any = None
         self._drawn = has_dropout(model)
+        self._trained = False
         self.active = False
 
     def watch(self, model: nn.Module, hook: Callable[[Callable[..., None]], Any]) -> None:
@@ -99,6 +100,7 @@ class Regions:
             return
         self._watch_tokens(model, hook)
         self.active = True
+        self._hooks.append(model.register_forward_pre_hook(hook(self._passes)))
         self._last = model.register_forward_hook(hook(self._passed), always_call=True)
 
     def _watch_tokens(self, model: nn.Module, hook: Callable[[Callable[..., None]], Any]) -> None:
@@ -155,8 +157,12 @@ class Regions:
         for tensor in tensors_in(made):
             keep_with_graph(tensor, self, self._of_pass)
         self._of_pass = []
-        if model.training and not self._drawn:
-            self._leave()  # no random numbers are used in this model
+        self._trained |= model.training
+
+    def _passes(self, *_: Any) -> None:
+        # Regions stay as long as a graph that has some can be recomputed: the common numbers went on at each of them.
+        if self._trained and not self._drawn and not self._known:
+            self._leave()  # no random numbers are used in divided layers
 
     def _leave(self) -> None:
         self._end()

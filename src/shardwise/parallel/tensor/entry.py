@@ -17,6 +17,8 @@ from shardwise.config import load, resolve
 from shardwise.errors import ConflictError, UsageError
 from shardwise.parallel.sequence import across
 from shardwise.parallel.tensor import huggingface
+from shardwise.parallel.tensor.check import watch_division
+from shardwise.parallel.tensor.copies import snapshot
 from shardwise.parallel.tensor.group import NAME, TensorGroup
 from shardwise.parallel.tensor.layers import Parallel
 from shardwise.parallel.tensor.plan import Division, cuts_of
@@ -65,15 +67,25 @@ def divide_model(
     for name, parameter in huggingface.divided_parameters(model, division):
         if part_of(parameter).ranks is None and not everybody.imagined and _plain(parameter):
             everybody.broadcast(parameter.data, 0, name).wait()
+    remember = snapshot(model)
     huggingface.divide_model(model, division, group)
+    remember()
     if tokens is not None:
         tokens.attach(model)
+    if section.check_division:
+        watch_division(model)
     return []
 
 
 def facts_of(division: Division) -> dict[str, str]:
     """Return what all ranks have to divide alike, by what it is."""
-    divided = {**division.layers, **division.experts, **division.vectors, **dict.fromkeys(division.summands, "summed")}
+    divided = {
+        **division.layers,
+        **division.experts,
+        **division.vectors,
+        **division.slices,
+        **dict.fromkeys(division.summands, "summed"),
+    }
     return {f"tensor parallelism of {path}": repr(how) for path, how in divided.items()}
 
 

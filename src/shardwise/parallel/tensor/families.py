@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
@@ -75,7 +76,13 @@ BIASES = {
 }
 """Classes of attention that get biases of all heads, and the arguments' names."""
 
+_BIAS = "relative_attention_bias"
 _NORM = re.compile(r"^(?:q|k|query|key)(?:_\w*)?norm$")
+_OF_KEYS = re.compile(r"(?:^|[._])(?:k|key|keys|v|value|values)(?:[._]|$)|(?:^|_)ln_[kv]$")
+
+
+Slices = dict[str, dict[str, tuple[int, tuple[Runs, ...]]]]
+"""Name of a module -> name of one of its tensors -> dimension, and what each place has of it."""
 
 
 @dataclass
@@ -90,6 +97,8 @@ class Block:
         holders: names of modules whose attributes say how many heads there are.
         summands: names of modules with parameters of which each rank has a summand of the gradient.
         vectors: names of parameters that are divided in their first dimension.
+        slices: names of modules -> of their tensors with a number for each head or feature, the dimension, and how it
+            is divided; they stay whole, and each rank uses its part.
         row: name of the layer that puts parts together.
     """
 
@@ -99,8 +108,30 @@ class Block:
     heads: Heads | None = None
     features: tuple[int, int] = (0, 0)
     holders: tuple[str, ...] = ()
-    summands: tuple[str, ...] = ()
+    summands: Sequence[str] = ()
     vectors: dict[str, tuple[Runs, ...]] = field(default_factory=dict)
+    slices: Slices = field(default_factory=dict)
+
+
+@dataclass
+class _Inside:
+    """What attention has beside its layers.
+
+    Attributes:
+        summands: names of modules whose parameters each rank uses for its own heads.
+        of_heads: names of modules -> of their tensors with a number for each head, the dimension, and whether these are
+            heads of keys.
+    """
+
+    summands: list[str] = field(default_factory=list)
+    of_heads: dict[str, dict[str, tuple[int, bool]]] = field(default_factory=dict)
+
+    def slices(self, heads: Heads) -> Slices:
+        """Return how these tensors are divided."""
+        return {
+            path: {name: (dim, heads.own_keys if keys else heads.own) for name, (dim, keys) in tensors.items()}
+            for path, tensors in self.of_heads.items()
+        }
 
 
 class Finder:
@@ -145,7 +176,7 @@ class Finder:
             width = number(self._modules(holders), ("head_dim", "key_value_proj_dim")) or q.outputs // total
             if k.outputs % width or total % (keys := k.outputs // width):
                 continue
-            if (inside := self._inside(path, [q, k, v, row], width)) is None:
+            if (inside := self._inside(path, [q, k, v, row], width, total, keys)) is None:
                 continue
             heads = self._dealt(total, keys, row.path)
             by_key = scaled(heads.own_keys, width)
@@ -156,11 +187,12 @@ class Finder:
                 row.path: Cut("row", scaled(heads.own, row.inputs // total)),
             }
             vectors = self._by_head(path, heads)
-            bias = f"{under(path)}relative_attention_bias"
+            bias = f"{under(path)}{_BIAS}"
             if bias in self._inventory.layers and self._inventory.layers[bias].is_embedding:
                 cuts[bias] = Cut("width", heads.own)
             features = row.inputs, k.outputs
-            return Block(path, cuts, row.path, heads, features, holders, inside, vectors)
+            slices = inside.slices(heads)
+            return Block(path, cuts, row.path, heads, features, holders, inside.summands, vectors, slices)
         return None
 
     def _fused(self, path: str) -> Block | None:
@@ -179,7 +211,9 @@ class Finder:
             width = row.inputs // total
             separate = self._linear(path, "q_attn") if name == "c_attn" else None
             known = [fused, row, *([separate] if separate is not None else [])]
-            if (inside := self._inside(path, known, width)) is None:
+            units = fused.outputs // width
+            keys = (units - total) // 2 if separate is None and units > total else total
+            if (inside := self._inside(path, known, width, total, keys)) is None:
                 continue
             if separate is not None:  # GPT-2: of another sequence come keys and values only
                 heads = self._dealt(total, total, row.path)
@@ -193,7 +227,8 @@ class Finder:
                 cuts = {fused.path: cut}
             cuts[row.path] = Cut("row", scaled(heads.own, width))
             features = row.inputs, heads.keys * width
-            return Block(path, cuts, row.path, heads, features, holders, inside, self._by_head(path, heads))
+            vectors, slices = self._by_head(path, heads), inside.slices(heads)
+            return Block(path, cuts, row.path, heads, features, holders, inside.summands, vectors, slices)
         return None
 
     def _order(self, fused: Layer, total: int, width: int, module: nn.Module) -> tuple[Heads, Cut] | None:
@@ -240,7 +275,7 @@ class Finder:
         known = [q, kv, made, row, *filter(None, [self._linear(path, "q_a_proj")])]
         if total is None or any(size % total for size in (q.outputs, kv.outputs, row.inputs)):
             return None
-        if self._inside(path, known, 0) is None:
+        if self._inside(path, known, 0, total, total) is None:
             return None
         heads = self._dealt(total, total, row.path)
         cuts = {
@@ -251,33 +286,95 @@ class Finder:
         }
         return Block(path, cuts, row.path, heads, (row.inputs, kv.outputs), holders)
 
-    def _inside(self, path: str, known: Sequence[Layer], width: int) -> tuple[str, ...] | None:
-        """Return the norms of heads that are inside of attention; None if it has what is not known to be divisible."""
+    def _inside(self, path: str, known: Sequence[Layer], width: int, total: int, keys: int) -> _Inside | None:
+        """Return what else is inside of attention; None if it has what is not known to be divisible.
+
+        Args:
+            path: of the module.
+            known: its layers.
+            width: of a head; 0: what else there is stays whole.
+            total: heads of queries.
+            keys: heads of keys.
+        """
         names = {layer.path for layer in known}
-        norms = []
-        for name, child in self._inventory.modules[path].named_children():
+        module, found = self._inventory.modules[path], _Inside()
+        for name, child in module.named_children():
             inner = f"{under(path)}{name}"
             other = self._linear(path, name)
+            if other is not None and "norm" in type(child).__name__.lower():
+                other = None  # one for each head
             if other is not None and other.path not in names and inner not in self._planned:
                 return None
             weight = child._parameters.get("weight")
-            if not _NORM.match(name) or weight is None or width == 0:
-                continue
-            if weight.numel() != width:
+            if _NORM.match(name) and weight is not None and width and weight.dim() == 1 and weight.numel() != width:
                 return None  # over all heads
-            norms.append(inner)
+        if not width:
+            return found
+        inside = self._inventory.modules[known[0].path.rpartition(".")[0]]
+        for child in inside.children():
+            sizes = [p.numel() for p in child._parameters.values() if p is not None and p.dim() == 1]
+            if "norm" in type(child).__name__.lower() and total > 1 and set(sizes) & {total * width, keys * width}:
+                return None  # likewise, of what attention gives
+        for inner, child in self._within(path):
+            if inner in names or any(inner.startswith(f"{one}.") for one in names) or inner in self._planned:
+                continue
+            normalizes = "norm" in type(child).__name__.lower()
+            if (self._inventory.linear(inner) is not None and not normalizes) or inner.endswith(_BIAS):
+                continue
+            if isinstance(child, nn.ModuleList) and len(child) in (total, keys):
+                self._note_heads(found, inner, 0, len(child), total, keys)
+            self._sort(found, inner, child, width, total, keys, outermost=inner == path)
         direct = [
             name
-            for name, parameter in self._inventory.modules[path]._parameters.items()
-            if parameter is not None and f"{under(path)}{name}" not in self._planned
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+            and f"{under(path)}{name}" not in self._planned
+            and name not in found.of_heads.get(path, {})
+            and parameter.numel() not in (1, width)
         ]
-        return None if direct and width else tuple(norms)
+        return None if direct else found
+
+    def _within(self, path: str) -> Iterator[tuple[str, nn.Module]]:
+        start = under(path)
+        for name, module in self._inventory.modules.items():
+            if name == path or name.startswith(start):
+                yield name, module
+
+    def _sort(
+        self, found: _Inside, path: str, module: nn.Module, width: int, total: int, keys: int, *, outermost: bool
+    ) -> None:
+        """Note a module's tensors that ranks use for their own heads; what is not sure is compared when it runs."""
+        own: dict[str, Any] = {name: one for name, one in module._parameters.items() if one is not None}
+        for name, parameter in own.items():
+            if f"{under(path)}{name}" in self._planned:
+                continue
+            of_width = not outermost and parameter.shape[-1:] == (width,) and parameter.dim() < 3
+            if of_width and (parameter.dim() == 1 or parameter.shape[0] not in (total, keys)):
+                found.summands.append(path)
+                continue
+            dims = [dim for dim, size in enumerate(parameter.shape) if size in (total, keys) and size > 1]
+            if dims:
+                self._note_heads(found, f"{under(path)}{name}", dims[0], parameter.shape[dims[0]], total, keys)
+        if outermost:
+            plain = {name: one for name, one in vars(module).items() if isinstance(one, torch.Tensor)}
+            for name, buffer in ({**module._buffers} | plain).items():
+                if buffer is None or not buffer.is_floating_point() or name.startswith("inv_freq"):
+                    continue
+                dims = [dim for dim, size in enumerate(buffer.shape) if size == buffer.numel() > 1]
+                if dims and buffer.numel() in (total, keys):
+                    self._note_heads(found, f"{under(path)}{name}", dims[0], buffer.numel(), total, keys)
+
+    def _note_heads(self, found: _Inside, path: str, dim: int, size: int, total: int, keys: int) -> None:
+        outer, _, name = path.rpartition(".")
+        of_keys = size == keys and (size != total or (keys != total and bool(_OF_KEYS.search(path))))
+        found.of_heads.setdefault(outer, {})[name] = dim, of_keys
 
     def _by_head(self, path: str, heads: Heads) -> dict[str, tuple[Runs, ...]]:
         """Return how parameters beside the layers of attention are divided, which the model's plan names."""
         found = {}
         for name, parameter in self._inventory.modules[path]._parameters.items():
-            if parameter is not None and len(parameter) % heads.total == 0:
+            named = f"{under(path)}{name}" in self._planned
+            if named and parameter is not None and len(parameter) % heads.total == 0:
                 found[f"{under(path)}{name}"] = scaled(heads.own, len(parameter) // heads.total)
         return found
 
@@ -321,13 +418,32 @@ class Finder:
                 continue
             runs = even(inner, self._size, row.path, self._grain)
             cut = Cut("column", joined([(inner, runs)] * 2) if halves else runs)
-            return Block(path, {layer.path: cut for layer in found} | {row.path: Cut("row", runs)}, row.path)
+            cuts = {layer.path: cut for layer in found} | {row.path: Cut("row", runs)}
+            return Block(path, cuts, row.path, slices=self._of_features(found[0].path, cuts, inner, runs))
         return None
+
+    def _of_features(self, column: str, cuts: Collection[str], inner: int, runs: tuple[Runs, ...]) -> Slices:
+        """Return how tensors with a number for each inner feature are divided, in a module that is an MLP only."""
+        outer = column.rpartition(".")[0]
+        if any(layer.path not in cuts for layer in self._inventory.below(outer)):
+            return {}
+        found: Slices = {}
+        for path, module in self._within(outer):
+            own: dict[str, Any] = {} if path in cuts else {**module._parameters}
+            for name, parameter in own.items():
+                dims = [] if parameter is None else [dim for dim, size in enumerate(parameter.shape) if size == inner]
+                if len(dims) == 1 and parameter.numel() == inner and f"{under(path)}{name}" not in self._planned:
+                    found.setdefault(path, {})[name] = dims[0], runs
+        return found
 
     def _normed(self, path: str, features: int) -> bool:
         """Whether a module has a norm over so many features."""
-        weights = (child._parameters.get("weight") for child in self._inventory.modules[path].children())
-        return any(weight is not None and weight.dim() == 1 and len(weight) == features for weight in weights)
+        for child in self._inventory.modules[path].children():
+            named = "norm" in type(child).__name__.lower()
+            own = [p for name, p in child._parameters.items() if p is not None and (named or name == "weight")]
+            if any(parameter.dim() == 1 and len(parameter) == features for parameter in own):
+                return True
+        return False
 
     def _linear(self, path: str, name: str) -> Layer | None:
         return self._inventory.linear(f"{under(path)}{name}")

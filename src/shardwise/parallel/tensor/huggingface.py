@@ -16,7 +16,7 @@ from shardwise.parallel.tensor.families import BIASES, Block, Stacked
 from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.heads import HEADS, KEY_HEADS, Heads
 from shardwise.parallel.tensor.inventory import Inventory
-from shardwise.parallel.tensor.layers import Cut, Parallel, class_of, divide, len_of, narrow
+from shardwise.parallel.tensor.layers import Cut, Parallel, class_of, divide, len_of, narrow, take_parts
 from shardwise.parallel.tensor.loss import words_cross_entropy
 from shardwise.parallel.tensor.plan import Division
 
@@ -46,6 +46,8 @@ def divide_model(model: nn.Module, division: Division, group: TensorGroup) -> No
         divide(model.get_submodule(path), cut, group, path)
     for block in division.blocks:
         _tell_heads(modules, block, group)
+    for path, slices in division.slices.items():
+        take_parts(modules[path], slices, group)
     if division.head is not None:
         path, head = division.head
         _replace_loss(modules[path], cast(Parallel, modules[head]).cut, group)
@@ -62,6 +64,10 @@ def divided_parameters(model: nn.Module, division: Division) -> Iterator[tuple[s
     for path in division.vectors:
         parent, _, name = path.rpartition(".")
         yield path, modules[parent].get_parameter(name)
+    for path, slices in division.slices.items():
+        for name, parameter in modules[path].named_parameters():
+            if name.split(".")[0] in slices:
+                yield f"{path}.{name}", parameter
 
 
 class OwnConfig:

@@ -180,6 +180,60 @@ class NormParallel(Parallel):
         return mappings.gather_tokens(cast(nn.Module, super()).forward(x, *args, **kwargs), group, sizes, dim)
 
 
+class OwnParts(Parallel):
+    """A module with tensors that have a number for each head or feature, whole on every rank: it uses this rank's.
+
+    Attributes:
+        slices: name of a parameter, buffer or list of modules -> the dimension, and what each place has of it.
+    """
+
+    slices: dict[str, tuple[int, tuple[Runs, ...]]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module, which finds this rank's parts under the names of whole tensors."""
+        self.__dict__["_own_parts"] = True
+        try:
+            return cast(nn.Module, super()).forward(*args, **kwargs)
+        finally:
+            self.__dict__["_own_parts"] = False
+
+    def __getattr__(self, name: str) -> Any:
+        found = cast(Any, super()).__getattr__(name)
+        if not self.__dict__.get("_own_parts") or name not in self.slices:
+            return found
+        dim, runs = self.slices[name]
+        own = runs[self.group.place]
+        if isinstance(found, nn.ModuleList):
+            return nn.ModuleList([found[index] for first, end in own for index in range(first, end)])
+        some = [found.narrow(dim, first, end - first) for first, end in own]
+        return some[0] if len(some) == 1 else torch.cat(some, dim)
+
+
+def take_parts(module: nn.Module, slices: dict[str, tuple[int, tuple[Runs, ...]]], group: TensorGroup) -> None:
+    """Have a module use this rank's parts of some of its tensors, which stay whole; gradients are summands."""
+    kept = {}
+    for name, (dim, runs) in slices.items():
+        value = vars(module).get(name)
+        if isinstance(value, torch.Tensor):  # neither a parameter nor a buffer
+            setattr(
+                module,
+                name,
+                torch.cat([value.narrow(dim, first, end - first) for first, end in runs[group.place]], dim),
+            )
+            continue
+        kept[name] = dim, runs
+        found = getattr(module, name)
+        for parameter in found.parameters() if isinstance(found, nn.Module) else [found]:
+            if isinstance(parameter, nn.Parameter):
+                group.declare_summands(parameter)
+    if not kept:
+        return
+    module.__class__ = class_of(type(module), OwnParts)
+    part: Any = module
+    part.slices, part.group = kept, group
+    part.cut = Cut("column", next(iter(kept.values()))[1])
+
+
 _CLASSES: dict[str, type[Parallel]] = {
     "column": ColumnParallel,
     "picked": PickedColumns,
@@ -258,12 +312,18 @@ def class_of(base: type, parallel: type[Parallel]) -> type:
 
 
 def _reduce(self: Any) -> Any:
-    base = next(cls for cls in type(self).__mro__[2:] if not issubclass(cls, Parallel))
-    return _again, (base, type(self).__mro__[1]), self.__dict__
+    kinds = type(self).__mro__
+    base = next(cls for cls in kinds if issubclass(cls, nn.Module) and not issubclass(cls, Parallel))
+    mixed = [
+        cls for cls in kinds if issubclass(cls, Parallel) and not issubclass(cls, nn.Module) and cls is not Parallel
+    ]
+    return _again, (base, *mixed), self.__dict__
 
 
-def _again(base: type, parallel: type[Parallel]) -> Any:
-    made: Any = class_of(base, parallel)
+def _again(base: type, *mixed: type[Parallel]) -> Any:
+    made: Any = base
+    for parallel in reversed(mixed):
+        made = class_of(made, parallel)
     return made.__new__(made)
 
 

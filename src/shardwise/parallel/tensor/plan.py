@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.names import name_search
-from shardwise.parallel.tensor.families import SIZE, Block, Finder, Stacked, even, stacked
+from shardwise.parallel.tensor.families import SIZE, Block, Finder, Slices, Stacked, even, stacked
 from shardwise.parallel.tensor.group import Runs
 from shardwise.parallel.tensor.heads import HEADS, KEY_HEADS, number, scaled
 from shardwise.parallel.tensor.inventory import Inventory, Layer, under
@@ -75,6 +75,7 @@ class Division:
         experts: modules of stacked experts, likewise.
         vectors: other parameters that are divided in their first dimension, by their names.
         summands: names of modules that are whole, of whose parameters' gradients each rank has a summand.
+        slices: names of modules -> of their tensors the dimension in which each rank uses its part.
         blocks: blocks of attention, whose modules are told how many heads a rank has.
         head: name of the model whose loss is that of divided logits, and of the layer that makes these.
     """
@@ -83,6 +84,7 @@ class Division:
     experts: dict[str, Stacked] = field(default_factory=dict)
     vectors: dict[str, tuple[Runs, ...]] = field(default_factory=dict)
     summands: list[str] = field(default_factory=list)
+    slices: Slices = field(default_factory=dict)
     blocks: list[Block] = field(default_factory=list)
     head: tuple[str, str] | None = None
 
@@ -146,6 +148,9 @@ class _Planner:
             self._heads_and_words(ruled)
         found.blocks = [block for block in blocks if block.heads is not None and self._is_whole(block)]
         found.summands = [path for block in found.blocks for path in block.summands]
+        for block in blocks:
+            if self._is_whole(block):
+                found.slices |= block.slices
         for block in found.blocks:
             found.vectors |= block.vectors
         found.summands += [

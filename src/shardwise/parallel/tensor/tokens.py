@@ -10,8 +10,10 @@ Norms and row layers' biases see a rank's tokens only: each rank has a summand o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +26,7 @@ from shardwise.parallel.tensor.layers import Cut, NormParallel
 
 if TYPE_CHECKING:
     from shardwise.config.schema.parallel import LayerSpec, TensorParallel
+    from shardwise.parallel.tensor.group import TensorGroup
 
 _KEY = "tensor_parallel.sequence_parallel"
 _RULES = "tensor_parallel.partition_config.layer_specs"
@@ -63,6 +66,8 @@ class _Begin:
         dim: of the tokens.
     """
 
+    begins_tokens = True
+
     def __init__(self, norm: NormParallel, dim: int) -> None:
         self._norm, self._dim = norm, dim
 
@@ -96,6 +101,18 @@ class _Part:
         y, group = made[0] if several else made, self._norm.group
         own = mappings.split(y, group, group.tokens_of_whole(y.shape[self._dim]), self._dim)
         return (own, *made[1:]) if several else own
+
+
+def takes_tokens(hook: Any) -> bool:
+    """Whether a hook leaves each rank its own tokens."""
+    return isinstance(hook, (_Begin, _Part))
+
+
+def for_copy(hook: Any, group: TensorGroup) -> Any:
+    """Return such a hook for a copied module, whose ranks are those of another group."""
+    made = copy.copy(hook)
+    made._norm = SimpleNamespace(group=group)
+    return made
 
 
 def takes_tokens_before(module: nn.Module) -> bool:

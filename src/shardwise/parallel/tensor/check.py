@@ -1,0 +1,654 @@
+"""Whether divided blocks compute what they compute whole: compared by numbers in the first forward pass.
+
+Which layers of a block can be divided is guessed from names and sizes, or said by rules. What lies between them is code
+of the model's own: a norm over heads, a softmax over features, a weight that is used without calling its layer. So each
+kind of divided block is copied twice, with the same random weights, as it is divided and as it was before. Both copies
+get some tokens of the block's first inputs. Outputs, gradients of inputs and gradients of parameters have to be equal.
+
+Every rank computes the whole copy by itself. The divided copies first run without sending anything, so that an error
+of shapes comes up before ranks wait for each other, and is raised by all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import re
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.boxes import whole as whole_region
+from shardwise.compat import has_values, never_compiled
+from shardwise.errors import ConfigError
+from shardwise.parallel.sequence import shares as sequence_shares
+from shardwise.parallel.tensor import mappings
+from shardwise.parallel.tensor.copies import (
+    copied,
+    declared,
+    map_inputs,
+    numbers_changed,
+    signature,
+    whole_shape,
+)
+from shardwise.parallel.tensor.group import TensorGroup
+from shardwise.parallel.tensor.guard import numbers_of, same_numbers, sum_gradient
+from shardwise.parallel.tensor.layers import Parallel, RowParallel
+from shardwise.registry import cut, part_of, paste
+from shardwise.trees import tensors_in
+
+KEY = "tensor_parallel.check_division"
+_RULES = "tensor_parallel.partition_config.layer_specs"
+_ROWS, _TOKENS = 2, 8
+"""Of a block's inputs, as many are used as these."""
+_NEAR, _NEAR_IN_HALF = 1e-4, 5e-2
+"""Relative to the norm of a tensor."""
+_FLOOR = 1e-4
+"""Of the largest gradient: smaller differences relative to that are rounding."""
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)
+
+
+def watch_division(model: nn.Module) -> None:
+    """Have each kind of divided block be compared with the whole one in the first forward pass.
+
+    Args:
+        model: its layers have been divided.
+    """
+    kinds: dict[str, _Kind] = {}
+    for path in blocks_of(model):
+        block = model.get_submodule(path)
+        kind = kinds.setdefault(signature(block), _Kind())
+        hook = _Hook(kind, path)
+        kind.blocks.append(block)
+        kind.handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the paths of the smallest parts of a model outside of which nothing is divided.
+
+    These are elements of lists of layers (blocks of a decoder), and what else has layers of which the one takes parts
+    that the other gives.
+    """
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, Parallel)}
+    half = sum(whole.numel() for whole in model.parameters()) / 2
+    found: set[str] = set()
+    loose: dict[str, Parallel] = {}
+    for path, layer in layers.items():
+        chain = [outer for outer in _elements(model, path) if outer != path]
+        small = [outer for outer in chain if sum(p.numel() for p in model.get_submodule(outer).parameters()) <= half]
+        if chain:
+            found.add((small or chain[-1:])[0])
+        elif not _closed(layer):
+            loose[path] = layer
+    rows = [path for path, layer in loose.items() if isinstance(layer, RowParallel)]
+    for row in rows:
+        outer = row
+        while outer:
+            outer = outer.rpartition(".")[0]
+            inside = [path for path in loose if path not in rows and path.startswith(f"{outer}." if outer else "")]
+            if inside and not isinstance(model.get_submodule(outer), _CONTAINERS):
+                found.add(outer)
+                break
+    return sorted(path for path in found if not any(path != o and path.startswith(f"{o}." if o else "") for o in found))
+
+
+def _closed(layer: Parallel) -> bool:
+    """Whether a layer gets and gives whole tensors."""
+    cut_ = layer.cut
+    if cut_.kind in ("words", "latent", "norm"):
+        return True
+    return cut_.whole_output or cut_.whole_in_evaluation or (cut_.kind == "row" and cut_.whole_input)
+
+
+def _elements(model: nn.Module, path: str) -> Iterator[str]:
+    """Yield the elements of lists in which a module is, the outermost first."""
+    names = path.split(".")
+    for n in range(1, len(names) + 1):
+        outer, own = ".".join(names[: n - 1]), ".".join(names[:n])
+        inside = model.get_submodule(outer)
+        module = model.get_submodule(own)
+        if isinstance(inside, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and not isinstance(module, _CONTAINERS):
+            yield own
+
+
+@dataclass
+class _Kind:
+    """Blocks of one kind: which modes of them have been compared, and their hooks."""
+
+    compared: set[bool] = field(default_factory=set)
+    handles: list[RemovableHandle] = field(default_factory=list)
+    blocks: list[nn.Module] = field(default_factory=list)
+
+    def sum_up(self, names: Sequence[str]) -> None:
+        """Have gradients of parameters, by their names in a block, be summed over the ranks."""
+        for block in self.blocks:
+            layer = next(module for module in block.modules() if isinstance(module, Parallel))
+            for name, parameter in block.named_parameters():
+                if name in names:
+                    sum_gradient(parameter, layer)
+
+
+class _Hook:
+    """Before a block's forward pass: compares it, once."""
+
+    may_wait_for_ranks = True
+
+    def __init__(self, kind: _Kind, path: str) -> None:
+        self._kind, self._path = kind, path
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _in_a_copy, ()
+
+    @never_compiled
+    def __call__(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if block.training in self._kind.compared:
+            return
+        group = next(module.group for module in block.modules() if isinstance(module, Parallel))
+        given = tensors_in((args, kwargs))
+        if any(not has_values(tensor) or tensor.is_meta for tensor in given) or group.comm.imagined:
+            return
+        self._kind.compared.add(block.training)
+        if block.training:
+            for handle in self._kind.handles:
+                handle.remove()
+        with _undisturbed(group.comm.device):
+            summands = _Comparison(block, self._path, group, args, kwargs).run()
+        self._kind.sum_up(summands)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stand for a hook of the original in a copied module."""
+
+
+def _in_a_copy() -> Callable[..., None]:
+    return _nothing
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Leave random numbers, autograd and autocast of the pass around as they are."""
+    devices = [device] if device.type == "cuda" else []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        for kind in {"cpu", device.type}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+class _Steady(TorchDispatchMode):
+    """Gives numbers that are drawn the same value everywhere; `silent`: memory is zero, as nothing is received."""
+
+    def __init__(self, silent: bool = False) -> None:
+        super().__init__()
+        self._silent = silent
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            made = func(*args, **kwargs)
+            if self._silent and name in ("aten::empty", "aten::empty_like", "aten::new_empty"):
+                made.zero_()
+            return made
+        if name == "aten::native_dropout":
+            return args[0] / (1 - args[1]), torch.ones_like(args[0], dtype=torch.bool)
+        given = list(args)
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.name == "dropout_p" and index < len(given):
+                given[index] = 0.0
+        made = func(*given, **kwargs)
+        return made if name.startswith("aten::_scaled_dot") else tree_map(self._steady(name), made)
+
+    @staticmethod
+    def _steady(name: str) -> Callable[[Any], Any]:
+        def steady(made: Any) -> Any:
+            if not isinstance(made, torch.Tensor):
+                return made
+            if "bernoulli" in name or not made.is_floating_point():
+                return made.fill_(1 if made.dtype.is_floating_point or made.dtype == torch.bool else 0)
+            return made.fill_(0.4375)
+
+        return steady
+
+
+class _CopyGroup(TensorGroup):
+    """The ranks of a divided copy. `silent`: nothing is sent."""
+
+    silent = False
+
+    def carries(self, tensor: torch.Tensor) -> bool:
+        return not self.silent and super().carries(tensor)
+
+
+class _Run:
+    """A copy, and what it has computed of a sample.
+
+    Args:
+        module: the copy.
+        given: arguments of its forward pass, by place and by name.
+        wanted: tensors among these that require a gradient.
+    """
+
+    def __init__(self, module: nn.Module, given: tuple[Any, Any], wanted: list[torch.Tensor]) -> None:
+        self.module, self._wanted = module, wanted
+        self.made: dict[str, torch.Tensor] = {}
+        self.inputs: list[torch.Tensor | None] = []
+        self.parameters: dict[str, torch.Tensor | None] = {}
+        self._given = given
+
+    def forward(self, silent: bool = False, watching: bool = False) -> None:
+        """Compute outputs; `watching`: note those of each module inside."""
+        handles = []
+        if watching:
+            for path, inner in self.module.named_modules():
+                handles.append(inner.register_forward_hook(self._noting(path)))
+        args, kwargs = self._given
+        with _Steady(silent):
+            made = self.module(*args, **kwargs)
+        for handle in handles:
+            handle.remove()
+        self.outputs = [tensor for tensor in tensors_in(made) if tensor.is_floating_point()]
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Return a parameter of the copy by its name."""
+        return dict(self.module.named_parameters())[name]
+
+    def _noting(self, path: str) -> Callable[..., None]:
+        def note(_: nn.Module, __: Any, made: Any) -> None:
+            found = [tensor for tensor in tensors_in(made) if tensor.is_floating_point()]
+            if found:
+                self.made[path] = found[0].detach().clone()
+
+        return note
+
+    def backward(self, seeds: dict[int, torch.Tensor], silent: bool = False) -> None:
+        """Compute gradients of inputs and parameters, from those of outputs by their index."""
+        named = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
+        roots = {index: self.outputs[index] for index in seeds if self.outputs[index].requires_grad}
+        if roots:
+            with _Steady(silent):
+                torch.autograd.backward(list(roots.values()), [seeds[index] for index in roots])
+        self.outputs = [tensor.detach() for tensor in self.outputs]
+        self.inputs = [tensor.grad for tensor in self._wanted]
+        self.parameters = {name: one.grad for name, one in named.items()}
+
+
+class _Sizes(NamedTuple):
+    """How much of a block's inputs a sample has; None: all."""
+
+    rows: int | None = _ROWS
+    tokens: int | None = _TOKENS
+
+
+class _Comparison:
+    """One block, divided and whole.
+
+    Args:
+        block: is divided.
+        path: its name in the model.
+        group: the ranks.
+        args: of its forward pass.
+        kwargs: likewise.
+    """
+
+    def __init__(self, block: nn.Module, path: str, group: TensorGroup, args: Any, kwargs: Any) -> None:
+        self._block, self._group, self._path = block, group, path
+        self._comm = group.comm
+        self._given = (args, kwargs)
+        self._tensors = list({id(tensor): tensor for tensor in tensors_in(self._given)}.values())
+        self._declared = declared(block)
+        self._numbers = {name: number for number, (name, _) in enumerate(block.named_parameters())}
+        dims = [m.cut.tokens for m in block.modules() if isinstance(m, Parallel) and m.cut.tokens is not None]
+        self._token_dim = dims[0] if dims else None
+        self._hidden = next((i for i, t in enumerate(self._tensors) if t.is_floating_point() and t.dim() > 1), None)
+        self._length: int | None = None
+        self._rows: int | None = None
+        self._heads: dict[int, tuple[int, list[int], torch.Tensor]] = {}
+        self._device = self._comm.device if self._hidden is None else self._tensors[self._hidden].device
+
+    def run(self) -> list[str]:
+        """Compare; return names of parameters of whose gradients each rank has a summand, which nothing has said.
+
+        Raises:
+            ConfigError: the divided block computes something else, or cannot be computed; on all ranks.
+        """
+        self._compare_inputs()
+        whole, dtype, sizes, problem = self._whole()
+        divided = None
+        shapes: list[list[int]] = []
+        if whole is not None:
+            try:
+                divided = self._divided(dtype, sizes, silent=True)
+                divided.forward(silent=True)
+                shapes = [list(tensor.shape) for tensor in divided.outputs]
+                alike = [i for i in range(len(whole.outputs)) if self._alike_shape(whole, shapes, i)]
+                divided.backward(self._seeds(whole, alike, divided=True), silent=True)
+            except Exception as error:
+                problem = self._described(error, divided)
+        every = self._comm.exchange([problem, shapes], "tensor_check")
+        self._refuse([told for told, _ in every])
+        assert whole is not None
+        compared = [
+            i for i in range(len(whole.outputs)) if all(self._alike_shape(whole, theirs, i) for _, theirs in every)
+        ]
+        if whole.outputs and 0 not in compared:
+            shape, found = list(whole.outputs[0].shape), [theirs[0] if theirs else None for _, theirs in every]
+            self._refuse([f"|its output has the shape {found[0]}, and whole {shape}"])
+        whole.backward(self._seeds(whole, compared, divided=False))
+        divided = self._divided(dtype, sizes)
+        divided.forward()
+        divided.backward(self._seeds(whole, compared, divided=True))
+        near = _NEAR_IN_HALF if whole.outputs and _is_half(whole.outputs[0]) else _NEAR
+        wrong = self._wrong_outputs(whole, divided, compared, near)
+        if any(told for told in self._comm.exchange(wrong, "tensor_check")):
+            self._refuse(self._comm.exchange(self._first_difference(dtype, sizes, near) or wrong, "tensor_check"))
+        self._refuse(self._comm.exchange(self._wrong_gradients(whole, divided, near), "tensor_check"))
+        return self.summands
+
+    # -- inputs --------------------------------------------------------------------------------------------------------
+
+    def _compare_inputs(self) -> None:
+        """Find inputs of which each rank has its own heads; all others have to be the same on all ranks.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        own = [[list(t.shape), *numbers_of(t).tolist(), _is_half(t)] for t in self._tensors]
+        every = self._comm.exchange(own, "tensor_block_inputs")
+        if any(len(other) != len(every[0]) for other in every):
+            self._refuse([f"|the ranks give it {sorted({len(other) for other in every})} tensors"])
+        if self._hidden is not None:
+            hidden = self._tensors[self._hidden]
+            self._rows = hidden.shape[0] if hidden.dim() > 2 else None
+            dim = hidden.dim() - 2 if self._token_dim is None else self._token_dim % hidden.dim()
+            shapes = [other[self._hidden][0] for other in every]
+            self._length = sum(shape[dim] for shape in shapes) if self._token_dim is not None else hidden.shape[dim]
+        totals = numbers_changed(self._block)
+        for index, tensor in enumerate(self._tensors):
+            rows = [other[index] for other in every]
+            if self._token_dim is not None and index == self._hidden:
+                continue
+            if all(row[0] == rows[0][0] and same_numbers(row[1:4], rows[0][1:4], half=row[4]) for row in rows):
+                continue
+            sizes = [[row[0][dim] for row in rows] for dim in range(tensor.dim())]
+            if any(len(row[0]) != tensor.dim() for row in rows):
+                sizes = []
+            dims = [
+                dim
+                for dim, some in enumerate(sizes)
+                if any(some[self._group.place] == now and sum(some) == total for total, now in totals)
+            ]
+            if not dims:
+                self._refuse(
+                    [
+                        f"|its input {index} of shape {rows[0][0]} differs between the ranks, so that something before "
+                        "it is divided and not put together"
+                    ]
+                )
+            dim = 1 if 1 in dims and tensor.dim() == 4 else dims[0]
+            whole = mappings.together(tensor.detach(), self._group, sizes[dim], dim, "tensor_check")
+            self._heads[index] = dim, sizes[dim], whole
+
+    def _sample(self, dtype: torch.dtype, sizes: _Sizes, group: TensorGroup | None) -> tuple[Any, list[torch.Tensor]]:
+        """Return inputs of a copy, and those of them that require a gradient; `group`: of a divided one."""
+        order = {id(tensor): index for index, tensor in enumerate(self._tensors)}
+        wanted: list[torch.Tensor] = []
+        self._wanted: list[int] = []
+
+        def change(tensor: torch.Tensor) -> torch.Tensor:
+            index = order.get(id(tensor), -1)
+            made = tensor.detach()
+            if index == self._hidden:
+                made = self._random_hidden(made)
+            elif index in self._heads and group is None:
+                made = self._heads[index][2]
+            made = self._shortened(made, sizes)
+            if not made.is_floating_point():
+                return made.clone()
+            made = made.to(dtype, copy=True)
+            if index == self._hidden and group is not None and self._token_dim is not None:
+                made = self._own_tokens(made, group.begin_tokens(made.shape[self._token_dim])).clone()
+            if not (tensor.requires_grad or index == self._hidden):
+                return made
+            made.requires_grad_()
+            wanted.append(made)
+            self._wanted.append(index)
+            return made.clone()  # which a block may change in place
+
+        return map_inputs(self._given, change), wanted
+
+    def _random_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return random numbers instead of hidden states, which are zero at the first step of some models."""
+        shape = list(hidden.shape)
+        if self._token_dim is not None and self._length is not None:
+            shape[self._token_dim] = self._length
+        return torch.randn(shape, generator=self._generator(0), device=self._device)
+
+    def _own_tokens(self, tensor: torch.Tensor, shares: Sequence[int] | None = None) -> torch.Tensor:
+        assert self._token_dim is not None
+        sizes = shares or sequence_shares(tensor.shape[self._token_dim], self._group.size)
+        return mappings.part(tensor, self._group, sizes, self._token_dim)
+
+    def _shortened(self, tensor: torch.Tensor, sizes: _Sizes) -> torch.Tensor:
+        for dim, size in enumerate(tensor.shape):
+            features = tensor.is_floating_point() and tensor.dim() > 1 and dim == tensor.dim() - 1
+            if (
+                sizes.tokens is not None
+                and size == self._length
+                and not (features and tensor.shape[-2] not in (size, sizes.tokens))
+            ):
+                tensor = tensor.narrow(dim, 0, min(size, sizes.tokens))
+            elif sizes.rows is not None and dim == 0 and size == self._rows:
+                tensor = tensor.narrow(dim, 0, min(size, sizes.rows))
+        return tensor
+
+    def _generator(self, number: int) -> torch.Generator:
+        return torch.Generator(self._device).manual_seed(number)
+
+    # -- the two copies ------------------------------------------------------------------------------------------------
+
+    def _values(self, dtype: torch.dtype, *, divided: bool) -> Callable[[str, nn.Parameter], torch.Tensor]:
+        def values(name: str, parameter: nn.Parameter) -> torch.Tensor:
+            generator = self._generator(self._numbers.get(name, 0) + 1)
+            shape = whole_shape(parameter) if name in self._declared else tuple(parameter.shape)
+            if not parameter.is_floating_point():
+                return parameter.detach().clone()
+            if len(shape) > 1 and shape[-1] > 1:
+                made = torch.randn(shape, generator=generator, device=self._device) * shape[-1] ** -0.5
+            else:
+                made = torch.rand(shape, generator=generator, device=self._device) + 0.5
+            box = part_of(parameter).box if divided and name in self._declared else None
+            return made.to(dtype) if box is None else cut(made, box).to(dtype, copy=True)
+
+        return values
+
+    def _whole(self) -> tuple[_Run | None, torch.dtype, _Sizes, str]:
+        """Compute the whole copy forward, on as few tokens as it can be computed on; or return why it cannot."""
+        first = torch.float64 if self._device.type == "cpu" else torch.float32
+        own = next((p.dtype for p in self._block.parameters() if p.is_floating_point()), first)
+        problem = ""
+        for dtype in dict.fromkeys((first, torch.float32, own)):
+            module = copied(self._block, self._values(dtype, divided=False), dtype, None)
+            for sizes in (_Sizes(), _Sizes(tokens=None), _Sizes(None, None)):
+                run = None
+                try:
+                    given, wanted = self._sample(dtype, sizes, None)
+                    run = _Run(module, given, wanted)
+                    run.forward()
+                    return run, dtype, sizes, ""
+                except Exception as error:
+                    problem = problem or f"{self._described(error, run)} (this is the whole one)"
+        return None, first, _Sizes(), problem
+
+    def _divided(self, dtype: torch.dtype, sizes: _Sizes, *, silent: bool = False) -> _Run:
+        group = _CopyGroup(self._comm, self._group.columns, self._group.place)
+        group.silent = silent
+        module = copied(self._block, self._values(dtype, divided=True), dtype, group)
+        given, wanted = self._sample(dtype, sizes, group)
+        return _Run(module, given, wanted)
+
+    def _alike_shape(self, whole: _Run, shapes: Sequence[Sequence[int]], index: int) -> bool:
+        if index >= len(shapes):
+            return False
+        return self._divides_output(index) or list(whole.outputs[index].shape) == list(shapes[index])
+
+    def _divides_output(self, index: int) -> bool:
+        return self._token_dim is not None and index == 0
+
+    def _seeds(self, whole: _Run, compared: Sequence[int], *, divided: bool) -> dict[int, torch.Tensor]:
+        """Return random gradients of outputs."""
+        found = {}
+        for index in compared:
+            output = whole.outputs[index]
+            seed = torch.randn(output.shape, generator=self._generator(1000 + index), device=self._device)
+            seed = seed.to(output.dtype)
+            found[index] = self._own_tokens(seed).contiguous() if divided and self._divides_output(index) else seed
+        return found
+
+    # -- what differs --------------------------------------------------------------------------------------------------
+
+    def _wrong_outputs(self, whole: _Run, divided: _Run, compared: Sequence[int], near: float) -> str:
+        for index in compared:
+            wanted = whole.outputs[index]
+            if self._divides_output(index):
+                wanted = self._own_tokens(wanted)
+            if off := _off(divided.outputs[index], wanted, near):
+                return f"|its output {index} is off by {off}"
+        return ""
+
+    def _first_difference(self, dtype: torch.dtype, sizes: _Sizes, near: float) -> str:
+        """Return which module inside is the first to compute something else (all ranks call)."""
+        given, wanted = self._sample(dtype, sizes, None)
+        whole = _Run(copied(self._block, self._values(dtype, divided=False), dtype, None), given, wanted)
+        whole.forward(watching=True)
+        divided = self._divided(dtype, sizes)
+        divided.forward(watching=True)
+        modules = dict(self._block.named_modules())
+        for path, found in divided.made.items():
+            expected = whole.made.get(path)
+            if expected is None or expected.shape != found.shape or not path:
+                continue
+            if off := _off(found, expected, near):
+                kind = type(modules[path]).__name__
+                return f"{path}|the first module with another output is {self._name(path)} ({kind}), off by {off}"
+        return ""
+
+    def _wrong_gradients(self, whole: _Run, divided: _Run, near: float) -> str:
+        """Return which gradients differ (all ranks call).
+
+        If of one that all ranks have whole each rank has a summand, the gradients of such parameters are summed from
+        now on.
+        """
+        known = [grad for grad in whole.parameters.values() if grad is not None]
+        floor = _FLOOR * near * max((float(grad.norm()) for grad in known), default=0.0)
+        wrong, summands = [], []
+        for name, parameter in self._block.named_parameters():
+            if name not in whole.parameters or not parameter.is_floating_point():
+                continue
+            grads = whole.parameters[name], divided.parameters[name]
+            expected = _or_zero(grads[0], whole.parameter(name))
+            found = _or_zero(grads[1], divided.parameter(name))
+            if name in self._declared:
+                total = torch.zeros_like(expected)
+                box = part_of(parameter).box
+                paste(found.contiguous(), box if box is not None else whole_region(tuple(expected.shape)), total)
+                found = mappings.total(total, self._group, "tensor_check")
+            off = _off(found, expected, near, floor)
+            if name not in self._declared:
+                told = self._comm.exchange([bool(off), grads[1] is not None], "tensor_check")
+                if any(differs for differs, _ in told):
+                    total = mappings.total(found.contiguous(), self._group, "tensor_check")
+                    if all(there for _, there in told) and not _off(total, expected, near, floor):
+                        summands.append(name)
+                        continue
+            if off:
+                wrong.append((name, f"the gradient of {self._name(name)} is off by {off}"))
+        for index, wanted, own in zip(self._wanted, whole.inputs, divided.inputs, strict=True):
+            if wanted is None or own is None:
+                off = "" if wanted is own else "100 %"
+            else:
+                off = _off(own, self._own_input(index, wanted), near, floor)
+            if off:
+                wrong.append(("", f"the gradient of its input {index} is off by {off}"))
+        self.summands = summands
+        if not wrong:
+            return ""
+        children = {name.split(".")[0] for name, _ in wrong}
+        said = "; ".join(what for _, what in wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        return f"{children.pop() if len(children) == 1 else ''}|{said}"
+
+    def _own_input(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """Return what the divided copy has of an input."""
+        if index in self._heads:
+            dim, sizes, _ = self._heads[index]
+            return mappings.part(whole, self._group, sizes, dim)
+        return self._own_tokens(whole) if index == self._hidden and self._token_dim is not None else whole
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _name(self, path: str) -> str:
+        return f"{self._path}.{path}".strip(".")
+
+    def _described(self, error: Exception, run: _Run | None) -> str:
+        """Return what an error is, and where in the block it comes from."""
+        places = {} if run is None else {id(module): path for path, module in run.module.named_modules()}
+        where, line = "", ""
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            inner = places.get(id(frame.f_locals.get("self")))
+            if inner is not None and not frame.f_code.co_filename.startswith(_OWN):
+                where = inner
+                line = linecache.getline(frame.f_code.co_filename, number).strip()
+        at = f" in {self._name(where) or 'the model'}" if where or line else ""
+        said = str(error).split("\n")[0]
+        return f"{where}|{type(error).__name__}{at}{f' at `{line}`' if line else ''}: {said}"
+
+    def _refuse(self, every: Sequence[str]) -> None:
+        """Raise if a rank has found a difference.
+
+        Args:
+            every: of each rank what it has found: where in the block, `|`, and what; or nothing.
+        """
+        told = next((one for one in every if one), None)
+        if told is None:
+            return
+        where, _, what = told.partition("|")
+        child = self._name(where.split(".")[0])
+        pattern = re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(child or self._path))
+        tokens = ", or switch tensor_parallel.sequence_parallel off" if self._token_dim is not None else ""
+        raise ConfigError(
+            f"tensor parallelism: {self._path or 'the model'} ({type(self._block).__name__}), divided over "
+            f"{self._group.size} ranks, does not compute what it computes whole: {what}. Leave the layers there whole "
+            f'({_RULES}: {{"patterns": ["^{pattern}"], "partition_type": "skip"}}), or divide them by other '
+            f"rules{tokens}"
+        )
+
+
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+"""Where code of a model is not."""
+
+
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
+
+
+def _or_zero(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if grad is None else grad
+
+
+def _off(found: torch.Tensor, expected: torch.Tensor, near: float, floor: float = 0.0) -> str:
+    """Return by how much a tensor differs from another, if it is more than rounding."""
+    size, off = float(expected.norm()), float((found - expected).norm())
+    if off <= near * size + floor:
+        return ""
+    return f"{100 * off / size:.2g} %" if size > 0 else "100 %"

@@ -1,0 +1,258 @@
+"""Copies of divided blocks, as they are and as they were before division, with parameters of their own.
+
+A copy shares the configuration and other attributes of the block that it is made of, and none of its tensors. It has
+none of the engine's hooks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.parallel.tensor.group import TensorGroup
+from shardwise.parallel.tensor.layers import Parallel
+from shardwise.parallel.tensor.tokens import for_copy, takes_tokens
+from shardwise.registry import part_of
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_MEMBERS = ("_parameters", "_buffers", "_modules")
+
+
+class _Before(NamedTuple):
+    kind: type[nn.Module]
+    attributes: dict[str, Any]
+
+
+_before: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Module -> its class, and the attributes that division has changed."""
+_declared: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Module -> names of its parameters that division has declared: parts, and those of whose gradient each rank has a
+summand. No weak reference is made to the parameters: torch exchanges no tensor that has one."""
+
+
+def snapshot(model: nn.Module) -> Callable[[], None]:
+    """Note what a model's modules are; return a function that remembers what has changed since."""
+    noted = [(module, type(module), _attributes(module)) for module in model.modules()]
+    parts = [
+        (module, name, part_of(parameter))
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+    def remember() -> None:
+        for module, name, part in parts:
+            if part_of(module._parameters[name]) is not part:
+                _declared.setdefault(module, set()).add(name)
+        for module, kind, attributes in noted:
+            now = _attributes(module)
+            changed = {name: value for name, value in attributes.items() if now.get(name) is not value}
+            if changed or type(module) is not kind:
+                _before[module] = _Before(kind, changed)
+
+    return remember
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in (*_MEMBERS, *_HOOKS)}
+
+
+def copied(
+    block: nn.Module, values: Callable[[str, nn.Parameter], torch.Tensor], dtype: torch.dtype, group: TensorGroup | None
+) -> nn.Module:
+    """Return a copy of a block.
+
+    Args:
+        block: part of a divided model.
+        values: makes the copy's parameter from a name and the block's parameter.
+        dtype: of floating-point buffers.
+        group: connects the ranks of the divided copy; None: the copy is whole, as before division.
+    """
+    memo: dict[int, Any] = {}
+    for module in block.modules():
+        before = _before.get(module) if group is None else None
+        made: nn.Module = object.__new__(before.kind if before is not None else type(module))
+        made.__dict__ = dict(vars(module)) | (before.attributes if before is not None else {})
+        memo[id(module)] = made
+    for path, module in block.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in memo:
+                memo[id(parameter)] = nn.Parameter(
+                    values(f"{path}.{name}".lstrip("."), parameter), parameter.requires_grad
+                )
+        for buffer in module._buffers.values():
+            if buffer is not None and id(buffer) not in memo:
+                memo[id(buffer)] = _cast(buffer.detach().clone(), dtype)
+    for module in block.modules():
+        made = memo[id(module)]
+        for members in _MEMBERS:
+            own = {name: memo.get(id(one), one) for name, one in vars(module)[members].items()}
+            made.__dict__[members] = own
+        for name in _HOOKS:
+            hooks = vars(module)[name]
+            made.__dict__[name] = type(hooks)(
+                (key, for_copy(hook, group) if group is not None and takes_tokens(hook) else _mapped(hook, memo, dtype))
+                for key, hook in hooks.items()
+                if _stays(hook, group)
+            )
+        for name, value in _attributes(made).items():
+            made.__dict__[name] = _mapped(value, memo, dtype)
+        made.__dict__["_compiled_call_impl"] = None
+        if "gradient_checkpointing" in vars(made):
+            made.__dict__["gradient_checkpointing"] = False
+        if group is not None and isinstance(made, Parallel):
+            made.group = group
+    found: nn.Module = memo[id(block)]
+    return found
+
+
+def _stays(hook: Any, group: TensorGroup | None) -> bool:
+    if getattr(hook, "may_wait_for_ranks", False) or getattr(hook, "begins_tokens", False):
+        return False
+    return group is not None or not takes_tokens(hook)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _mapped(value: Any, memo: dict[int, Any], dtype: torch.dtype) -> Any:
+    """Return an attribute's value with copies instead of modules and tensors."""
+    if isinstance(value, (nn.Module, nn.Parameter)):
+        return memo.get(id(value), value)
+    if isinstance(value, torch.Tensor):
+        return _cast(value.detach().clone(), dtype)
+    if isinstance(value, types.MethodType):
+        own = memo.get(id(value.__self__))
+        return value if own is None else _method_of(own, value)
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        return _rebound(value, memo, dtype)
+    if isinstance(value, functools.partial):
+        args = [_mapped(one, memo, dtype) for one in value.args]
+        return functools.partial(_mapped(value.func, memo, dtype), *args, **value.keywords)
+    if type(value) in (list, tuple, dict, set):
+        if type(value) is dict:
+            return {key: _mapped(one, memo, dtype) for key, one in value.items()}
+        return type(value)(_mapped(one, memo, dtype) for one in value)
+    inner = getattr(value, "__dict__", None)
+    if isinstance(inner, dict) and not isinstance(value, type) and any(id(one) in memo for one in inner.values()):
+        made = copy.copy(value)
+        made.__dict__.update({name: memo.get(id(one), one) for name, one in inner.items()})
+        return made
+    return value
+
+
+def _method_of(module: Any, method: types.MethodType) -> Any:
+    """Return a copy's method, which is that of its class: the copy may be whole where the module is divided."""
+    inherited = getattr(type(module), method.__name__, None)
+    return types.MethodType(method.__func__ if inherited is None else inherited, module)
+
+
+def _rebound(function: types.FunctionType, memo: dict[int, Any], dtype: torch.dtype) -> types.FunctionType:
+    """Return a function (a forward pass that a script has wrapped) that calls copies instead of modules."""
+    kinds = (nn.Module, types.MethodType, types.FunctionType, functools.partial)
+    cells = []
+    for cell in function.__closure__ or ():
+        try:
+            inner = cell.cell_contents
+        except ValueError:  # it is empty
+            cells.append(cell)
+            continue
+        mapped = _mapped(inner, memo, dtype) if isinstance(inner, kinds) and inner is not function else inner
+        cells.append(cell if mapped is inner else types.CellType(mapped))
+    if all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
+        return function
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def declared(block: nn.Module) -> set[str]:
+    """Return names of the parameters of a block that division has declared."""
+    return {
+        f"{path}.{name}".lstrip(".") for path, module in block.named_modules() for name in _declared.get(module, ())
+    }
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of the tensor that a parameter is a part of."""
+    part = part_of(parameter)
+    return tuple(parameter.shape) if part.box is None or part.shape is None else part.shape
+
+
+def numbers_changed(block: nn.Module) -> set[tuple[int, int]]:
+    """Return the numbers that modules of a block had as attributes before division, and have now."""
+    found = set()
+    for module in block.modules():
+        before = _before.get(module)
+        for name, value in before.attributes.items() if before is not None else ():
+            now = getattr(module, name)
+            if isinstance(value, int) and isinstance(now, int):
+                found.add((value, now))
+    return found
+
+
+def map_inputs(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return a copy of a block's inputs, in which each tensor has been changed; caches are copied, too."""
+    memo: dict[int, Any] = {}
+
+    def mapped(one: Any, depth: int) -> Any:
+        leaves, form = tree_flatten(one)
+        return tree_unflatten([leaf(found, depth) for found in leaves], form)
+
+    def leaf(one: Any, depth: int) -> Any:
+        if id(one) in memo:
+            return memo[id(one)]
+        made = one
+        if isinstance(one, torch.Tensor):
+            made = change(one)
+        elif depth and _opens(one):
+            try:
+                made = copy.copy(one)
+            except (TypeError, RuntimeError, AttributeError):
+                made = one
+            if made is not one:
+                memo[id(one)] = made
+                vars(made).update({name: mapped(inner, depth - 1) for name, inner in vars(one).items()})
+        memo[id(one)] = made
+        return made
+
+    return mapped(value, 4)
+
+
+def _opens(value: Any) -> bool:
+    kind = type(value)
+    return hasattr(value, "__dict__") and not (
+        isinstance(value, (type, nn.Module, types.ModuleType)) or callable(value) or "onfig" in kind.__name__
+    )
+
+
+def signature(block: nn.Module) -> str:
+    """Return what blocks of one kind have in common: classes, shapes, divisions, and attributes that choose a path."""
+    return "\n".join(_lines(block))
+
+
+def _lines(block: nn.Module) -> Iterator[str]:
+    for path, module in block.named_modules():
+        kind = type(module)
+        yield f"{path} {kind.__module__}.{kind.__qualname__}"
+        if isinstance(module, Parallel):
+            yield f"{module.cut}"
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{name} {whole_shape(parameter)} {parameter.requires_grad}"
+        for name, value in vars(module).items():
+            if name != "training" and isinstance(value, (bool, str)):
+                yield f"{name}={value}"
+            elif isinstance(value, types.FunctionType):
+                yield f"{name}={value.__qualname__}"

@@ -1,0 +1,160 @@
+"""Whether ranks that have a parameter whole have computed the same gradient of it, in the first backward pass.
+
+A rank that uses such a parameter on its own heads, features or tokens has a summand of the gradient. Where division
+does not know that, each rank would step with its summand.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwise.errors import ConfigError
+from shardwise.parallel.tensor.group import TensorGroup
+from shardwise.parallel.tensor.layers import Parallel
+from shardwise.parallel.tensor.mappings import total
+from shardwise.registry import part_of
+
+_NEAR, _NEAR_IN_HALF = 1e-3, 5e-2
+"""Relative to the norm of a tensor."""
+
+
+_summed = WeakTensorKeyDictionary()
+
+
+def sum_gradient(parameter: nn.Parameter, layer: Parallel) -> None:
+    """Sum a parameter's gradients over the ranks of a copy of the model from now on: each rank has a summand.
+
+    Args:
+        parameter: all ranks have it whole.
+        layer: knows the ranks.
+    """
+    if parameter in _summed:
+        return
+    _summed[parameter] = True
+    found = weakref.ref(layer)
+
+    def whole(gradient: torch.Tensor) -> torch.Tensor:
+        own = found()
+        return gradient if own is None else total(gradient, own.group, "tensor_gradient")
+
+    parameter.register_hook(whole)
+
+
+class GradientGuard:
+    """Compares gradients of the first backward pass that brings some.
+
+    Args:
+        model: of an engine.
+        group: the ranks of a copy of the model.
+    """
+
+    def __init__(self, model: nn.Module, group: TensorGroup) -> None:
+        self._group = group
+        self._names: list[str] = []
+        self._parameters: list[nn.Parameter] = []
+        self._halves: list[bool] = []
+        self._found: dict[int, torch.Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        if group.comm.imagined:
+            return
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and part_of(parameter).ranks is None:
+                self._handles.append(parameter.register_hook(self._noting(len(self._names))))
+                self._names.append(name)
+                self._parameters.append(parameter)
+                self._halves.append(parameter.dtype in (torch.float16, torch.bfloat16))
+
+    def _noting(self, index: int) -> Callable[[torch.Tensor], None]:
+        def note(gradient: torch.Tensor) -> None:
+            made = numbers_of(gradient)
+            before = self._found.get(index)
+            self._found[index] = made if before is None else before + made
+
+        return note
+
+    @property
+    def ended(self) -> bool:
+        """Whether gradients have been compared."""
+        return not self._handles
+
+    def check(self, loss: torch.Tensor | None = None) -> None:
+        """Compare what a backward pass has brought (all ranks of a copy call).
+
+        Args:
+            loss: of the pass, if it is known.
+
+        Raises:
+            ConfigError: a gradient differs.
+        """
+        if not self._handles:
+            return
+        rows = {}
+        if self._found:
+            values = torch.stack([made.to(self._group.comm.device) for made in self._found.values()]).tolist()
+            rows = dict(zip(self._found, values, strict=True))
+        own = [rows.get(index, [0.0, 0.0, 0.0]) for index in range(len(self._names))]
+        number = None if loss is None else float(loss.detach())
+        told = self._group.comm.exchange([number, *own], "tensor_gradients")
+        losses, every = [theirs[0] for theirs in told], [theirs[1:] for theirs in told]
+        if not any(number for theirs in every for row in theirs for number in row):
+            return  # a pass without gradients
+        parameters = self._parameters
+        self.close()
+        half = loss is not None and loss.dtype in (torch.float16, torch.bfloat16)
+        if number is not None and not all(same_numbers([one] * 3, [losses[0]] * 3, half=half) for one in losses):
+            raise ConfigError(
+                f"tensor parallelism: the loss differs between the ranks of a copy of the model: {losses}. Each has "
+                "computed it from its part of something that is divided (an output of a column layer without "
+                "gather_output), or from other samples. Set gather_output in "
+                "tensor_parallel.partition_config.layer_specs, or compute it by "
+                "shardwise.parallel.tensor.loss.words_cross_entropy"
+            )
+        for index, name in enumerate(self._names):
+            if parameters[index] in _summed:
+                continue
+            mine = [theirs[index] for theirs in every]
+            if not all(same_numbers(row, mine[0], half=self._halves[index]) for row in mine):
+                norms = ", ".join(f"{row[2]:.3g}" for row in mine)
+                raise ConfigError(
+                    f"tensor parallelism: the gradient of {name}, which all {self._group.size} ranks of a copy of the "
+                    f"model have whole, differs between them: its norms are {norms}. Each rank has used the parameter "
+                    "on its own part of something that is divided, or with random numbers of its own, drawn between a "
+                    "column and a row layer. Leave the layers whole between which that is "
+                    '("partition_type": "skip" in tensor_parallel.partition_config.layer_specs)'
+                )
+
+    def close(self) -> None:
+        """Compare nothing from now on."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._found, self._parameters = [], {}, []
+
+
+def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return three numbers that differ where tensors do: the sum, that of every second element, the norm."""
+    values = tensor.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    if not values.is_floating_point():
+        values = values.to(torch.float32)
+    wide = torch.float64 if values.device.type != "mps" else torch.float32
+    if not values.numel():
+        return torch.zeros(3, dtype=wide, device=values.device)
+    some = values.reshape(-1)
+    norm = torch.linalg.vector_norm(some, dtype=wide)
+    return torch.stack([some.sum(dtype=wide), some[::2].sum(dtype=wide), norm])
+
+
+def same_numbers(own: Sequence[Any], other: Sequence[Any], *, half: bool) -> bool:
+    """Whether `numbers_of` are those of tensors that differ by no more than rounding."""
+    near = (_NEAR_IN_HALF if half else _NEAR) * max(abs(own[2]), abs(other[2]))
+    return not any(abs(a - b) > near for a, b in zip(own, other, strict=True))

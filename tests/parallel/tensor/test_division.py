@@ -1,0 +1,216 @@
+"""What divided blocks compute: decoders drawn at random, and models whose blocks cannot be divided by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+import shardwise
+from shardwise.errors import ShardwiseError
+from shardwise.utils import safe_get_full_grad
+from tests.harness import run_ranks
+from tests.parallel.random_decoders import ROWS, Traits, alone, decoder, differing, ids_of
+
+Refused = str
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "tensor_parallel": {"autotp_size": 2, **more},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+
+
+def gradients(model: nn.Module, settings: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the loss and gradients of a divided model, or the error that refuses it."""
+    engine = None
+    try:
+        engine, *_ = shardwise.initialize(model=model, config=settings)
+        made = engine(*args, **kwargs)
+        loss = made if isinstance(made, torch.Tensor) else made.loss
+        engine.backward(loss)
+        return loss.item(), {name: safe_get_full_grad(p) for name, p in model.named_parameters() if p.requires_grad}
+    except ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        if engine is not None:
+            engine.destroy()
+
+
+def drawn(seeds: list[int]) -> list[Any]:
+    """Return of each decoder what is wrong: gradients that differ, or an error that does not name a module of it."""
+    found: list[Any] = []
+    for seed in seeds:
+        traits = Traits.drawn(seed)
+        made = gradients(decoder(traits), config(), ids_of(0))
+        if isinstance(made, Refused):
+            found.append(made if "blocks." not in made else "refused")
+        else:
+            found.append(differing(*made, alone(traits)))
+    return found
+
+
+def check(seeds: list[int], least: float) -> None:
+    ranks = run_ranks(drawn, 2, seeds, timeout=60 + 4 * len(seeds))
+    for seed, *told in zip(seeds, *ranks, strict=True):
+        assert all(one in ([], "refused") for one in told), (str(Traits.drawn(seed)), told)
+        assert told[0] == told[1], str(Traits.drawn(seed))
+    assert sum(one == [] for one in ranks[0]) >= least * len(seeds)
+
+
+def test_decoders_drawn_at_random_are_right_or_refused() -> None:
+    check([1, 4, 6, 12, 17, 24], 0.5)
+
+
+@pytest.mark.thorough
+@pytest.mark.limit(600)
+@pytest.mark.parametrize("first", range(0, 200, 25))
+def test_more_decoders_drawn_at_random(first: int) -> None:
+    check(list(range(first, first + 25)), 0.5)
+
+
+RIGHT: dict[str, dict[str, Any]] = {
+    "a norm for each head": {"heads_norm": "by head"},
+    "one norm for queries and keys": {"heads_norm": "shared", "norms": "gamma"},
+    "a norm of values": {"values_norm": True, "norms": "layer"},
+    "norms of other names": {"heads_norm": "width", "heads_norm_name": ("ln_q", "ln_k"), "norms": "gamma"},
+    "a gain for each head": {"head_gain": "broadcast"},
+    "a sink for each head": {"head_gain": "sinks"},
+    "a buffer for each head": {"places": "alibi", "head_gain": "buffer"},
+    "one temperature": {"head_gain": "temperature"},
+    "an activation with one slope": {"activation": "slope"},
+    "an activation with slopes": {"activation": "slopes", "inner": "gain"},
+    "heads that ranks share": {"heads_norm": "width", "heads": 4, "keys": 1},
+}
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "softmax over features": ({"inner": "softmax"}, "blocks.0.mlp"),
+    "a mean of features": ({"inner": "mean"}, "blocks.0.mlp"),
+    "a norm that is a function": ({"mixed": "function"}, "blocks.0.attention"),
+    "a column by hand": ({"by_hand": "up"}, "blocks.0"),
+    "a row by hand": ({"by_hand": "down"}, "blocks.0.mlp"),
+}
+
+
+def chosen(all_traits: list[Traits]) -> list[Any]:
+    return [gradients(decoder(traits), config(), ids_of(0)) for traits in all_traits]
+
+
+def test_what_each_rank_uses_for_its_heads_and_features_has_the_gradient_of_one_process() -> None:
+    all_traits = [Traits(11, **traits) for traits in RIGHT.values()]
+    for found in run_ranks(chosen, 2, all_traits):
+        for name, traits, made in zip(RIGHT, all_traits, found, strict=True):
+            assert not isinstance(made, Refused), (name, made)
+            assert differing(*made, alone(traits)) == [], name
+
+
+def test_what_cannot_be_divided_is_refused_by_name() -> None:
+    all_traits = [Traits(11, **traits) for traits, _ in WRONG.values()]
+    for found in run_ranks(chosen, 2, all_traits):
+        for (name, (_, where)), made in zip(WRONG.items(), found, strict=True):
+            assert isinstance(made, Refused) and made.startswith("ConfigError: tensor parallelism: blocks.0 "), name
+            assert where in made and '"partition_type": "skip"' in made, (name, made)
+
+
+def remedied(traits: Traits, pattern: str) -> Any:
+    rules = {"layer_specs": [{"patterns": [pattern], "partition_type": "skip"}]}
+    return gradients(decoder(traits), config(partition_config=rules), ids_of(0))
+
+
+def test_the_rule_that_an_error_names_is_a_remedy() -> None:
+    traits = Traits(3, inner="softmax")
+    (refused, *_) = run_ranks(chosen, 2, [traits])[0]
+    pattern = refused.partition('"patterns": ["')[2].partition('"]')[0]
+    for made in run_ranks(remedied, 2, traits, pattern):
+        assert differing(*made, alone(traits)) == []
+
+
+class Late(nn.Module):
+    """A gain that is used between divided layers, where nothing says so, outside of a list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj, self.gain = nn.Linear(4, 8), nn.Linear(8, 4), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.up_proj(x)) * self.gain).square().mean()
+
+
+def unchecked() -> Any:
+    torch.manual_seed(0)
+    return gradients(Late(), config(check_division=False), torch.ones(2, 4))
+
+
+def test_without_the_comparison_a_gradient_that_differs_is_named() -> None:
+    for made in run_ranks(unchecked, 2):
+        assert isinstance(made, Refused)
+        assert "the gradient of gain, which all 2 ranks of a copy of the model have whole, differs" in made
+
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+_ENCODER = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"}
+_MOBILE = {**_ENCODER, "embedding_size": 32, "intra_bottleneck_size": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "StableLM": ("StableLmForCausalLM", {**_SIZES, "qk_layernorm": True}),
+    "Apertus": ("ApertusForCausalLM", _SIZES),
+    "Cohere": ("CohereForCausalLM", {**_SIZES, "use_qk_norm": True}),
+    "BitNet": ("BitNetForCausalLM", _SIZES),
+    "Doge": ("DogeForCausalLM", _SIZES),
+    "MPNet": ("MPNetForMaskedLM", {**_ENCODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "MobileBERT": (
+        "MobileBertForMaskedLM",
+        {**_MOBILE, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    ),
+}
+REFUSED = {"Doge": "model.layers.0", "MPNet": "mpnet.encoder.layer.0", "MobileBERT": "cls.predictions"}
+
+
+def family(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    kind = getattr(transformers, MODELS[name][0])
+    model: nn.Module = kind(kind.config_class(**MODELS[name][1]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape))
+    return model
+
+
+def families(names: list[str]) -> list[Any]:
+    ids = torch.randint(3, 60, (ROWS, 9), generator=torch.Generator().manual_seed(0))
+    return [gradients(family(name), config(), input_ids=ids, labels=ids) for name in names]
+
+
+def of_one_process(name: str) -> tuple[float, dict[str, torch.Tensor]]:
+    ids = torch.randint(3, 60, (ROWS, 9), generator=torch.Generator().manual_seed(0))
+    model = family(name)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.item(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
+def test_families_with_norms_and_slopes_of_their_own(name: str) -> None:
+    for (made,) in run_ranks(families, 2, [name]):
+        assert not isinstance(made, Refused), made
+        assert differing(*made, of_one_process(name), 2e-4) == []
+
+
+def test_families_that_cannot_be_divided_are_refused_by_name() -> None:
+    for found in run_ranks(families, 2, list(REFUSED)):
+        for (name, where), made in zip(REFUSED.items(), found, strict=True):
+            assert isinstance(made, Refused), name
+            assert f"ConfigError: tensor parallelism: {where}" in made, made
