@@ -50,7 +50,8 @@ def snapshot(model: nn.Module) -> Callable[[], None]:
 
     def remember() -> None:
         for module, name, part in parts:
-            if part_of(module._parameters[name]) is not part:
+            own = module._parameters[name]
+            if own is not None and part_of(own) is not part:
                 _declared.setdefault(module, set()).add(name)
         for module, kind, attributes in noted:
             now = _attributes(module)
