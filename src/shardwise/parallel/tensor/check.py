@@ -155,13 +155,13 @@ class _Hook:
         given = tensors_in((args, kwargs))
         if any(not has_values(tensor) or tensor.is_meta for tensor in given) or group.comm.imagined:
             return
+        with _undisturbed(group.comm.device):
+            summands = _Comparison(block, self._path, group, args, kwargs).run()
         self._kind.compared.add(block.training)
+        self._kind.sum_up(summands)
         if block.training:
             for handle in self._kind.handles:
                 handle.remove()
-        with _undisturbed(group.comm.device):
-            summands = _Comparison(block, self._path, group, args, kwargs).run()
-        self._kind.sum_up(summands)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -201,7 +201,7 @@ class _Steady(TorchDispatchMode):
             if self._silent and name in ("aten::empty", "aten::empty_like", "aten::new_empty"):
                 made.zero_()
             return made
-        if name == "aten::native_dropout":
+        if name == "aten::native_dropout" and args[1] < 1:
             return args[0] / (1 - args[1]), torch.ones_like(args[0], dtype=torch.bool)
         given = list(args)
         for index, argument in enumerate(func._schema.arguments):
