@@ -647,8 +647,8 @@ class Engine(ConfigGetters, nn.Module):
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
-        if self._tensors is not None:  # loss.backward() of the script's own
-            self._tensors.check_gradients()
+        if self._tensors is not None:
+            self._tensors.step_begins()
         self._memory.step_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
         watched = self.sharded.interruptions.watching(in_pass=False)

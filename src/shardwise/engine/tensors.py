@@ -118,6 +118,12 @@ class SharedTensors:
         if self._gradients is not None:
             self._gradients.check(loss)
 
+    def step_begins(self) -> None:
+        """Compare gradients of backward passes that the script has run itself (all ranks of a copy call)."""
+        self.check_gradients()
+        if self._regions is not None:
+            self._regions.settle()
+
     def named(self, error: Exception, model: nn.Module) -> ConfigError | None:
         """Return an error that names the module with divided layers in which a first pass has raised another one."""
         if isinstance(error, ShardwiseError) or self._client or self._gradients is None or self._gradients.ended:

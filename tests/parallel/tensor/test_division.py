@@ -131,6 +131,25 @@ def test_the_rule_that_an_error_names_is_a_remedy() -> None:
         assert differing(*made, alone(traits)) == []
 
 
+HALF: dict[str, tuple[str, str]] = {
+    "a column without its row": (r"mlp\.up_proj\.weight$", "blocks.0.mlp"),
+    "logits that labels do not fit": (r"^lm_head\.weight$", "Decoder"),
+}
+
+
+def half_divided(pattern: str) -> Any:
+    rules = {"layer_specs": [{"patterns": [pattern], "partition_type": "column"}], "use_default_specs": False}
+    return gradients(decoder(Traits(3)), config(partition_config=rules), ids_of(0))
+
+
+@pytest.mark.parametrize("case", list(HALF))
+def test_layers_that_are_divided_without_their_partner_are_named(case: str) -> None:
+    pattern, where = HALF[case]
+    for made in run_ranks(half_divided, 2, pattern):
+        assert isinstance(made, Refused) and made.startswith("ConfigError: tensor parallelism"), made
+        assert where in made, made
+
+
 class Late(nn.Module):
     """A gain that is used between divided layers, where nothing says so, outside of a list of blocks."""
 
@@ -168,6 +187,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "StableLM": ("StableLmForCausalLM", {**_SIZES, "qk_layernorm": True}),
     "Apertus": ("ApertusForCausalLM", _SIZES),
     "Cohere": ("CohereForCausalLM", {**_SIZES, "use_qk_norm": True}),
+    "OLMo 2": ("Olmo2ForCausalLM", _SIZES),
     "BitNet": ("BitNetForCausalLM", _SIZES),
     "Doge": ("DogeForCausalLM", _SIZES),
     "MPNet": ("MPNetForMaskedLM", {**_ENCODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
@@ -192,6 +212,17 @@ def family(name: str) -> nn.Module:
 def families(names: list[str]) -> list[Any]:
     ids = torch.randint(3, 60, (ROWS, 9), generator=torch.Generator().manual_seed(0))
     return [gradients(family(name), config(), input_ids=ids, labels=ids) for name in names]
+
+
+def by_tokens(name: str) -> Any:
+    ids = torch.randint(3, 60, (ROWS, 9), generator=torch.Generator().manual_seed(0))
+    return gradients(family(name), config(sequence_parallel=True), input_ids=ids, labels=ids)
+
+
+def test_norms_behind_layers_are_refused_where_ranks_share_tokens() -> None:
+    for made in run_ranks(by_tokens, 2, "OLMo 2"):
+        assert isinstance(made, Refused) and "ConfigError: tensor parallelism: model.layers.0" in made, made
+        assert "switch tensor_parallel.sequence_parallel off" in made
 
 
 def of_one_process(name: str) -> tuple[float, dict[str, torch.Tensor]]:

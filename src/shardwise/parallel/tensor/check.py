@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.boxes import whole as whole_region
@@ -306,7 +306,9 @@ class _Comparison:
         self._block, self._group, self._path = block, group, path
         self._comm = group.comm
         self._given = (args, kwargs)
-        self._tensors = list({id(tensor): tensor for tensor in tensors_in(self._given)}.values())
+        # Not those in caches, which have what other blocks have put there.
+        given = [one for one in tree_leaves(self._given) if isinstance(one, torch.Tensor)]
+        self._tensors = list({id(tensor): tensor for tensor in given}.values())
         self._declared = declared(block)
         self._numbers = {name: number for number, (name, _) in enumerate(block.named_parameters())}
         dims = [m.cut.tokens for m in block.modules() if isinstance(m, Parallel) and m.cut.tokens is not None]

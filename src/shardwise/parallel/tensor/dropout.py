@@ -100,7 +100,6 @@ class Regions:
             return
         self._watch_tokens(model, hook)
         self.active = True
-        self._hooks.append(model.register_forward_pre_hook(hook(self._passes)))
         self._last = model.register_forward_hook(hook(self._passed), always_call=True)
 
     def _watch_tokens(self, model: nn.Module, hook: Callable[[Callable[..., None]], Any]) -> None:
@@ -159,10 +158,13 @@ class Regions:
         self._of_pass = []
         self._trained |= model.training
 
-    def _passes(self, *_: Any) -> None:
-        # Regions stay as long as a graph that has some can be recomputed: the common numbers went on at each of them.
-        if self._trained and not self._drawn and not self._known:
-            self._leave()  # no random numbers are used in divided layers
+    def settle(self) -> None:
+        """Leave, before a step, if no random numbers are used in divided layers.
+
+        Not earlier: the common numbers of the first pass went on at each region, and do so where it is recomputed.
+        """
+        if self._trained and not self._drawn:
+            self._leave()
 
     def _leave(self) -> None:
         self._end()
