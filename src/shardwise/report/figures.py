@@ -368,17 +368,18 @@ def communication(summary: Summary) -> Figure | None:
 
 
 def units(summary: Summary) -> Figure | None:
-    """Units for which has been waited longest."""
+    """Returns the longest waits for collectives, by what the collectives moved."""
     found = dict(list(summary.units.items())[:12])
     if not found:
         return None
     steps = sum(rank.steady.steps for rank in summary.ranks)
     each = {name: seconds / steps for name, seconds in found.items()}
     said = (
-        "Seconds of a step that a rank waited for the collectives of a unit, in the mean, without the first row; each "
-        "row of the log has the eight longest."
+        "Seconds of a step that a rank waited for collectives, by what they moved: parameters or gradients of a unit, "
+        "the norm (gradient_norm), times of day (clocks). A mean without the first row; each row of the log has the "
+        "eight longest."
     )
-    return _bars("units", "Slowest units", said, (("waited in a step", each, in_seconds),))
+    return _bars("units", "Longest waits", said, (("waited in a step", each, in_seconds),))
 
 
 def window(spans: Sequence[Span]) -> list[Span]:
