@@ -125,7 +125,7 @@ def test_a_hostile_manifest_gives_an_error_or_values(rng: random.Random, files: 
         (lambda f: f.update(client={"a": f["client"], "b": f["client"]}), "used already"),
         (lambda f: f.update(client=[f["client"]]), "client: expected a dictionary"),
         (lambda f: f.update(client="text"), "client: expected a dictionary"),
-        (lambda f: f.update(client=nested(300)), "nested deeper than any"),
+        (lambda f: f.update(client=nested(450)), "nested deeper than any"),
         (lambda f: f["counters"].update(global_steps=2**63), "counters"),
         (lambda f: f["counters"].update(micro_steps=10**300), "counters"),
         (lambda f: f["optimizer"]["groups"][0].update(params=[]), "a group in optimizer.groups"),

@@ -248,7 +248,11 @@ def _build(
     )
     if sequence * tensor > 1:
         data = job.part(lines.data, "data_parallel")
-    sequences = SharedSequences(job, lines.sequence, data, asked) if sequence > 1 else OwnSequences(job, data)
+    sequences = (
+        SharedSequences(job, lines.sequence, data, asked, compare=tensor == 1)
+        if sequence > 1
+        else OwnSequences(job, data)
+    )
     undo.callback(sequences.close)
     domain = domain_of(settings, job, grid)
     if job.rank == 0 and domain.async_gathers:

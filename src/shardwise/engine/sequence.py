@@ -26,6 +26,8 @@ class SharedSequences:
         lines: those of each sequence, by their numbers in the job.
         data: the ranks that get different samples, of which this rank is one: those at its place in all sequences.
         asked: what the caller has said; None: only the configuration has.
+        compare: compare the model with itself over whole sequences. Not under tensor parallelism: its divided blocks
+            are compared with whole ones in the same forward pass, and would be in the middle of this comparison.
 
     Attributes:
         group: the ranks of this rank's sequence.
@@ -35,7 +37,13 @@ class SharedSequences:
     """
 
     def __init__(
-        self, job: Communicator, lines: Sequence[Sequence[int]], data: Communicator, asked: Asked | None
+        self,
+        job: Communicator,
+        lines: Sequence[Sequence[int]],
+        data: Communicator,
+        asked: Asked | None,
+        *,
+        compare: bool = True,
     ) -> None:
         self._part = job.part(lines, NAME)
         existing = asked.group if asked is not None and asked.group is not None else current()
@@ -47,7 +55,7 @@ class SharedSequences:
             self.group.attach(self._part)
         self._hooks: list[Any] = []
         self._job = job
-        self._compared = False
+        self._compared = not compare
         self._checked, self._before = False, 0
 
     def watch(self, model: nn.Module) -> None:

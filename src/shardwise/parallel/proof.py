@@ -68,6 +68,7 @@ class _Recording:
                 taken = tensors_in((args, kwargs))
                 self.seen.append(_Seen(name, [x.detach() for x in taken], [x.detach() for x in tensors_in(output)]))
 
+            ended.observes = True  # type: ignore[attr-defined]  # copies of the module do not call it
             handles.append(module.register_forward_hook(ended, with_kwargs=True))
         try:
             yield
@@ -208,8 +209,8 @@ class _Batch:
             mask[:, : self.few // 2 if self.padded else 0] = 0
             return mask
         if value.is_floating_point():
-            generator = torch.Generator().manual_seed(value.dim())
-            drawn = torch.randn(1, tokens, *value.shape[2:], generator=generator)
+            generator = torch.Generator("cpu").manual_seed(value.dim())
+            drawn = torch.randn(1, tokens, *value.shape[2:], generator=generator, device="cpu")
             return drawn.to(value.device, value.dtype)
         part = value[:1, : self.few]
         flat = part.reshape(1, self.few, -1).movedim(2, 0).reshape(-1, self.few)

@@ -29,7 +29,9 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.boxes import whole as whole_region
 from shardwise.compat import has_values, never_compiled
 from shardwise.errors import ConfigError
+from shardwise.parallel.sequence import current as current_sequences
 from shardwise.parallel.sequence import shares as sequence_shares
+from shardwise.parallel.sequence import whole_sequences
 from shardwise.parallel.tensor import mappings
 from shardwise.parallel.tensor.copies import (
     copied,
@@ -155,7 +157,10 @@ class _Hook:
         given = tensors_in((args, kwargs))
         if any(not has_values(tensor) or tensor.is_meta for tensor in given) or group.comm.imagined:
             return
-        with _undisturbed(group.comm.device):
+        sequences = current_sequences()
+        # Because copies see a few tokens of this rank, their attention exchanges nothing with ranks of its sequence.
+        own_tokens = contextlib.nullcontext() if sequences is None else whole_sequences(sequences)
+        with _undisturbed(group.comm.device), own_tokens:
             summands = _Comparison(block, self._path, group, args, kwargs).run()
         self._kind.compared.add(block.training)
         self._kind.sum_up(summands)

@@ -116,7 +116,7 @@ def copied(
 
 
 def _stays(hook: Any, group: TensorGroup | None) -> bool:
-    if getattr(hook, "may_wait_for_ranks", False) or getattr(hook, "begins_tokens", False):
+    if any(getattr(hook, name, False) for name in ("may_wait_for_ranks", "begins_tokens", "observes")):
         return False
     return group is not None or not takes_tokens(hook)
 
