@@ -92,6 +92,8 @@ class Following:
         if self._ended is None:
             self._ended = time.perf_counter()
             self._before = self._step.global_samples, 0
+            if self.log is not None:
+                self._collectives = self._totals()  # without those of `initialize` and of evaluations before
         return self._part("forward")
 
     def backward(self) -> AbstractContextManager[Any]:
