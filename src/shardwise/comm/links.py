@@ -76,7 +76,8 @@ class Links:
         self.name, self._key = f"shardwise/links/{shared[0]}", bytes.fromhex(shared[1])
         host = LOOPBACK if one_machine else own_address()
         self._listener = _listen(host)
-        self._store().set(f"{self.name}/{comm.rank}", json.dumps([host, self._listener.getsockname()[1]]))
+        if comm.world > 1:
+            self._store().set(f"{self.name}/{comm.rank}", json.dumps([host, self._listener.getsockname()[1]]))
         self._door = _Door(self._listener, self._key, comm.rank, comm.world, selector, found)
 
     def to(self, peer: int, deadline: float) -> socket.socket:
