@@ -140,7 +140,7 @@ def test_switched_off_momentum_is_left_alone(caplog: pytest.LogCaptureFixture) -
         ({"cycle_min_lr": 0.6}, r"cycle_min_lr: 0\.6 is above `scheduler\.params\.cycle_max_lr` = 0\.5; exchange"),
         ({"cycle_min_lr": [0.1, 0.6]}, "cycle_min_lr: 0.6 is above .* in parameter group 1"),
         ({"cycle_max_lr": [0.5] * 3}, "cycle_max_lr: expected one value for each of .* 2 parameter groups, found 3"),
-        ({"cycle_max_lr": []}, "cycle_max_lr: expected one value for each of .* found 0"),
+        ({"cycle_max_lr": []}, r"cycle_max_lr: expected a number >= 0 or a list of numbers >= 0, found \[\]"),
         ({"cycle_max_lr": "0.5"}, "cycle_max_lr: expected a number >= 0 or a list of numbers >= 0, found .0.5."),
         ({"cycle_max_lr": None}, "cycle_max_lr: expected a number >= 0 or a list of numbers >= 0, found null"),
         ({"cycle_max_lr": "auto"}, 'cycle_max_lr: "auto" has to be replaced by a value before this is built$'),

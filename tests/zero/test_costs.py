@@ -165,7 +165,7 @@ def test_collectives_and_bytes_of_a_step(
         # Stage 0 gathers reduced gradients (fp32), the others updated parameters.
         assert found["sent"]["all_gather"] == updated * (4 if stage == 0 else size) * share
         # With the squares travel the sum of weights, numbers of passes (with one, without, with gradients), 3 reports.
-        assert found["sent"]["all_reduce"] == (found["tensors"] + 7) * 8 * (world - 1)
+        assert found["sent"]["all_reduce"] == (1 + 7) * 8 * (world - 1)
 
 
 def test_records_name_the_line_of_the_script() -> None:

@@ -72,7 +72,7 @@ def on_the_engines_device(stage: int, whole: bool) -> tuple[list[str], str]:
 def test_nothing_is_exchanged_that_lies_elsewhere(stage: int, whole: bool) -> None:
     for labels, desync in run_ranks(on_the_engines_device, 2, stage, whole):
         assert {"unit_order", "strict_sync", "strict_sync.trace", "gradient_norm"} <= set(labels)
-        assert ("side_channel.address" in labels) == (stage == 3)
+        assert ("side_channel.key" in labels) == (stage == 3)
         assert desync.startswith("strict_sync: ranks [1]")
 
 
