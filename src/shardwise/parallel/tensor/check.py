@@ -12,6 +12,7 @@ of shapes comes up before ranks wait for each other, and is raised by all.
 from __future__ import annotations
 
 import contextlib
+import gc
 import linecache
 import re
 import traceback
@@ -162,6 +163,7 @@ class _Hook:
         own_tokens = contextlib.nullcontext() if sequences is None else whole_sequences(sequences)
         with _undisturbed(group.comm.device), own_tokens:
             summands = _Comparison(block, self._path, group, args, kwargs).run()
+        gc.collect()  # Because modules of the copies refer to one another, their tensors would stay for some time.
         self._kind.compared.add(block.training)
         self._kind.sum_up(summands)
         if block.training:
@@ -263,6 +265,9 @@ class _Run:
             made = self.module(*args, **kwargs)
         for handle in handles:
             handle.remove()
+        for layer in self.module.modules():
+            if isinstance(layer, Parallel):
+                layer.group.end_pass()  # it refers to an input's copy, whose graph refers to the group
         self.outputs = [tensor for tensor in tensors_in(made) if tensor.is_floating_point()]
 
     def parameter(self, name: str) -> torch.Tensor:
