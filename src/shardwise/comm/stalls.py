@@ -179,6 +179,7 @@ class StallWatch:
             thread.join(_SILENT_S)  # a store that does not answer is not waited for while the process goes on
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         if not self._threads:
+            self._store = None  # its connection is closed
             atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
