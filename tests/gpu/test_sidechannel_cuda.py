@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from shardwise.zero.passes.sidechannel import CHUNK, SideChannel
@@ -54,9 +55,11 @@ class OneUnit:
         return [(self._rank, self._rank), (1 - self._rank, 1 - self._rank)]
 
 
-def test_a_shard_is_fetched_while_the_peers_stream_waits() -> None:
+def test_a_shard_is_fetched_while_the_peers_stream_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     units = [OneUnit(rank, 3 * CHUNK // 4 + 1) for rank in range(2)]  # three chunks and a bit
     group = Group(2, device=torch.device("cuda", torch.cuda.current_device()))
+    # Both ranks are in this process, which has no default group, and connect when the first one asks.
+    monkeypatch.setattr("shardwise.comm.links.default_store", lambda: group.store)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
 
