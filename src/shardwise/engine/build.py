@@ -249,7 +249,7 @@ def _build(
     if sequence * tensor > 1:
         data = job.part(lines.data, "data_parallel")
     sequences = (
-        SharedSequences(job, lines.sequence, data, asked, compare=tensor == 1)
+        SharedSequences(job, lines.sequence, data, asked, divided=tensor > 1)
         if sequence > 1
         else OwnSequences(job, data)
     )

@@ -492,6 +492,8 @@ class Engine(ConfigGetters, nn.Module):
         if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         if own:
+            if self._tensors is not None:  # before ranks of a copy run the model in the comparison that follows
+                self._tensors.compare_inputs(self.module, inputs, kwargs)
             self._sequences.compare(self.module, self._run_plainly, inputs, kwargs)
         self._memory.remember_call(inputs, kwargs)
         if own:

@@ -26,8 +26,7 @@ class SharedSequences:
         lines: those of each sequence, by their numbers in the job.
         data: the ranks that get different samples, of which this rank is one: those at its place in all sequences.
         asked: what the caller has said; None: only the configuration has.
-        compare: compare the model with itself over whole sequences. Not under tensor parallelism: its divided blocks
-            are compared with whole ones in the same forward pass, and would be in the middle of this comparison.
+        divided: the model's layers are divided over ranks.
 
     Attributes:
         group: the ranks of this rank's sequence.
@@ -43,7 +42,7 @@ class SharedSequences:
         data: Communicator,
         asked: Asked | None,
         *,
-        compare: bool = True,
+        divided: bool = False,
     ) -> None:
         self._part = job.part(lines, NAME)
         existing = asked.group if asked is not None and asked.group is not None else current()
@@ -55,7 +54,7 @@ class SharedSequences:
             self.group.attach(self._part)
         self._hooks: list[Any] = []
         self._job = job
-        self._compared = not compare
+        self._compared, self._divided = False, divided
         self._checked, self._before = False, 0
 
     def watch(self, model: nn.Module) -> None:
@@ -94,7 +93,7 @@ class SharedSequences:
         if self._compared or not model.training or not all(has_values(x) for x in tensors_in((args, kwargs))):
             return
         self._compared = True
-        found = difference(run, model, self.group, args, kwargs)
+        found = difference(run, model, self.group, args, kwargs, divided=self._divided)
         told = self._job.exchange(found, "sequence_proof")
         wrong = next(((rank, text) for rank, text in enumerate(told) if text is not None), None)
         if wrong is not None:

@@ -91,10 +91,15 @@ class SharedTensors:
             self._regions = Regions(model, self.group)
             self._regions.watch(model, ModuleHook)
         self._gradients = GradientGuard(model, self.group)
-        self._hooks.append(model.register_forward_pre_hook(ModuleHook(weakly(self._begins)), with_kwargs=True))
+        self._hooks.append(model.register_forward_pre_hook(ModuleHook(weakly(self.compare_inputs)), with_kwargs=True))
         self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
 
-    def _begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def compare_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Compare the inputs of the first forward pass in training over the ranks of a copy of the model (all call).
+
+        Raises:
+            DesyncError: on all ranks alike, if they differ.
+        """
         if self._compared or not model.training:
             return
         self._compared = True

@@ -159,6 +159,8 @@ class _Hook:
         if any(not has_values(tensor) or tensor.is_meta for tensor in given) or group.comm.imagined:
             return
         sequences = current_sequences()
+        if sequences is not None and sequences.comparing:
+            return
         # Because copies see a few tokens of this rank, their attention exchanges nothing with ranks of its sequence.
         own_tokens = contextlib.nullcontext() if sequences is None else whole_sequences(sequences)
         with _undisturbed(group.comm.device), own_tokens:

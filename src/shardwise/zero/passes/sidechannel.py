@@ -359,8 +359,9 @@ class SideChannel:
             while sent and (asked := peer.asked()) is not None:
                 self._answer(peer, *asked)
                 sent = peer.flush()
-        except OSError:
-            self._selector.unregister(peer.connection)  # it has gone; a pass that needs it will notice
+        except OSError:  # the peer has gone; a pass that needs it will notice
+            self._selector.unregister(peer.connection)
+            peer.connection.close()
             return
         except Exception as error:
             self._error = self._error or error
