@@ -130,6 +130,16 @@ def schedule_stepped_twice(stage: int) -> None:
         engine.destroy()
 
 
+def channels_last(stage: int) -> None:
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Flatten(), nn.Linear(16, 2))
+    model = layers.to(memory_format=torch.channels_last)
+    inputs = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    expected = model(inputs).detach()
+    engine = made(model, stage)
+    torch.testing.assert_close(engine(inputs).detach(), expected)
+    engine.destroy()
+
+
 CASES: dict[Any, list[str]] = {
     nothing_wrong: [],
     clipped: ["clip_grad_norm_", "test_advice.py", "`gradient_clipping`"],
@@ -139,6 +149,7 @@ CASES: dict[Any, list[str]] = {
     nothing_trained: ["nothing to train in Sequential"],
     other_model: ["no backward pass of a step has brought a gradient", "another model"],
     schedule_stepped_twice: ["StepLR is called by the script as well", "engine.lr_scheduler"],
+    channels_last: ["parameter '0.weight'", "row-major"],
     no_step: ["has been called 4 times without engine.step()", "updates after 4"],
 }
 

@@ -80,6 +80,18 @@ def warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
         )
 
 
+def warn_of_memory_format(model: nn.Module) -> None:
+    """Warn of parameters in another memory format than row-major, which flat parameters do not keep."""
+    found = [name for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        warn_once(
+            f"parameter {found[0]!r}{more}: the engine stores parameters in row-major memory (torch.contiguous_format), "
+            "and channels_last or other strides are lost. Convolutions with channels_last inputs give the same values "
+            "and convert such weights in each forward pass"
+        )
+
+
 def warn_of_clipping(parameters: list[torch.Tensor]) -> None:
     """Warn of `clip_grad_norm_` on parameters of an engine, whose gradients are not in `.grad`."""
     own = [parameter for parameter in parameters if released.owner_of(parameter) is not None]

@@ -36,7 +36,13 @@ from shardwise.device.segments import let_segments_grow
 from shardwise.device.steps import kernels_of
 from shardwise.device.streams import warn_of_one_queue
 from shardwise.engine.activations import Activations
-from shardwise.engine.advice import check_unwrapped, warn_of_arguments, warn_of_batch_norm, warn_of_clipping
+from shardwise.engine.advice import (
+    check_unwrapped,
+    warn_of_arguments,
+    warn_of_batch_norm,
+    warn_of_clipping,
+    warn_of_memory_format,
+)
 from shardwise.engine.asked import Asked, asked_by, group_of, model_parallel_size, tensor_lines
 from shardwise.engine.batch import Batches
 from shardwise.engine.budget import Watched, watches
@@ -214,6 +220,8 @@ def _build(
         init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
         group = group_of(mpu)
         members = members_of(group)
+        if dist.get_rank(group) == 0:
+            warn_of_memory_format(model)
         asked = asked_by(mpu, mesh_param, model, members)
 
         # The configuration before anything is made: most mistakes are found here, on every rank alike.
