@@ -30,6 +30,7 @@ from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.units.unit import Unit, UnitState
 from tests.harness import run_ranks
 from tests.models import CASES
+from tests.zero.test_one_rank import forced
 from tests.zero.training import Setting, digest, masters, start
 
 CPU = torch.device("cpu")
@@ -342,6 +343,18 @@ def test_a_layer_that_is_needed_once_more_is_fetched_and_trains_to_the_same_bits
         assert {values for values, _ in found} == whole
         assert all(rescues > 0 for _, rescues in found)
     assert all(rescues >= 3 for _, rescues in found)
+
+
+def double_on_one_rank() -> tuple[tuple[str, int], tuple[str, int], int]:
+    plain = double(0, False)
+    with forced(), mock.patch.object(links, "_listen", side_effect=AssertionError) as listen:
+        return plain, double(3, True), listen.call_count
+
+
+def test_one_rank_opens_no_port() -> None:
+    ((plain, _), (values, rescues), ports) = run_ranks(double_on_one_rank, 1)[0]
+    assert values == plain and rescues > 0
+    assert ports == 0
 
 
 # -- modules that are called several times -----------------------------------------------------------------------------

@@ -86,9 +86,9 @@ def warn_of_memory_format(model: nn.Module) -> None:
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warn_once(
-            f"parameter {found[0]!r}{more}: the engine stores parameters in row-major memory (torch.contiguous_format), "
-            "and channels_last or other strides are lost. Convolutions with channels_last inputs give the same values "
-            "and convert such weights in each forward pass"
+            f"parameter {found[0]!r}{more}: the engine stores parameters in row-major memory, and channels_last or "
+            "other strides are lost. Convolutions with channels_last inputs give the same values and convert such "
+            "weights in each forward pass"
         )
 
 

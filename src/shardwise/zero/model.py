@@ -49,7 +49,7 @@ from shardwise.zero.parameters.wholes import Shown, Wholes
 from shardwise.zero.passes.driver import Alone, Driver
 from shardwise.zero.passes.gather import Gatherer, Phase, Touch, backward_order
 from shardwise.zero.passes.hooks import Hooks
-from shardwise.zero.passes.imagined import ImaginedChannel
+from shardwise.zero.passes.nopeers import NoPeers
 from shardwise.zero.passes.plain import PlainGradients
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.passes.rows import find_tables
@@ -209,9 +209,10 @@ class ShardedModel:
             self.units.append(builder.build(index, spec, sections, sharded=sharded_unit))
         sharded = [unit for unit in self.units if unit.sharded]
         builder.prepare_gathers(sharded)
-        self.channel: SideChannel | ImaginedChannel | None = None
+        self.channel: SideChannel | NoPeers | None = None
         if sharded:
-            self.channel = ImaginedChannel() if self.comm.imagined else SideChannel(self.comm, sharded)
+            alone = self.comm.imagined or self.comm.world == 1
+            self.channel = NoPeers() if alone else SideChannel(self.comm, sharded)
         self.gatherer = Gatherer(
             self.units,
             self.registry,
