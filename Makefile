@@ -16,9 +16,9 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes; where Python may not keep what it has compiled, each compiles shardwise anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo demo-again offload test test-gpu rehearse-gpu exhaustive matrix versions lint format size bench bench-gpu soak hostile docs clean
+.PHONY: help venv demo demo-again offload test test-gpu rehearse-gpu exhaustive matrix versions lint format guard size bench bench-gpu soak hostile docs clean
 help:
-	@echo "make demo | demo-again | offload | test | test-gpu | rehearse-gpu | exhaustive | matrix | versions | lint | format | size | bench | bench-gpu | soak | hostile | docs | clean"
+	@echo "make demo | demo-again | offload | test | test-gpu | rehearse-gpu | exhaustive | matrix | versions | lint | format | guard | size | bench | bench-gpu | soak | hostile | docs | clean"
 
 venv: $(STAMP)
 
@@ -95,6 +95,11 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Compares losses, gradients and parameters of 62 settings, bit by bit, with those stored for this processor and torch; a
+# change that is to change bits stores new ones with GUARD_FLAGS=--record. One to two minutes.
+guard: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.guard $(GUARD_FLAGS)
 
 # Lines of code, docstrings and tests by package; SIZE_FLAGS: for example --files 20.
 size:
