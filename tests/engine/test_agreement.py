@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +81,21 @@ def test_what_differs_is_named_on_every_rank(what: str, words: str) -> None:
 
 def test_what_a_rank_reports_is_its_own_affair() -> None:
     assert run_ranks(_told, 3, "nothing") == ["", "", ""]
+
+
+def own_disk(directories: list[str]) -> bool:
+    rank = dist.get_rank()
+    offload = {"device": "nvme", "nvme_path": directories[rank]}
+    config = _config(rank, "nothing")
+    config["zero_optimization"] |= {"offload_optimizer": offload, "offload_param": offload}
+    engine, *_ = shardwise.initialize(model=_model(rank, "nothing"), config=config)
+    before = engine(torch.ones(1, 4)).detach().clone()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    changed = not torch.equal(engine(torch.ones(1, 4)), before)
+    engine.destroy()
+    return changed
+
+
+def test_ranks_may_have_disks_of_their_own(tmp_path: Path) -> None:
+    assert run_ranks(own_disk, 2, [str(tmp_path / "first"), str(tmp_path / "second")]) == [True, True]

@@ -44,7 +44,14 @@ _A_RANKS_OWN = frozenset(
 )
 """Sections of the configuration that say what a rank reports, not what it computes."""
 
-_A_MACHINES_OWN = frozenset({"checkpoint.memory_copies.directory", "timeline.path"})
+_A_MACHINES_OWN = frozenset(
+    {
+        "checkpoint.memory_copies.directory",
+        "timeline.path",
+        "zero_optimization.offload_optimizer.nvme_path",
+        "zero_optimization.offload_param.nvme_path",
+    }
+)
 """Paths that machines may have each of its own."""
 
 
