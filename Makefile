@@ -16,9 +16,9 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes; where Python may not keep what it has compiled, each compiles shardwise anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo demo-again offload test test-gpu rehearse-gpu exhaustive matrix versions lint format guard size bench bench-gpu soak hostile docs clean
+.PHONY: help venv demo demo-again offload test test-gpu rehearse-gpu exhaustive matrix versions lint format guard size hops bench bench-gpu soak hostile docs clean
 help:
-	@echo "make demo | demo-again | offload | test | test-gpu | rehearse-gpu | exhaustive | matrix | versions | lint | format | guard | size | bench | bench-gpu | soak | hostile | docs | clean"
+	@echo "make demo | demo-again | offload | test | test-gpu | rehearse-gpu | exhaustive | matrix | versions | lint | format | guard | size | hops | bench | bench-gpu | soak | hostile | docs | clean"
 
 venv: $(STAMP)
 
@@ -104,6 +104,10 @@ guard: $(STAMP)
 # Lines of code, docstrings and tests by package; SIZE_FLAGS: for example --files 20.
 size:
 	@$(PYTHON) bench/size.py $(SIZE_FLAGS)
+
+# Callables, files and moves between files of five events, with FSDP2 beside them; HOPS_FLAGS: for example --list step.
+hops: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python bench/hops.py $(HOPS_FLAGS)
 
 # Numbers, machine and versions go to bench/results/; plots, the README's table and docs/numbers.md are made of them.
 # BENCH_PYTHON: interpreter of the measured programs, for example of an environment that has DeepSpeed too.

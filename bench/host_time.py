@@ -95,7 +95,7 @@ class Streams:
 
     beside = True
 
-    def make(self, name: str) -> _Stream:
+    def make(self, name: str, *, urgent: bool = True) -> _Stream:
         """Return a stream."""
         return _Stream()
 
