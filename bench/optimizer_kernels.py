@@ -4,16 +4,14 @@
 
 Counted are the fewest bytes that a step must move: it reads gradient, parameter and states once, writes parameter and
 states once, and the copy in bf16 where there is one. Gradients are in fp32 and are multiplied by a factor that lies on
-the device (loss scale and clipping), as in an engine. "kernel" is one kernel for all segments
-(`shardwise.device.steps`), "torch" the operations of torch that take its place where it cannot be had; beside them
-stand torch's own fused AdamW, which neither scales nor copies, and the copy of a large tensor that moves as much as
-AdamW with a copy in bf16 must. Host: the time until a step has been launched.
+the device (loss scale and clipping), as in an engine. Beside them stand torch's own fused AdamW, which neither scales
+nor copies, and the copy of a large tensor that moves as much as AdamW with a copy in bf16 must. Host: the time until a
+step has been launched.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +20,6 @@ from typing import Any
 import torch
 from _gpu import attempt, keep, options_of
 
-from shardwise.device import steps
 from shardwise.optim import Adagrad, AdamW, ElementwiseOptimizer, Lion
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -108,20 +105,18 @@ def timed(step: Step, device: str, rounds: int) -> tuple[float, float]:
     return statistics.median(spent), statistics.median(launched)
 
 
-def contestants(elements: int, segments: int, device: str) -> Iterator[tuple[str, str, Callable[[], tuple[int, Step]]]]:
-    """Yield optimizer and precision, way, and what makes the step."""
-    yield "copy", "torch", lambda: copy(elements, segments, device)
-    yield "AdamW of torch, fused, fp32", "torch", lambda: fused(elements, segments, device)
+def contestants(elements: int, segments: int, device: str) -> Iterator[tuple[str, Callable[[], tuple[int, Step]]]]:
+    """Yield optimizer and precision, and what makes the step."""
+    yield "copy", lambda: copy(elements, segments, device)
+    yield "AdamW of torch, fused, fp32", lambda: fused(elements, segments, device)
     for cls in CLASSES:
         for precision in PRECISIONS:
-            for way in ("kernel", "torch") if steps.compiles_for(torch.device(device)) else ("torch",):
-                made = (cls, precision, elements, segments, device)
-                name = f"{cls.__name__}, {precision}" + ("" if way == "kernel" else ", torch's kernels")
-                yield name, way, lambda made=made: ours(*made)
+            made = (cls, precision, elements, segments, device)
+            yield f"{cls.__name__}, {precision}", lambda made=made: ours(*made)
 
 
 def measure(elements: int, segments: int, device: str, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each optimizer, precision and way: GB/s, share of the copy's, milliseconds of device and host.
+    """Yield a row for each optimizer and precision: GB/s, share of the copy's, milliseconds of device and host.
 
     Args:
         elements: that are stepped.
@@ -130,18 +125,15 @@ def measure(elements: int, segments: int, device: str, rounds: int) -> Iterator[
         rounds: of which medians are taken.
     """
     reached = 0.0
-    for system, way, make in contestants(elements, segments, device):
+    for system, make in contestants(elements, segments, device):
 
-        def figures(way: str = way, make: Callable[[], tuple[int, Step]] = make) -> dict[str, Any]:
-            with steps.without_kernels() if way == "torch" else contextlib.nullcontext():
-                moved, step = make()
-                seconds, launched = timed(step, device, rounds)
-            if way == "kernel" and not steps.compiles_for(torch.device(device)):
-                raise RuntimeError("the kernel cannot be had; the log says why")
+        def figures(make: Callable[[], tuple[int, Step]] = make) -> dict[str, Any]:
+            moved, step = make()
+            seconds, launched = timed(step, device, rounds)
             speed = moved * elements / seconds / 1e9
             return {"bytes": moved, "gb_per_s": speed, "median_ms": seconds * 1e3, "host_ms": launched * 1e3}
 
-        row = attempt({"system": system, "way": way, "asked": system == ASKED}, figures)
+        row = attempt({"system": system, "asked": system == ASKED}, figures)
         if "failed" not in row:
             reached = reached or (row["gb_per_s"] if system == "copy" else 0.0)
             row["of_copy"] = row["gb_per_s"] / reached if reached else None

@@ -130,16 +130,16 @@ def test_an_initialised_process_group_is_adopted_and_left_alone() -> None:
     assert same
 
 
-def with_other_kernels() -> str:
-    found = f"Triton 3.{dist.get_rank()}"
-    with mock.patch("shardwise.engine.build.kernels_of", lambda device: found), pytest.raises(DesyncError) as caught:
+def with_another_torch() -> str:
+    found = f"2.1{dist.get_rank()}"
+    with mock.patch.object(torch, "__version__", found), pytest.raises(DesyncError) as caught:
         shardwise.initialize(model=net(), config=CONFIG)
     return str(caught.value)
 
 
-def test_ranks_with_other_kernels_are_refused() -> None:
-    for text in run_ranks(with_other_kernels, 2):
-        assert "kernels: Triton 3.0 on rank 0, Triton 3.1 on rank 1" in text
+def test_ranks_with_another_torch_are_refused() -> None:
+    for text in run_ranks(with_another_torch, 2):
+        assert "torch: 2.10 on rank 0, 2.11 on rank 1" in text
 
 
 def on_half_of_the_ranks() -> tuple[int, float]:

@@ -1,16 +1,14 @@
-"""Our optimizers on a CUDA device: the host's bits, in any cut, by one launch, and without it nearly the same."""
+"""Our optimizers on a CUDA device: nearly the host's values, and the same bits in any cut."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from shardwise.device import steps
-from shardwise.optim import Adagrad, Adam, AdamW, ElementwiseOptimizer, Lion, adam, elementwise
+from shardwise.optim import Adagrad, AdamW, ElementwiseOptimizer, Lion, elementwise
 from tests.gpu.standin import needs_device, rehearsing
 
 BF16 = torch.bfloat16
@@ -61,34 +59,10 @@ def run(
     return {name: torch.cat([tensor.detach().cpu() for tensor in tensors]) for name, tensors in found.items()}
 
 
-def l2_adam(*args: Any, **options: Any) -> Adam:
-    return Adam(*args, adam_w_mode=False, **options)
-
-
-def nearest_roots(tensors: list[torch.Tensor]) -> None:
-    """Take roots on the host as IEEE 754 has them; those of MKL, which torch uses, may differ in the last bit."""
-    for tensor in tensors:
-        tensor.copy_(torch.from_numpy(np.sqrt(tensor.numpy())))
-
-
 def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, int]:
     """Return how many elements differ, by name."""
     counts = {name: int((tensor != expected[name]).sum()) for name, tensor in found.items()}
     return {name: count for name, count in counts.items() if count}
-
-
-@needs_device
-@pytest.mark.parametrize("gradients", [torch.float32, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("cls", [AdamW, l2_adam, Adagrad, Lion])
-def test_the_bits_of_single_operations_on_the_host(
-    cls: Any, how: str, gradients: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = run(cls, "cuda", how, gradients=gradients)
-    assert steps.compiles_for(torch.device("cuda"))  # nothing has gone wrong with the kernel
-    monkeypatch.setattr(adam, "fused_step", lambda *_: None)
-    monkeypatch.setattr(torch, "_foreach_sqrt_", nearest_roots)
-    assert not differing(found, run(cls, "cpu", how, gradients=gradients))
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -101,54 +75,35 @@ def test_cuts_and_addresses_change_no_bit(cls: Any, how: str) -> None:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("cls", [AdamW, Adagrad, Lion])
-def test_without_the_kernel_as_on_the_host_in_any_cut(cls: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with steps.without_kernels():
-        host, device = run(cls, "cpu", how), run(cls, "cuda", how)
-        # Kernels of torch round a last digit differently, which may decide how a bf16 number is rounded.
-        tolerance = {"rtol": 1e-4, "atol": 1e-6} if how == "fp32" else {"rtol": 2.0**-6, "atol": 1e-3}
-        for name, tensor in device.items():
-            if name != "compensation":
-                torch.testing.assert_close(tensor.float(), host[name].float(), **tolerance)
-        assert not differing(run(cls, "cuda", how, CUTS), device)
-        monkeypatch.setattr(elementwise, "DEVICE_CHUNK", 1 << 12)
-        assert not differing(run(cls, "cuda", how), device)
+def test_as_on_the_host_in_any_cut(cls: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, device = run(cls, "cpu", how), run(cls, "cuda", how)
+    # Kernels of torch round a last digit differently, which may decide how a bf16 number is rounded.
+    tolerance = {"rtol": 1e-4, "atol": 1e-6} if how == "fp32" else {"rtol": 2.0**-6, "atol": 1e-3}
+    for name, tensor in device.items():
+        if name != "compensation":
+            torch.testing.assert_close(tensor.float(), host[name].float(), **tolerance)
+    assert not differing(run(cls, "cuda", how, CUTS), device)
+    monkeypatch.setattr(elementwise, "DEVICE_CHUNK", 1 << 12)
+    assert not differing(run(cls, "cuda", how), device)
 
 
 @needs_device
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("cls", [AdamW, Adagrad, Lion])
-def test_a_step_is_one_launch_without_scratch_and_waits_for_nothing(cls: Any, how: str) -> None:
+def test_a_step_waits_for_nothing(cls: Any, how: str) -> None:
     dtype = BF16 if "rounding" in HOW[how] else torch.float32
     parts = [torch.nn.Parameter(torch.ones(1 << 20, device="cuda", dtype=dtype)) for _ in range(8)]
     optimizer = cls(parts, lr=1e-2, **HOW[how])
     outputs = [(part, torch.empty(part.numel(), dtype=BF16, device="cuda")) for part in parts]
     gradients = [(part, torch.ones(part.numel(), device="cuda")) for part in parts]
     factor = torch.tensor(0.3, device="cuda")
-    optimizer.step_flat(factor=factor, gradients=gradients, outputs=outputs)  # compiles, and makes states and tables
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            optimizer.step_flat(factor=factor, gradients=gradients, outputs=outputs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < 1 << 16
-    names = [event.name for event in profile.events()]
-    assert names.count("_step") == 1 and not [name for name in names if "elementwise" in name or "multi" in name], names
+    optimizer.step_flat(factor=factor, gradients=gradients, outputs=outputs)  # makes states
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step_flat(factor=factor, gradients=gradients, outputs=outputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(gradient, torch.ones_like(gradient)) for _, gradient in gradients)
-
-
-def test_gradients_at_new_addresses() -> None:
-    """Tables of addresses are kept; those of other gradients are others."""
-    part = torch.nn.Parameter(torch.zeros(10_000, device="cuda"))
-    optimizer = Adagrad([part], lr=1.0)
-    held = [torch.full((10_000,), 2.0 * sign, device="cuda") for sign in (1, -1, 1)]
-    for gradient, expected in zip(held, (-1.0, -1.0 + 2**-0.5, -1.0 + 2**-0.5 - 3**-0.5), strict=True):
-        optimizer.step_flat(gradients=[(part, gradient)])
-        torch.testing.assert_close(part.detach().cpu(), torch.full((10_000,), expected))
 
 
 def test_plain_torch_steps_alike() -> None:
@@ -164,6 +119,4 @@ def test_plain_torch_steps_alike() -> None:
         return weight.detach()
 
     theirs = stepped(torch.optim.AdamW, fused=True)
-    torch.testing.assert_close(stepped(AdamW), theirs, rtol=1e-5, atol=1e-6)
-    with steps.without_kernels():
-        assert torch.equal(stepped(AdamW), theirs)  # by the same kernel
+    assert torch.equal(stepped(AdamW), theirs)  # by the same kernel

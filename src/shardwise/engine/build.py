@@ -33,7 +33,6 @@ from shardwise.config.export import effective
 from shardwise.data import EngineDataLoader
 from shardwise.device import choose_device
 from shardwise.device.segments import let_segments_grow
-from shardwise.device.steps import kernels_of
 from shardwise.device.streams import warn_of_one_queue
 from shardwise.engine.activations import Activations
 from shardwise.engine.advice import (
@@ -300,7 +299,7 @@ def _build(
     place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
     # From here on ranks exchange what has the sizes of their own model.
-    check_agreement(job, {**facts_of(model, stepped, resolution), "kernels": kernels_of(device)})
+    check_agreement(job, {**facts_of(model, stepped, resolution), "torch": torch.__version__})
 
     # What all this takes is compared with what there is while nothing has been spread yet, and is watched from then on.
     subject = Subject.of(model, stepped, resolution, domain)

@@ -9,7 +9,6 @@ import torch
 
 from shardwise.config.options import called
 from shardwise.config.schema import optimizers as schema
-from shardwise.device.steps import Formula
 from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 
 
@@ -90,16 +89,6 @@ class Adagrad(ElementwiseOptimizer):
     def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
         """See `ElementwiseOptimizer.temporaries_of`."""
         return 2 if group["weight_decay"] else 1
-
-    def formula(self, group: Mapping[str, Any], step: float) -> Formula:
-        """See `ElementwiseOptimizer.formula`."""
-        return Formula(
-            "adagrad",
-            "gradient" if group["weight_decay"] else "",
-            group["weight_decay"],
-            _rate(group, step),
-            eps=group["eps"],
-        )
 
 
 def _rate(group: Mapping[str, Any], step: float) -> float:

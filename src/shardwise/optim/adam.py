@@ -10,7 +10,6 @@ import torch
 from shardwise.compat import fused_step
 from shardwise.config.options import called
 from shardwise.config.schema import optimizers as schema
-from shardwise.device.steps import Formula
 from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 
 
@@ -126,24 +125,6 @@ class Adam(ElementwiseOptimizer):
         if _kernel(group, device, dtype) is not None:
             return 0
         return 2 if group["weight_decay"] and not group["decoupled_weight_decay"] else 1
-
-    def formula(self, group: Mapping[str, Any], step: float) -> Formula:
-        """See `ElementwiseOptimizer.formula`."""
-        beta1, beta2 = group["betas"]
-        lr, decay, decoupled = float(group["lr"]), group["weight_decay"], group["decoupled_weight_decay"]
-        step = step if group["bias_correction"] else float("inf")
-        return Formula(
-            "adam",
-            "" if not decay else "value" if decoupled else "gradient",
-            1 - lr * decay if decoupled else decay,
-            lr / (1 - beta1**step),
-            eps=group["eps"],
-            keep1=beta1,
-            add1=1 - beta1,
-            keep2=beta2,
-            add2=1 - beta2,
-            unbias=(1 - beta2**step) ** -0.5,
-        )
 
 
 class AdamW(Adam):

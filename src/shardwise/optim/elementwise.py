@@ -8,14 +8,12 @@ on its own the class is an ordinary optimizer of PyTorch.
 
 Parameters in 16 bits need no wider copy: they are widened, updated and rounded chunk by chunk.
 
-A device has no cache that a chunk would stay in. There a kernel does all of it for every run at once, where it can be
-had (`shardwise.device.steps`); otherwise the operations go over the device's memory one after the other, and a step is
-not cut where it takes no scratch.
+A device has no cache that a chunk would stay in. There torch's fused and foreach kernels go over the device's memory
+one after the other, and a step is not cut where it takes no scratch.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,10 +23,15 @@ import torch
 from torch import nn
 
 from shardwise.compat import global_step_hooks, has_values, only_counts_steps
-from shardwise.device import steps
-from shardwise.device.steps import COMPENSATION, Formula, Origin
 from shardwise.errors import ConfigError, UsageError
-from shardwise.optim.rounding import compensated, key_of, random_bits, round_compensated, round_stochastically
+from shardwise.optim.rounding import (
+    COMPENSATION,
+    Origin,
+    compensated,
+    random_bits,
+    round_compensated,
+    round_stochastically,
+)
 
 ALIGNMENT = 64
 """Elements at whose multiples chunks begin: vectorised kernels then treat an element the same wherever cuts fall."""
@@ -107,12 +110,6 @@ class _Handed:
     def scales(self) -> bool:
         """Whether gradients are to be multiplied by something."""
         return isinstance(self.factor, torch.Tensor) or self.factor != 1.0
-
-    def factor_on(self, device: torch.device) -> torch.Tensor | None:
-        """Return what gradients are to be multiplied by on a device, or None."""
-        if isinstance(self.factor, torch.Tensor) and self.factor.device == device:
-            return self.factor
-        return torch.full((), float(self.factor), dtype=torch.float32, device=device) if self.scales else None
 
 
 _NOTHING_HANDED = _Handed(1.0, None, {}, {})
@@ -210,10 +207,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         the run elsewhere changes no bit.
         """
         raise NotImplementedError
-
-    def formula(self, group: Mapping[str, Any], step: float) -> Formula | None:
-        """Return what `update` computes in a step, operation by operation, or None if no kernel has it."""
-        return None
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -364,7 +357,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         dtype: torch.dtype,
         step: float,
     ) -> None:
-        runs = self._step_in_kernel(runs, group, device, dtype, step)
         numels = [run.numel for run in runs]
         # Without scratch and further copies there is nothing that had better stay in the cache.
         plain = self._is_plain(runs, group, device, dtype)
@@ -374,26 +366,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             self._step_batch(parts, memory, group, dtype, step)
             if not has_values(parts[0].tensors["parameter"]):
                 return  # a dry run has seen what all batches take
-
-    def _step_in_kernel(
-        self, runs: Sequence[_Run], group: Mapping[str, Any], device: torch.device, dtype: torch.dtype, step: float
-    ) -> Sequence[_Run]:
-        """Step what a kernel serves, and return the others."""
-        if dtype is not torch.float32 or not steps.compiles_for(device):
-            return runs
-        # A subclass may have another update than the class whose formula it inherits.
-        newest = next(cls for cls in type(self).__mro__ if vars(cls).keys() & {"update", "formula"})
-        formula = self.formula(group, step) if "formula" in vars(newest) else None
-        if formula is None:
-            return runs
-        return steps.step(
-            runs,
-            formula,
-            self.state_names,
-            rounding=self.rounding,
-            factor=self._handed.factor_on(device),
-            key=functools.partial(key_of, self.seed, int(step)),
-        )
 
     def _is_plain(
         self, runs: Sequence[_Run], group: Mapping[str, Any], device: torch.device, dtype: torch.dtype

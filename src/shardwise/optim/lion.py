@@ -9,7 +9,6 @@ import torch
 
 from shardwise.config.options import called
 from shardwise.config.schema import optimizers as schema
-from shardwise.device.steps import Formula
 from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 
 
@@ -78,18 +77,3 @@ class Lion(ElementwiseOptimizer):
         torch._foreach_mul_(part, 1 - beta2)
         torch._foreach_mul_(averages, beta2)
         torch._foreach_add_(averages, part)
-
-    def formula(self, group: Mapping[str, Any], step: float) -> Formula:
-        """See `ElementwiseOptimizer.formula`."""
-        beta1, beta2 = group["betas"]
-        lr, decay = float(group["lr"]), group["weight_decay"]
-        return Formula(
-            "lion",
-            "value" if decay else "",
-            1 - lr * decay,
-            lr,
-            keep1=beta1,
-            add1=1 - beta1,
-            keep2=beta2,
-            add2=1 - beta2,
-        )

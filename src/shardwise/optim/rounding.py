@@ -17,7 +17,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise.device.steps import Origin
+Origin = tuple[int, int, int, int]
+"""(number of a tensor, first element in the flattened tensor, first element in the run, count); both even."""
+
+COMPENSATION = "compensation"
+"""Name of the state that holds the rest of each parameter that bf16 has cut off."""
 
 Scratch = Callable[[str, int, torch.dtype], torch.Tensor]
 """Gives memory: (what for, elements, dtype) -> 1-D tensor of undefined content."""
