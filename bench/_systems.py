@@ -468,9 +468,7 @@ def _place(device: str, directory: str) -> dict[str, Any]:
     return {"device": device, "nvme_path": directory} if device == "nvme" else {"device": device}
 
 
-def offloaded(
-    case: Case, stage: int, directory: str, optimizer: str, parameters: str = "none", *, early: bool = False
-) -> Run:
+def offloaded(case: Case, stage: int, directory: str, optimizer: str, parameters: str = "none") -> Run:
     """shardwise with its default settings, and state elsewhere.
 
     Args:
@@ -478,9 +476,8 @@ def offloaded(
         stage: of ZeRO.
         directory: on a disk.
         optimizer, parameters: where they are: "none", "cpu" or "nvme".
-        early: the optimizer steps while the backward pass still runs.
     """
-    keys: dict[str, Any] = {"offload_optimizer": _place(optimizer, directory) | {"super_offload": early}}
+    keys: dict[str, Any] = {"offload_optimizer": _place(optimizer, directory)}
     if parameters != "none":
         keys["offload_param"] = _place(parameters, directory)
     if parameters == "nvme":
@@ -522,9 +519,6 @@ OFFLOADED: dict[str, dict[str, Callable[[Case, str], Run]]] = {
         "shardwise 3": lambda case, directory: shardwise(case, 3),
         "shardwise 2, optimizer on host": lambda case, directory: offloaded(case, 2, directory, "cpu"),
         "shardwise 3, optimizer on host": lambda case, directory: offloaded(case, 3, directory, "cpu"),
-        "shardwise 3, optimizer on host, stepped early": lambda case, directory: offloaded(
-            case, 3, directory, "cpu", early=True
-        ),
         "shardwise 3, all on host": lambda case, directory: offloaded(case, 3, directory, "cpu", "cpu"),
         "DeepSpeed 2, optimizer on host": lambda case, directory: offloaded_peer(case, 2, directory, "cpu"),
         "DeepSpeed 3, optimizer on host": lambda case, directory: offloaded_peer(case, 3, directory, "cpu"),
@@ -533,9 +527,6 @@ OFFLOADED: dict[str, dict[str, Callable[[Case, str], Run]]] = {
     "disk": {
         "shardwise 3": lambda case, directory: shardwise(case, 3),
         "shardwise 3, optimizer on disk": lambda case, directory: offloaded(case, 3, directory, "nvme"),
-        "shardwise 3, optimizer on disk, stepped early": lambda case, directory: offloaded(
-            case, 3, directory, "nvme", early=True
-        ),
         "shardwise 3, all on disk": lambda case, directory: offloaded(case, 3, directory, "nvme", "nvme"),
         "DeepSpeed 3, optimizer on disk": lambda case, directory: offloaded_peer(case, 3, directory, "nvme"),
         "DeepSpeed 3, all on disk": lambda case, directory: offloaded_peer(case, 3, directory, "nvme", "nvme"),

@@ -77,7 +77,6 @@ RESIDENT = "all on the device"
 SETTINGS = {
     RESIDENT: Setting({}),
     "optimizer on the host": Setting({"offload_optimizer": HOST}),
-    "optimizer on the host, stepped early": Setting({"offload_optimizer": HOST | {"super_offload": True}}),
     "all on the host": Setting({"offload_optimizer": HOST, "offload_param": HOST}),
     "optimizer on the disk, parameters on the host": Setting({"offload_optimizer": DISK, "offload_param": HOST}),
     "all on the disk": Setting(
@@ -112,7 +111,6 @@ PLAIN = {"plain PyTorch": "alone", "FSDP2": "FSDP2"}
 """Others that have everything on the device, and their names in `_systems.py`."""
 RIVALS = {
     "optimizer on the host": "DeepSpeed 2, optimizer on the host",
-    "optimizer on the host, stepped early": "DeepSpeed 2, optimizer on the host",
     "all on the host": "DeepSpeed 3, all on the host",
 }
 """With which of them a setting is compared."""
@@ -393,7 +391,7 @@ def largest(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The deepest model of each setting."""
     there = room(options)
     found: list[dict[str, Any]] = []
-    names = options.settings.split(";") if options.settings else [n for n in SETTINGS if "early" not in n]
+    names = options.settings.split(";") if options.settings else list(SETTINGS)
     for name in names:
         setting = SETTINGS[name]
         layers = deepest(lambda n: Subject.deep(n, options.width, options.quick), setting, there, options.most)

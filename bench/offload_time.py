@@ -68,7 +68,7 @@ def rows_of(seconds: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
     medians = {name: statistics.median(map(sum, turns)) for name, turns in seconds.items()}
     rows = []
     for name, turns in seconds.items():
-        peer = name.replace("shardwise", "DeepSpeed").removesuffix(", stepped early")
+        peer = name.replace("shardwise", "DeepSpeed")
         rows.append(
             {
                 "system": name,

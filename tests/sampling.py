@@ -63,7 +63,6 @@ SLOW = (
     "memory/test_watchdog.py",
     "offload/test_activations.py",
     "offload/test_devices.py",
-    "offload/test_early.py",
     "offload/test_faults.py",
     "offload/test_given.py",
     "offload/test_interrupted.py",

@@ -71,10 +71,6 @@ def another_device() -> Iterator[None]:
 def planned(place: str, stage: int, kind: str, precision: str, accumulation: int) -> tuple[int, dict[Tier, int]]:
     model = Net()
     zero = offload(place, "unused")
-    early = kind.endswith(" early")
-    if early:
-        kind = kind.split()[0]
-        zero["offload_optimizer"]["super_offload"] = True
     if kind == "torch":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     else:
@@ -93,7 +89,6 @@ def planned(place: str, stage: int, kind: str, precision: str, accumulation: int
         settings = resolve(config, world_size=2).config
         twin = dryrun.Twin(model, optimizer, groups, settings, world=2, device=torch.device(DEVICE))
         plan = twin.run(torch.empty((4, 64), dtype=dtype, device="meta"), accumulation)
-    assert twin._step.last_step is not None and bool(twin._step.last_step.early) == early
     return plan.total, plan.elsewhere
 
 
@@ -104,9 +99,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 def plan_all(place: str, precisions: Sequence[str]) -> None:
     torch.utils.backend_registration._setup_privateuseone_for_python_backend("npy")
     for stage in (1, 3) if place in FROM_STAGE_1 else (3,):
-        asked = PLACES[place]
-        early = ("AdamW early", "Lion early") if "optimizer" in asked and "gradients" not in asked else ()
-        for number, kind in enumerate((*KINDS, *early)):
+        for number, kind in enumerate(KINDS):
             for precision in precisions or [PRECISIONS[(number + stage) % 3]]:
                 _, elsewhere = planned(place, stage, kind, precision, accumulation=1 + number % 2)
                 assert elsewhere[Tier.DISK if "on disk" in place else Tier.HOST], (stage, kind, precision)

@@ -81,31 +81,6 @@ def test_a_tensor_keeps_its_values_and_its_views_and_has_memory_only_while_it_is
     assert torch.equal(tensor, expected) and counted(accountant, Tier.DISK) == counted(accountant, Tier.HOST) == 0
 
 
-def test_two_tensors_get_each_others_values(home: StateHome) -> None:
-    first, second = torch.arange(700, dtype=torch.float32), torch.ones(700)
-    expected = first.clone(), second.clone()
-    loans = Loans(home, Accountant())
-    assert loans.stored(first) is None
-    loans.keep(Category.MASTER, first)
-    other = home.keep(second)
-    assert other is not None and loans.stored(first) is not None
-    other.give_back(written=True)
-    other.settle()
-    for turn in range(3):
-        loans.look_ahead(first)  # what is on its way already is the old value
-        loans.exchange(first, other)
-        now, before = expected[1 - turn % 2], expected[turn % 2]
-        assert torch.equal(loans.read(first), now)
-        if home.at_hand:
-            assert torch.equal(loans.in_place(first), now)
-        with loans.lent_out(written=False):
-            assert torch.equal(first, now)
-        copied = torch.empty_like(second)
-        other.copy_to(copied)
-        assert torch.equal(copied, before)
-    loans.clear()
-
-
 def test_what_is_not_read_is_not_brought_and_what_is_written_then_is_stored(home: StateHome) -> None:
     loans, tensor = Loans(home, Accountant()), torch.ones(5000)
     loans.keep(Category.GRADIENTS, tensor)

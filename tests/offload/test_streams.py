@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from shardwise.device.staging import Copied, CopyStream
 from shardwise.offload.host import HostPlace
 from shardwise.optim import AdamW
 from shardwise.zero.model import ShardedModel
-from shardwise.zero.updates.segments import SegmentUpdate
 from tests.device.recorded import imagined, record, record_all, recording_now
 from tests.models import CASES
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload, played_device
@@ -26,18 +24,10 @@ from tests.zero.training import Setting, start
 SCHEDULES = [*((1, place) for place in FROM_STAGE_1), *((3, place) for place in PLACES)]
 
 
-def flat(name: str, parameters: Any, lr: float) -> AdamW:
-    """Make an optimizer that can be stepped early."""
-    return AdamW(list(parameters), lr=lr)
-
-
-def problems(directory: Path, stage: int, place: str, *, early: bool = False, world: int = 2) -> list[str]:
+def problems(directory: Path, stage: int, place: str, *, world: int = 2) -> list[str]:
     zero = offload(place, str(directory))
-    if early:
-        zero["offload_optimizer"]["super_offload"] = True
     setting = Setting(stage, clip=1.0, optimizer="AdamW", precision="bf16", accumulation=2, zero=tuple(zero.items()))
-    made = mock.patch("tests.zero.training.make_optimizer", flat) if early else contextlib.nullcontext()
-    with played_device(), made:
+    with played_device():
         traces = record_all(CASES["gpt"], setting, world=world)
     assert any("copies" in event.stream for event in traces[0].events)
     return [str(problem) for problem in checking.check(traces)]
@@ -78,14 +68,6 @@ def test_parameters_are_copied_while_the_unit_before_computes(tmp_path: Path, wo
     assert len(copies) > 6
     assert COMPUTE not in {stream for stream, _ in copies}
     assert [kernels for _, kernels in copies].count(0) <= 1
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("place", ["optimizer on host", "optimizer on disk"])
-def test_early_steps_are_in_order(tmp_path: Path, stage: int, place: str) -> None:
-    with mock.patch.object(SegmentUpdate, "_write_out", autospec=True, side_effect=SegmentUpdate._write_out) as written:
-        assert problems(tmp_path, stage, place, early=True) == []
-    assert written.call_count
 
 
 def test_the_host_waits_for_who_reads_what_it_works_on() -> None:

@@ -90,6 +90,12 @@ UNBUILT: tuple[Unbuilt, ...] = (
         "switch it off: data goes from disk to the device through page-locked memory of the host",
     ),
     Unbuilt(
+        "zero_optimization.offload_optimizer.super_offload",
+        "steps of the host optimizer during the backward pass (SuperOffload), which measured slower than without",
+        _on,
+        "remove the key; the bits are the same",
+    ),
+    Unbuilt(
         "zero_optimization.zenflow",
         "ZenFlow, which steps a part of the gradients some steps late, and so trains with other numbers",
         _given,

@@ -9,7 +9,6 @@ from shardwise.errors import ConflictError
 from . import names
 from .problems import Problem, dotted
 from .scan import Scan
-from .schema.optimizers import Elementwise
 from .schema.root import Config
 from .schema.zero import ZeroConfig
 
@@ -19,7 +18,6 @@ def check_combinations(config: Config, found: Scan, world_size: int) -> list[Pro
     return [
         *_precision(config, found),
         *_zero(config),
-        *_early_steps(config),
         *_zeropp(config, world_size),
         *_groups(config, world_size),
         *_gradients(config),
@@ -171,29 +169,6 @@ def _zero(config: Config) -> Iterator[Problem]:
         if zero.stage not in (1, 2):
             message = f"false is for `zero_optimization.stage` 1 and 2, found {zero.stage}; remove the key"
             yield Problem("zero_optimization.compute_grad_norm", message, ConflictError)
-
-
-def _early_steps(config: Config) -> Iterator[Problem]:
-    """What leaves nothing that the host could step before the backward pass has ended."""
-    offload = config.zero_optimization.offload_optimizer
-    if offload is None or not offload.super_offload:
-        return
-    at, name = "zero_optimization.offload_optimizer.super_offload", config.optimizer.type
-    if offload.device == "none":
-        message = (
-            "is true, but `device` is none: it is the host that steps early. Write cpu or nvme, or remove this key"
-        )
-        yield Problem(at, message, ConflictError)
-    if offload.gradients == "nvme":
-        message = "needs gradients in the host's memory, found `gradients` nvme; remove one of them"
-        yield Problem(at, message, ConflictError)
-    model = None if name is None else names.optimizer_model(name)
-    if model is not None and not issubclass(model, Elementwise):
-        message = (
-            f"is true, but `optimizer.type` = {name} is stepped when all gradients are there; take Adam, AdamW, "
-            "Adagrad or Lion, or remove this key"
-        )
-        yield Problem(at, message, ConflictError)
 
 
 def _zeropp(config: Config, world_size: int) -> Iterator[Problem]:

@@ -238,13 +238,10 @@ class Twin:
             for begins in (lambda: True, self._begin_losing):
                 if not begins():
                     break
-                for _ in range(1 if self.sharded.early is None else 2):  # what is stepped early is what has state
-                    self._window(given, accumulation, loss)
+                self._window(given, accumulation, loss)
                 self.sharded.finish_gathers()
                 self._communicators.reserve(self._comm)
                 self.accountant.reset_peak()
-                if self.sharded.early is not None:
-                    self._window(given, accumulation, loss, clips=True)
                 for _ in range(1 if found is None else 2):  # some lossy steps differ by turns
                     moved = self._window(given, accumulation, loss)
                 plan = self._read(accumulation, moved)
@@ -267,13 +264,8 @@ class Twin:
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
 
-    def _window(
-        self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None, *, clips: bool = False
-    ) -> dict[Tier, Moved]:
-        """Run the passes and the step of a window; return what all its passes move.
-
-        If it `clips`, what has been stepped early is of no use.
-        """
+    def _window(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None) -> dict[Tier, Moved]:
+        """Run the passes and the step of a window; return what all its passes move."""
         self._batches.steps = passes = min(accumulation, MOST_PASSES)
         marks = [self._moved()]
         for _ in range(passes):
@@ -283,8 +275,6 @@ class Twin:
                     with self._step.passing(scalar) as roots:
                         self.sharded.backward(roots)
                     del roots
-                    if clips and self.sharded.early is not None:
-                        self.sharded.early.drop()
                     self._step.take()
             del scalar
             marks.append(self._moved())

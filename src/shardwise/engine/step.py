@@ -70,10 +70,6 @@ class StepReport:
         samples: of all ranks that have gone into the step.
         loss: mean of the losses that all ranks have passed to `engine.backward()`, weighted as they were (0-D fp64
             tensor); None if neither a monitor nor `anomaly_watch` wants it, or this rank has passed none.
-        early: units of this rank that had been stepped when `step()` came, and have been taken over
-            (`offload_optimizer.super_offload`).
-        early_in_vain: those that have not, since the step before: it was clipped or skipped, gradients were dropped,
-            or somebody has changed what a step depends on.
     """
 
     applied: bool
@@ -87,8 +83,6 @@ class StepReport:
     spike: Spike | None = None
     samples: int = 0
     loss: torch.Tensor | None = None
-    early: int = 0
-    early_in_vain: int = 0
 
 
 @dataclass(frozen=True)
@@ -503,7 +497,6 @@ class TrainStep:
         self._unscaled = False
         self._window = self._new_window()
         sharded.end_window(report.applied)
-        report = self._count_early(report)
         self.last_step, self.applied = report, report.applied
         self._tell_overflow(not report.applied)
         searched = overflow is not None and self._searched(overflow)
@@ -585,13 +578,6 @@ class TrainStep:
     def _searched(self, overflow: OverflowReport) -> bool:
         """Whether an overflow is nothing but a step of the search for a loss scale."""
         return self.loss_scaler is not None and overflow.phase != "forward" and not self.loss_scaler.exhausted
-
-    def _count_early(self, report: StepReport) -> StepReport:
-        early = self._sharded.early
-        if early is None:
-            return report
-        kept, lost = early.counted()
-        return replace(report, early=kept, early_in_vain=lost)
 
     def _rates(self) -> list[float]:
         return [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
@@ -833,17 +819,6 @@ class TrainStep:
         """
         ranks = self._sharded.domain.world if self._averages else 1
         return ranks * self._batches.steps * self._scale_of_sums()
-
-    def likely_factor(self) -> float | torch.Tensor | None:
-        """See `shardwise.zero.passes.driver.Driver`; the sum of the weights of all ranks is not known before."""
-        if self._pass_weight is not None or self._window.weighted:
-            return None
-        factor, clip = self._factor(None), float(self._config.gradient_clipping)
-        return (
-            self._sharded.clip_factor(torch.zeros((), dtype=torch.float64, device="cpu"), clip) * factor
-            if clip
-            else factor
-        )
 
     def gradient_factor(self) -> float | torch.Tensor:
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""

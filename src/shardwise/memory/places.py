@@ -72,9 +72,6 @@ class Stored(Protocol):
         copies that read what it is going to write.
         """
 
-    def exchange(self, other: Any) -> None:
-        """Let each have what the other one has stored, which is in the same place and as large; neither is lent."""
-
 
 class StateHome(Protocol):
     """A place for tensors of one device.
@@ -460,18 +457,6 @@ class Loans:
         """
         return self.spare if self.home.lags and loan.given and not loan.stored.staged else None
 
-    def stored(self, tensor: torch.Tensor) -> Stored | None:
-        """Return what has the values of a tensor; None if it has memory of its own."""
-        loan = self._kept.get(id(tensor.untyped_storage()))
-        return None if loan is None else loan.stored
-
-    def exchange(self, tensor: torch.Tensor, other: Stored) -> None:
-        """Let a tensor that lives in the place have what `other`, which nobody lends, has stored; vice versa."""
-        loan = self._kept[id(tensor.untyped_storage())]
-        loan.stored.exchange(other)
-        self._count_held(loan)
-        loan.view = None
-
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values of a tensor for the host to read and write, where they are stored (if `home.at_hand`)."""
         loan = self._kept.get(id(tensor.untyped_storage()))
@@ -484,8 +469,8 @@ class Loans:
 
     def shared(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the values of a tensor where they are stored, for the host to keep; see `Stored.shared`."""
-        stored = self.stored(tensor)
-        return tensor if stored is None else stored.shared().view(tensor.dtype).view(tensor.shape)
+        loan = self._kept.get(id(tensor.untyped_storage()))
+        return tensor if loan is None else loan.stored.shared().view(tensor.dtype).view(tensor.shape)
 
     @contextlib.contextmanager
     def lent_out(self, *, read: bool = True, written: bool) -> Iterator[None]:

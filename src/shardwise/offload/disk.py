@@ -288,13 +288,6 @@ class _Kept:
         """Nor shared."""
         return self.in_place()
 
-    def exchange(self, other: _Kept) -> None:
-        """See `Stored.exchange`."""
-        for kept in (self, other):
-            kept._drop_near()
-        self._extent, other._extent = other._extent, self._extent
-        self._unwritten, other._unwritten = other._unwritten, self._unwritten
-
     def copy_to(self, target: torch.Tensor) -> None:
         """See `Stored.copy_to`."""
         flat = target.view(-1).view(torch.uint8)

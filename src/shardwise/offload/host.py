@@ -100,12 +100,6 @@ class _Kept:
         self._is_shared = True
         return self.in_place()
 
-    def exchange(self, other: _Kept) -> None:
-        """See `Stored.exchange`."""
-        self.in_place()
-        other.in_place()
-        self._memory, other._memory = other._memory, self._memory
-
     def copy_to(self, target: torch.Tensor) -> None:
         """See `Stored.copy_to`."""
         self.finish()

@@ -150,7 +150,6 @@ class UnitBuilder:
                 accumulate_dtype=self._policy.accumulation_dtype(layout.dtype),
                 accountant=self._accountant,
                 homes=homes,
-                shares=not self._plan.steps_early,
                 label=spec.name,
             )
             sections.append(section)

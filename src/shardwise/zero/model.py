@@ -65,7 +65,6 @@ from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
 from shardwise.zero.units.unit import SectionMemory, Unit, UnitState
 from shardwise.zero.updates.communicated import CommunicatedUpdate
 from shardwise.zero.updates.cut import CutTensors
-from shardwise.zero.updates.early import EarlySteps
 from shardwise.zero.updates.interrupted import Interruptions
 from shardwise.zero.updates.owned import MixedUpdate, WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
@@ -120,7 +119,6 @@ class ShardedModel:
         client_groups: the parameters that each of the optimizer's groups had before the engine.
         sums: forms norms of gradients and sums that travel with them; None for a model that is only evaluated.
         owners: the part of `update` that steps whole tensors; None if there is none.
-        early: steps units before the step comes; None: nothing does.
         plain: averages gradients that are left in `.grad`; None: there is an optimizer, or they are dropped.
         copied: behind copies of what the optimizer steps that somebody has begun; None: there are none.
         wholes: puts tensors together of which ranks have parts.
@@ -170,7 +168,6 @@ class ShardedModel:
         self.stepping = stepping
         self.update: Update | None = None
         self.owners: WholeUpdate | None = None
-        self.early: EarlySteps | None = None
         specs = find_units(module, self.registry, plan.unit_cap, leaves, self._sizes(domains))
         self.numbering = Numbering(self.registry, specs, domains, self.comm)
         self.wholes = Wholes(self.registry, self.numbering, self.comm, accountant)
@@ -227,8 +224,6 @@ class ShardedModel:
         self.sums: GradientSums | None = None
         if self.update is not None:
             self.update.bind()
-            if plan.steps_early:
-                self.early = self._step_early(self.update)
             for unit in sharded:
                 unit.take_over = self._take_over
                 unit.await_copies = self.await_copies
@@ -245,7 +240,6 @@ class ShardedModel:
                 update=self.update,
                 driver=self._driver,
                 presence=self.presence,
-                early=self.early,
             )
             self.gatherer.reducer = self.reducer
             self.sums = GradientSums(self.units, self.numbering, self.comm, device, accountant, self.reducer)
@@ -356,16 +350,6 @@ class ShardedModel:
             return whole, whole
         return MixedUpdate(segments, whole), whole
 
-    def _step_early(self, update: Update) -> EarlySteps | None:
-        """Have units stepped while the backward pass still runs, where that can be done."""
-        if isinstance(update, SegmentUpdate) and not self.stepping.norms:
-            return update.step_early()
-        warn_once(
-            f"offload_optimizer.super_offload has no effect: {type(self.optimizer).__name__} steps whole tensors, or "
-            "asks for their norms, for which all gradients have to be there"
-        )
-        return None
-
     def _check_owners(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raise for parameters that the optimizer has and the model has not: no rank would ever step them."""
         for number, group in enumerate(groups):
@@ -461,8 +445,6 @@ class ShardedModel:
         """
         if isinstance(factor, float) and factor == 1.0:
             return
-        if self.early is not None:
-            self.early.drop()
         if self.reducer is not None and self.reducer.local:
             for own in self.reducer.own_gradients():
                 own.mul_(factor)
@@ -910,8 +892,6 @@ class ShardedModel:
             tensors: views of what this rank keeps, each with what stands for it.
             use: is called with what stands for those that are there now.
         """
-        if self.early is not None:
-            self.early.settle()
         away = [loans for unit in self.units for section in unit.sections for loans in section.away]
         away += [loans for loans, _ in self.owners.borrowing()] if self.owners is not None else []
         lenders = {storage: loans for loans in away for storage in loans.storages}
@@ -945,8 +925,6 @@ class ShardedModel:
             written: False: it is only read.
         """
         self.presence.require("the engine's state cannot be read or written")
-        if self.early is not None:
-            self.early.drop() if written else self.early.settle()
         wanted: list[Borrowed] = []
         for unit in self.units if units is None else units:
             wanted += unit.borrowing()
@@ -1127,8 +1105,6 @@ class ShardedModel:
         self.gatherer.let_go()
         self.finish_gathers()
         self.await_copies()
-        if self.early is not None:
-            self.early.settle()
         if OffloadStateTypeEnum.lp_params in kinds:
             self._meet("offload_states()")
         self._states.offload(kinds, pinned=pinned, wait=wait)
@@ -1300,7 +1276,7 @@ class ShardedModel:
         self.gatherer.close()
         self._states.close()
         self.reducer = None
-        self.channel = self.sums = self.early = None
+        self.channel = self.sums = None
         self._section_of = {}
 
 

@@ -72,8 +72,7 @@ class OffloadOptimizer(ConfigSection):
     )
     super_offload: bool = key(
         False,
-        "Step units on the host as soon as their gradients are there, while the backward pass still runs, on a copy of "
-        "master weights and state beside them. It is taken over if the step neither clips nor is skipped; same bits.",
+        "Step units on the host while the backward pass still runs (SuperOffload).",
     )
     cpuadam_cores_perc: float = key(
         0.8,

@@ -22,9 +22,6 @@ class Driver(Protocol):
     def gradient_factor(self) -> float | torch.Tensor:
         """Return what turns accumulated sums into the gradient (all ranks call)."""
 
-    def likely_factor(self) -> float | torch.Tensor | None:
-        """Return what the step will multiply gradients by if it neither clips nor is skipped; None: it is not known."""
-
     def backward_begins(self) -> None:
         """A backward pass begins (all ranks call)."""
 
@@ -45,7 +42,7 @@ class Alone:
         """See `Driver`."""
         return 1.0
 
-    gradient_factor = likely_factor = reduction_scale
+    gradient_factor = reduction_scale
 
     def backward_begins(self) -> None:
         """See `Driver`."""

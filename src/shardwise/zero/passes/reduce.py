@@ -51,7 +51,6 @@ from shardwise.zero.units.peaks import ReductionSizes, reduced_alone
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import Presence
 from shardwise.zero.units.unit import SectionMemory, Unit
-from shardwise.zero.updates.early import EarlySteps
 from shardwise.zero.updates.update import Update
 
 
@@ -71,7 +70,6 @@ class Reducer:
         update: steps what is reduced here.
         driver: knows where in a window a pass is.
         presence: knows whether state has been moved off the device.
-        early: steps units whose gradients are complete; None: nothing does before the step.
 
     Attributes:
         watching: keep whether this rank's gradients were finite when they were sent, of the unit that is reduced last;
@@ -98,7 +96,6 @@ class Reducer:
         update: Update,
         driver: Driver,
         presence: Presence,
-        early: EarlySteps | None = None,
     ) -> None:
         self.domain = domain
         self.accountant = accountant
@@ -111,7 +108,6 @@ class Reducer:
         self.compressor = compressor if domain.world > 1 else None
         self.gatherer, self.update, self.driver = gatherer, update, driver
         self._presence = presence
-        self._early = early
         self.local = False
         self.order_is_traced = False
         self._own: dict[int, torch.Tensor] = {}
@@ -141,7 +137,6 @@ class Reducer:
         self._in_flight: deque[_Flight] = deque()
         self._onward: tuple[UnitGradients, Chain, Sequence[SectionMemory]] | None = None
         self._replicating: list[Link] = []
-        self._incomplete: list[UnitGradients] = []  # of which these are
         self._returned: UnitGradients | None = None  # what has just been given back, and may still be being stored
         self._stretches = Stretches("backward")
         self._hooks: list[Any] = []
@@ -227,8 +222,6 @@ class Reducer:
         self.brought = False
         self.boundary = self.driver.reduces_now()
         self._settle_local()
-        if self._early is not None:
-            self._early.drop()  # gradients are added to
         self._next = 0
         for gradients in self.gradients.values():
             gradients.begin(used=self.gatherer.used(gradients.unit), outside=outside)
@@ -278,8 +271,6 @@ class Reducer:
             for handle in self._replicating:
                 handle.wait()
         self._replicating = []
-        while self._incomplete:
-            self._offer(self._incomplete.pop(0))
         self._settle_returned()
         self.partial = False
 
@@ -589,7 +580,6 @@ class Reducer:
                 assert isinstance(buffer, torch.Tensor)
                 self._fill_gaps(gradients, gradients.unit.sections[place], buffer)
         gradients.free()
-        self._offer(gradients)
 
     def _start_reduction(self, gradients: UnitGradients) -> None:
         self._next += 1
@@ -852,10 +842,6 @@ class Reducer:
             links.append(domain.reduce(launches))
         if not gradients.lends:
             self._replicating += links
-            if links and domain.world > 1:
-                self._incomplete.append(gradients)
-            else:
-                self._offer(gradients)
             return
         with self.gatherer.parked():
             for link in links:
@@ -867,14 +853,6 @@ class Reducer:
         # What is stored may take as long as the next unit's reduction.
         self._settle_returned()
         self._returned = gradients
-        self._offer(gradients)
-
-    def _offer(self, gradients: UnitGradients) -> None:
-        """The gradient of a unit is complete."""
-        if self._early is not None and self.boundary:
-            factor = self.driver.likely_factor()
-            if factor is not None:
-                self._early.offer(gradients.unit.index, factor)
 
     def _settle_returned(self) -> None:
         if self._returned is not None:
@@ -957,8 +935,6 @@ class Reducer:
 
     def clear(self) -> None:
         """Start a new step: what is accumulated counts no more, and its memory is given back (or kept, if so asked)."""
-        if self._early is not None:
-            self._early.drop()
         self.partial = False
         self._own = {}
         for gradients in self.gradients.values():

@@ -60,7 +60,6 @@ class Plan:
             but a script must not find that out only when it gets a second one.
         over: over which dimensions of the mesh state is divided.
         where: in which places it lives.
-        steps_early: what the host steps is stepped while the backward pass still runs.
         unit_cap: largest number of elements in a unit (a larger parameter is a unit of its own).
         prefetch: whether the next unit is gathered while the current one computes.
         prefetch_elements: how many elements may be on their way beyond the next unit.
@@ -84,7 +83,6 @@ class Plan:
     quantized_weights: bool = False
     secondary: int = 1
     where: Where = ALL_ON_DEVICE
-    steps_early: bool = False
 
     @property
     def shard_optimizer(self) -> bool:
@@ -156,7 +154,6 @@ class Plan:
             quantized_weights=bool(row.parameters) and zero.zero_quantized_weights,
             secondary=int(zero.zero_hpz_partition_size) if row.parameters else 1,
             where=where,
-            steps_early=zero.offload_optimizer is not None and zero.offload_optimizer.super_offload,
         )
 
 

@@ -102,7 +102,6 @@ class SectionMemory:
         accumulate_dtype: of the gradient.
         accountant: is told about the buffers.
         homes: where its state lives.
-        shares: masters may be the parameters' own memory where both live on the host.
         label: the unit's name.
 
     Attributes:
@@ -127,7 +126,6 @@ class SectionMemory:
         accumulate_dtype: torch.dtype,
         accountant: Accountant,
         homes: Homes = ALL_AT_HAND,
-        shares: bool = True,
         label: str = "",
     ) -> None:
         self.layout = layout
@@ -143,7 +141,7 @@ class SectionMemory:
         self.gradient_loans = Loans(homes.gradients, accountant, label)
         self.shard_loans, self.second_loans = (Loans(homes.parameters, accountant, label) for _ in range(2))
         alike = not layout.whole and levels.optimizer == levels.parameters
-        self._shares = shares and alike and self._in_place(self.shard_loans)
+        self._shares = alike and self._in_place(self.shard_loans)
         self.full = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         self.sharded = levels.parameters > 0 or self.shard_loans.away
         self.master_start, self.master_stop = layout.range_of(domain.place, levels.optimizer)

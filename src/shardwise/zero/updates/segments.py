@@ -28,7 +28,6 @@ from shardwise.registry import Registry
 from shardwise.zero.units.layout import Lane, ShardSlice
 from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.unit import SectionMemory, Unit
-from shardwise.zero.updates.early import EarlySteps
 from shardwise.zero.updates.parts import Origins, Part, Segment, flat_optimizer
 from shardwise.zero.updates.returning import Outputs
 from shardwise.zero.updates.update import (
@@ -60,7 +59,6 @@ class SegmentUpdate(ReducedUpdate):
         norms: the optimizer asks for norms of whole tensors.
 
     Attributes:
-        early: steps units before the step comes; None: nothing does.
     """
 
     def __init__(
@@ -89,9 +87,7 @@ class SegmentUpdate(ReducedUpdate):
         self._runs: dict[int, list[tuple[SectionMemory, ShardSlice, nn.Parameter]]] = {}
         self._everything = Part([], self._segments, self._origins)
         self._parts: list[tuple[Part, list[Borrowed]]] = []  # of the same, unit by unit, with what has to be lent
-        self.early: EarlySteps | None = None
         self._stepped: set[int] = set()  # numbers of parts, in a step that has not been ended
-        self._taken: set[int] = set()  # those that have been stepped early
         self._near_factor: tuple[torch.Tensor, torch.Tensor] | None = None  # of a step, as it is and on the host
         self._begun = contextlib.ExitStack()
 
@@ -243,7 +239,7 @@ class SegmentUpdate(ReducedUpdate):
         """See `Update.coming`: master weights and state of the first part, if they will be stepped."""
         with self._begun:
             left = [one for number, one in enumerate(self._parts) if number not in self._stepped]
-            if left and self.early is None:
+            if left:
                 part, wanted = left[0]
                 for loans, _ in wanted:
                     if any(loans is section.optimizer_loans for section in part.sections):
@@ -255,34 +251,19 @@ class SegmentUpdate(ReducedUpdate):
         """Step all segments and write the results into the parameters' memory.
 
         If something has to be lent, or brought back to the device, that is done unit by unit, where the optimizer can
-        be stepped so. What has been stepped early is only written into the parameters' memory.
+        be stepped so.
         """
-        done = self._taken
-        if self.early is not None:
-            done |= self.early.take(factor)
-        if not done and not self._stepped and not (self._apart and self._splits(optimizer)):
+        if not self._stepped and not (self._apart and self._splits(optimizer)):
             self.step_at_once(optimizer, factor)
             return
         self._outputs.make_room([part.sections for part, _ in self._parts])
 
         def step(number: int) -> None:
-            if number in done:
-                self._write_out(self._parts[number][0])
-                self._stepped.add(number)
-            else:
-                with named("step", self.units[number].name):
-                    self._step_alone(optimizer, factor, number)
+            with named("step", self.units[number].name):
+                self._step_alone(optimizer, factor, number)
 
-        parts = [
-            (number, _not_stepped(part, wanted) if number in done else wanted)
-            for number, (part, wanted) in enumerate(self._parts)
-            if number not in self._stepped
-        ]
+        parts = [(number, wanted) for number, (_, wanted) in enumerate(self._parts) if number not in self._stepped]
         in_turn(parts, step, self._begun)
-        flat = flat_optimizer(optimizer)
-        if flat is not None and len(done) == len(self._parts):
-            # Hooks and what counts the steps run once at least.
-            flat.step_flat(factor=factor, gradients=[], outputs=[], origins=[])
         self.hold_state()
 
     def step_at_once(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
@@ -345,12 +326,11 @@ class SegmentUpdate(ReducedUpdate):
 
     def progress(self) -> tuple[int, int]:
         """See `Update.progress`."""
-        return len(self._stepped | self._taken), len(self._parts)
+        return len(self._stepped), len(self._parts)
 
     def end_step(self) -> None:
         """See `Update.end_step`."""
         self._stepped.clear()
-        self._taken.clear()
         self._near_factor = None
 
     def _step_alone(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, number: int) -> None:
@@ -492,8 +472,6 @@ class SegmentUpdate(ReducedUpdate):
 
     def clear_state(self) -> None:
         """See `Update.clear_state`."""
-        if self.early is not None:
-            self.early.forget_copies()
         self.optimizer.state.clear()
         for part, _ in self._parts:
             self._keep_state(part)
@@ -510,8 +488,6 @@ class SegmentUpdate(ReducedUpdate):
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
         """See `Update.make_state`."""
-        if self.early is not None:
-            self.early.drop()
         for section, _, segment in self._runs.get(index, ()):
             tensor = self.registry[index]
             state = self.optimizer.state[segment]
@@ -523,15 +499,8 @@ class SegmentUpdate(ReducedUpdate):
                 section.optimizer_loans.keep(Category.OPTIMIZER, state[key])
             hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
 
-    def step_early(self) -> EarlySteps:
-        """Have units stepped as soon as their gradients are there; return what does that."""
-        self.early = EarlySteps(self.optimizer, {n: part for n, (part, _) in enumerate(self._parts)}, self._accountant)
-        return self.early
-
     def detach(self) -> None:
         """See `Update.detach`."""
-        if self.early is not None:
-            self.early.close()
 
     def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
         """See `Update.own_masters`: all belong to sections."""
@@ -563,9 +532,3 @@ class SegmentUpdate(ReducedUpdate):
         for section in unit.trainable:
             if not section.layout.whole:
                 section.publish()
-
-
-def _not_stepped(part: Part, wanted: Sequence[Borrowed]) -> list[Borrowed]:
-    """Return what has to be lent of a part that is only written into the parameters' memory."""
-    shards = [section.shard_loans for section in part.sections]
-    return [(loans, written) for loans, written in wanted if any(loans is shard for shard in shards)]
