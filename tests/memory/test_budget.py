@@ -282,45 +282,6 @@ def test_a_limit_that_is_exceeded_in_training(monkeypatch: pytest.MonkeyPatch) -
         start()
 
 
-def activations_told(limit: str, offload: dict[str, Any], rows: int) -> tuple[list[str], int]:
-    """Take two steps with a batch; return the warnings, and how many plans were made after the engine."""
-    said: list[str] = []
-    plans = 0
-
-    def counted(*args: Any, **kwargs: Any) -> Planner:
-        nonlocal plans
-        plans += 1
-        return Planner(*args, **kwargs)
-
-    engine = start({"stage": 1, **offload}, memory_limits={"host": limit})
-    with (
-        mock.patch("shardwise.engine.activated.Planner", counted),
-        mock.patch("shardwise.engine.memory.logger.warning", lambda form, text: said.append(form % text)),
-    ):
-        for _ in range(2):
-            engine.backward(engine(torch.ones(rows, WIDTH)).square().mean())
-            engine.step()
-    engine.destroy()
-    return said, plans
-
-
-def test_activations_that_do_not_fit_are_told_before_the_first_update() -> None:
-    """2048 rows take 40 MiB in eight blocks, of which the plan without a batch knows nothing."""
-    ((said, plans),) = run_ranks(activations_told, 1, "32MiB", {}, 2048)
-    (text,) = said
-    assert plans == 1
-    assert text.startswith("rank 0: memory will not last") and "device and host: " in text
-    assert "MiB of activations, and 32.00 MiB are there (memory_limits.host)" in text
-    assert "activations" in text and "stage" in text and "The first line is the setting that does not." in text
-    assert "cheapest setting that fits" in text or "No setting that was looked at is known to fit" in text
-    assert run_ranks(activations_told, 1, "8GiB", {}, 2048) == [([], 0)]
-
-
-def test_one_rank_tells_of_the_activations_of_all() -> None:
-    (said, _), (others, _) = run_ranks(activations_told, 2, "64MiB", {}, 2048)
-    assert len(said) == 1 and "device and host for 2 ranks: " in said[0] and not others
-
-
 # -- what a step moves -------------------------------------------------------------------------------------------------
 
 

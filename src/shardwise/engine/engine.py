@@ -496,8 +496,6 @@ class Engine(ConfigGetters, nn.Module):
                 self._tensors.compare_inputs(self.module, inputs, kwargs)
             self._sequences.compare(self.module, self._run_plainly, inputs, kwargs)
         self._memory.remember_call(inputs, kwargs)
-        if own:
-            self._memory.forward_begins()
         try:
             with (
                 self.sharded.interruptions.watching(in_pass=True),
@@ -572,7 +570,6 @@ class Engine(ConfigGetters, nn.Module):
         _check_scalar(loss, "engine.backward(loss)")
         if not loss.requires_grad:
             raise UsageError(f"engine.backward(loss): the loss does not require a gradient; {self._no_gradient()}")
-        self._memory.backward_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.backward()", graph=True))
         with (
             self._step.passing(loss, weight, scale_wrt_gas) as roots,
@@ -651,7 +648,6 @@ class Engine(ConfigGetters, nn.Module):
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
         if self._tensors is not None:
             self._tensors.step_begins()
-        self._memory.step_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
         watched = self.sharded.interruptions.watching(in_pass=False)
         try:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.compat import never_compiled, transforming
-from shardwise.engine.activated import FirstActivations
 from shardwise.engine.exhausted import Circumstances, over_limit, room_for, rooms_at
 from shardwise.engine.plans import MemoryPlans, Planner, Setting, Subject
 from shardwise.errors import UsageError
@@ -24,7 +23,6 @@ from shardwise.memory import (
     shapes_of,
 )
 from shardwise.memory.report import readable
-from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -84,9 +82,6 @@ class MemoryReporting:
         self._faults = faults
         self._last_call: Call | None = None
         self._last_signature: tuple[Any, ...] | None = None
-        self._first: FirstActivations | None = None
-        if budget is not None and budget.checks and sharded.update is not None:
-            self._first = FirstActivations(budget.checks, self.accountant, self.device, job.rank)
 
     def memory_report(
         self, sample_batch: Any = None, *, loss: Callable[[Any], torch.Tensor] | None = None
@@ -210,25 +205,6 @@ class MemoryReporting:
         limit = self._resolution.config.memory_limits.device
         if limit is not None and self.accountant.peak_total > limit:
             raise over_limit(self.circumstances(f"step {self._step.global_steps}"), limit)
-
-    def forward_begins(self) -> None:
-        """The module is called for training."""
-        if self._first is not None:
-            self._first.forward_begins()
-
-    def backward_begins(self) -> None:
-        """All that a backward pass needs is there."""
-        if self._first is not None:
-            self._first.backward_begins()
-
-    def step_begins(self) -> None:
-        """Warn, once, if activations have turned out to be more than what was planned leaves room for."""
-        if self._first is None or not self._first.known:
-            return
-        first, self._first = self._first, None
-        warning = first.told(lambda: self.circumstances("the first step"))
-        if warning is not None:
-            logger.warning("%s", warning)
 
     def close(self) -> None:
         """Watch the memory of the machine no more."""
