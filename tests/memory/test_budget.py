@@ -327,7 +327,7 @@ def test_planned_bytes_are_those_of_the_files(
 
 def test_the_cost_is_told_before_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     place = {"device": "nvme", "nvme_path": str(tmp_path)}
-    limits = {"disk": "1GB", "disk_endurance": "600TB"}
+    limits = {"disk": "1GB"}
     with (
         mock.patch.object(budget, "WORTH_MEASURING", 1),
         mock.patch.object(speed, "MEASURED", 1 << 20),
@@ -335,10 +335,9 @@ def test_the_cost_is_told_before_training(tmp_path: Path, caplog: pytest.LogCapt
     ):
         engine = start({"stage": 1, "offload_optimizer": place}, memory_limits=limits)
     (traffic,) = engine.memory_budget.traffic
-    assert str(traffic) in caplog.text and "rated for 600 TB lasts" in str(traffic)
+    assert str(traffic) in caplog.text
     moved = engine.memory_report().moved["disk"]
     assert (traffic.read, traffic.written) == (moved["read"], moved["written"])
     assert traffic.seconds == pytest.approx(traffic.read / traffic.read_speed + traffic.written / traffic.write_speed)
-    assert traffic.days == pytest.approx(600e12 / (traffic.written / traffic.seconds * 86400))
     assert Tier.DISK.value == traffic.tier and not list(tmp_path.iterdir())
     engine.destroy()

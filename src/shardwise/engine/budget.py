@@ -31,7 +31,7 @@ from shardwise.engine.plans import (
     search,
 )
 from shardwise.engine.stepping import stepping_of
-from shardwise.engine.traffic import RATED, Traffic
+from shardwise.engine.traffic import Traffic
 from shardwise.errors import OffloadError
 from shardwise.memory import (
     Accountant,
@@ -193,7 +193,7 @@ def make(subject: Subject, job: Communicator) -> Budget:
             if check.needed > NEAR * check.there:
                 logger.warning("memory will be short, before activations are counted: %s", check)
     moved = [{tier: tuple(sizes) for tier, sizes in each["moved"].items()} for each in told]
-    traffic = _traffic(config, subject.device, job, moved, plan, nodes)
+    traffic = _traffic(config, subject.device, job, moved, plan)
     return Budget(tuple(checks), tuple(each["planned"] for each in told), processes, here, traffic)
 
 
@@ -446,7 +446,6 @@ def _traffic(
     job: Communicator,
     moved: Sequence[dict[str, tuple[int, ...]]],
     plan: MemoryPlan | None,
-    nodes: Sequence[str],
 ) -> tuple[Traffic, ...]:
     """Measure what is worth it, on all ranks at the same time, and tell what a step takes longer."""
     found = []
@@ -459,12 +458,8 @@ def _traffic(
         slowest = [min(speed[side] for speed in speeds if speed is not None) for side in (0, 1)] if any(speeds) else []
         if not slowest:
             continue
-        busiest = max(
-            (sum(sizes[rank][1] for rank, other in enumerate(nodes) if other == node) for node in nodes), default=0
-        )
-        rated, assumed = rating(config, directory) if tier is Tier.DISK else (None, False)
         read, written = max(sizes, key=sum)
-        traffic = Traffic(tier.value, read, written, slowest[0], slowest[1], busiest, rated, assumed)
+        traffic = Traffic(tier.value, read, written, slowest[0], slowest[1])
         found.append(traffic)
         if job.rank == 0:
             logger.info("%s", traffic)
@@ -482,12 +477,3 @@ def _measured(config: Config, device: torch.device, tier: Tier, directory: Path 
     except OffloadError as error:
         logger.warning("the disk was not measured: %s", error)
         return None
-
-
-def rating(config: Config, directory: Path | None) -> tuple[int | None, bool]:
-    """Return how many bytes the disk of a directory may be written, and whether that is assumed."""
-    given = config.memory_limits.disk_endurance
-    if given is not None:
-        return given, False
-    limit = None if directory is None else disk_limit(directory)
-    return (None, False) if limit is None else (RATED * limit.total, True)

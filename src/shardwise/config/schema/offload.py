@@ -146,7 +146,3 @@ class MemoryLimits(ConfigSection):
         None,
         "End the job with a table before the memory of the machine is used up; null: if state lives in it.",
     )
-    disk_endurance: Size | None = key(
-        None,
-        "Bytes that the disk is rated for (TBW), for the estimate of its life; null: 600 times its size.",
-    )

@@ -164,7 +164,7 @@ def _elsewhere(one: SettingPlan, speeds: tuple[float, float] | None, unit: str, 
     for tier, size in one.elsewhere.items():
         moved = one.moved.get(tier, {"read": 0, "written": 0})
         if tier == "disk" and speeds is not None:
-            costs = str(Traffic(tier, moved["read"], moved["written"], *speeds, moved["written"]))
+            costs = str(Traffic(tier, moved["read"], moved["written"], *speeds))
             yield f"stage {one.setting.stage}: {size / scale:.2f} {unit} on {costs}"
         else:
             sizes = f"reads {moved['read'] / scale:.2f} {unit} and writes {moved['written'] / scale:.2f} {unit}"
