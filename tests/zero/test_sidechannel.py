@@ -139,6 +139,34 @@ def test_what_is_no_message_is_refused_by_its_length() -> None:
     assert found == "rank 0 has sent a message of 4294967295 bytes; at most 4096 are allowed"
 
 
+def fetch_ahead() -> list[float]:
+    """Rank 0 has stepped, and asks rank 1 for values of that step before rank 1 has written them."""
+    engine = start(CASES["gpt"], Setting(stage=3))
+    channel, unit = engine.sharded.channel, engine.sharded.units[0]
+    found = []
+    if engine.job.rank == 0:
+        channel.shards_written(engine.sharded.domain.gathers.mark())
+        for section in unit.sections:
+            section.allocate()
+        dist.barrier()
+        channel.fetch(unit)
+        begin, end = unit.sections[0].layout.range_of(1, unit.level)
+        found = unit.sections[0].full[begin:end].unique().tolist()
+    else:
+        dist.barrier()
+        time.sleep(0.5)
+        unit.sections[0].shard.fill_(7.0)
+        channel.shards_written(engine.sharded.domain.gathers.mark())
+    dist.barrier()
+    engine.destroy()
+    return found
+
+
+def test_a_rank_that_is_a_step_ahead_gets_the_values_of_that_step() -> None:
+    """As on CUDA, where the host does not wait for collectives."""
+    assert run_ranks(fetch_ahead, 2, timeout=60)[0] == [7.0]
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
