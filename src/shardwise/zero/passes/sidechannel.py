@@ -16,7 +16,8 @@ its thread launch the gather on its behalf.
 
 *end*, *where*: a rank is in `destroy()`, which gathers everything once more. All ranks meet there through the store,
 where each compares itself with the first. A rank that waits for long tells the next few ranks that have not come, and
-asks them which collectives they have launched: one that it has not launched itself will never be answered.
+asks them which collectives they have launched: one that it has not launched itself will never be answered. The stall
+watchdog runs until then, and names ranks that do not come.
 
 On CUDA a shard is copied on a stream of its own, behind the mark that the shards are written: the stream of the pass
 may wait for a gather that the rank which asks has still to launch.
@@ -44,6 +45,8 @@ import torch
 
 from shardwise.comm import links
 from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Record, user_line
+from shardwise.comm.positions import Waiting
 from shardwise.comm.whereabouts import describe, publish_end
 from shardwise.compat import default_store
 from shardwise.device.streams import Mark, streams_of
@@ -193,6 +196,16 @@ class SideChannel:
         own = {"text": where[:_SAID], "launched": self.comm.launched, "phase": phase}
         with self._changed:
             self._own_end = own
+        # Not in the ledger: nothing is exchanged. The stall watchdog shows it.
+        now = time.perf_counter()
+        record = Record(
+            time.monotonic_ns(), "meeting", self.comm.name, 0, 0, "destroy()", user_line(), now, kind="end",
+            members=self.comm.members,
+        )  # fmt: skip
+        with Waiting(record, now):
+            return self._meet(own, cut_short=cut_short)
+
+    def _meet(self, own: dict[str, Any], *, cut_short: bool) -> str:
         begin = time.monotonic()
         ending = _Ending(f"{self._links.name}/end", self.comm.rank, self.comm.world)
         ending.come(own)
