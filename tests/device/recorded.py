@@ -69,7 +69,7 @@ def _noted(recorder: Recorder) -> Iterator[None]:
     @contextlib.contextmanager
     def noted_park(self: Gatherer) -> Iterator[None]:
         if PARKS:
-            recorder.say("park")
+            recorder.say("park", self._passes_back if self.phase.value == "backward" else 0)
         with parked(self):
             yield
         recorder.say("unpark")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.comm import links
+from shardwise.comm import links, stalls
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
 from shardwise.comm.ledger import Ledger
+from shardwise.comm.positions import Here
 from shardwise.device.recording import recording
 from shardwise.device.streams import streams_of
 from shardwise.errors import PeerLostError, ShardwiseError, UsageError
@@ -138,6 +140,34 @@ def garbled() -> str:
 def test_what_is_no_message_is_refused_by_its_length() -> None:
     found = run_ranks(garbled, 2)[1]
     assert found == "rank 0 has sent a message of 4294967295 bytes; at most 4096 are allowed"
+
+
+def fetch_ahead() -> list[float]:
+    """Rank 0 has stepped, and asks rank 1 for values of that step before rank 1 has written them."""
+    engine = start(CASES["gpt"], Setting(stage=3))
+    channel, unit = engine.sharded.channel, engine.sharded.units[0]
+    found = []
+    if engine.job.rank == 0:
+        channel.shards_written(engine.sharded.domain.gathers.mark())
+        for section in unit.sections:
+            section.allocate()
+        dist.barrier()
+        channel.fetch(unit)
+        begin, end = unit.sections[0].layout.range_of(1, unit.level)
+        found = unit.sections[0].full[begin:end].unique().tolist()
+    else:
+        dist.barrier()
+        time.sleep(0.5)
+        unit.sections[0].shard.fill_(7.0)
+        channel.shards_written(engine.sharded.domain.gathers.mark())
+    dist.barrier()
+    engine.destroy()
+    return found
+
+
+def test_a_rank_that_is_a_step_ahead_gets_the_values_of_that_step() -> None:
+    """As on CUDA, where the host does not wait for collectives."""
+    assert run_ranks(fetch_ahead, 2, timeout=60)[0] == [7.0]
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------
@@ -413,6 +443,31 @@ def test_modules_that_are_called_several_times_are_not_fetched_again_not_even_in
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------
+
+
+def destroys_first() -> tuple[str, bool]:
+    """Rank 1 comes late; return where rank 0 is meanwhile, as the stall watchdog reads it, and whether that runs."""
+    engine = start(CASES["gpt"], Setting(stage=3))
+    step(engine, 0)
+    here, found = Here(thread=threading.get_ident()), []
+    look = threading.Timer(0.5, lambda: found.append((str(here()), any(one.running for one in stalls._watching))))
+    if dist.get_rank():
+        time.sleep(1.0)
+    else:
+        look.start()
+    engine.destroy()
+    if dist.get_rank() == 0:
+        look.join()
+    assert not stalls._watching
+    return found[0] if found else ("", False)
+
+
+def test_a_rank_that_waits_in_destroy_is_watched() -> None:
+    where, watched = run_ranks(destroys_first, 2, timeout=60)[0]
+    assert re.fullmatch(
+        r"waits in meeting 'destroy\(\)' #0 for \d s, in engine\.destroy\(\) at .*_sidechannel.py:\d+", where
+    )
+    assert watched
 
 
 def fewer_batches(first: int, catch: bool) -> str:

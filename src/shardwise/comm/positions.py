@@ -462,9 +462,10 @@ class _Script:
             ours = ours or (_PACKAGE in file and not file.endswith(_API))
             inner = inner.f_back
         doing = _METHODS.get(method, f"engine.{method}()") if method else loader
-        call = None if called is None else _TorchCall.of(
-            called.f_code.co_name, called.f_locals, (id(called), called.f_lasti)
-        )  # fmt: skip
+        call = None
+        if called is not None:
+            name = _WAITING.get(called.f_code.co_name, called.f_code.co_name)
+            call = _TorchCall.of(name, called.f_locals, (id(called), called.f_lasti))
         return cls(line_of(frame), doing, call, blocked)
 
 
@@ -479,6 +480,8 @@ _THREADING, _QUEUE = f"{os.sep}threading.py", f"{os.sep}queue.py"
 _LOADERS = (os.path.join("torch", "utils", "data", ""), os.path.join(_PACKAGE, "data", ""))
 _METHODS = {"forward": "a forward pass"}
 _NO_WAITS = ("_", "get_", "is_")
+_WAITING = {"unwrap": "wait_tensor", "trigger_wait": "wait_tensor"}
+"""Methods of torch in which a functional collective is waited for, and the function that does."""
 
 
 def process_word() -> dict[str, Any]:

@@ -202,9 +202,9 @@ class _Player:
     """The host and the streams of one rank.
 
     Of what is said it understands: "launch" pass, place ... "launched": the gather at a place of a pass, which helpers
-    may launch earlier; "want" pass, place: the peers are asked to; "park" and "unpark": around a block in which helpers
-    may; "written" version, mark: shards are written then; "fetch" version: the host waits until helpers of all other
-    ranks have copied theirs, on the stream that the event names.
+    may launch earlier; "want" pass, place: the peers are asked to; "park" pass and "unpark": around a block in which
+    helpers may, for that pass only; "written" version, mark: shards are written then; "fetch" version: the host waits
+    until helpers of all other ranks have copied theirs, on the stream that the event names.
     """
 
     def __init__(self, rank: int, trace: Trace) -> None:
@@ -213,7 +213,7 @@ class _Player:
         self.queues: dict[str, deque[Event]] = defaultdict(deque)
         self.reached: set[int] = set()
         self.ended: set[tuple[str, int]] = set()
-        self.parked = False
+        self.parked: int | None = None
         self.asked: set[tuple[int, int]] = set()
         self.versions: dict[int, int] = {}
         self.waits: Event | None = None
@@ -247,9 +247,9 @@ class _Player:
     def _hears(self, event: Event, players: Sequence[_Player]) -> bool:
         """Take in what is said; return whether the host goes on."""
         if event.name == "park":
-            self.parked = True
+            (self.parked,) = event.numbers
         elif event.name == "unpark":
-            self.parked = False
+            self.parked = None
         elif event.name == "written":
             version, mark = event.numbers
             self.versions[version] = mark
@@ -293,10 +293,10 @@ class _Player:
 
     def help(self) -> bool:
         """Launch gathers that peers have asked for, if the host waits where helpers may; return whether any."""
-        if not (self.parked and self.waits is not None):
+        if self.parked is None or self.waits is None:
             return False
         moved = False
-        for number, place in sorted(self.asked):
+        for number, place in sorted(one for one in self.asked if one[0] == self.parked):
             early: list[Event] = []
             for bracket in _brackets(self.events):
                 if bracket[0].numbers[0] == number and bracket[0].numbers[1] <= place:

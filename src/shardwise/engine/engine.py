@@ -1526,6 +1526,7 @@ class Engine(ConfigGetters, nn.Module):
         try:
             self.sharded.close()
         finally:
+            self._faults.end_watch()
             self._profiling.close()
             self._activations.close()
             for shared in (self._sequences, self._tensors):

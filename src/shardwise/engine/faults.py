@@ -363,13 +363,16 @@ class FaultTolerance:
 
     def end(self) -> None:
         """Give signals back, and remove copies that nobody else would, unless a failure makes them the way to go on."""
-        if self._stalls is not None:
-            stop_watching(self._stalls)
-            self._stalls = None  # it asks this object where the script is
         self._signals.close()
         if sys.exc_info()[0] is None:
             self._remove_copies()
         self.copies = None
+
+    def end_watch(self) -> None:
+        """Stop the stall watchdog, when this rank has waited for the others for the last time."""
+        if self._stalls is not None:
+            stop_watching(self._stalls)
+            self._stalls = None  # it asks this object where the script is
 
     def _remove_copies(self) -> None:
         section = self._resolution.config.checkpoint.memory_copies

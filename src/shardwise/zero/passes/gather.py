@@ -544,6 +544,8 @@ class Gatherer:
     def _fetch(self, unit: Unit) -> None:
         """Bring the values of a unit from the peers' shards, without a collective."""
         assert self._channel is not None
+        if unit.state is UnitState.GATHERING:
+            self._gathers.leave()  # it goes on into memory that is given back, and reads the shard
         for section in unit.sections:
             section.allocate()
         self._channel.fetch(unit)

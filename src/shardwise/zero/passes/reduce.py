@@ -404,7 +404,7 @@ class Reducer:
             joined = self._launches and section.domain.world == 1 and self._single and not self.local
             buffer = Pieces(section.places, dtype, joined=True) if joined else section.whole_gradient
         else:
-            if (not self.boundary or self.local or gradients.accumulated) and self._in_flight_alone():
+            if self._waits_alone(gradients):
                 # A lossy reduction may wait for peers that wait for gathers.
                 self.gatherer.launch_through(gradients.unit)
                 if self._next < len(self._order):
@@ -477,8 +477,10 @@ class Reducer:
             return False
         return self.watches_all or gradients is self._order[-1]
 
-    def _in_flight_alone(self) -> bool:
-        return any(flight.gradients.unit.index in self.alone for flight in self._in_flight)
+    def _waits_alone(self, gradients: UnitGradients) -> bool:
+        """Whether memory for gradients of a unit is taken only when reductions under way have ended; see `alone`."""
+        accumulates = not self.boundary or self.local or gradients.accumulated
+        return accumulates and any(flight.gradients.unit.index in self.alone for flight in self._in_flight)
 
     def _prepare(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> torch.Tensor:
         """Return a flat buffer, which is complete, as it is to be sent."""
@@ -545,7 +547,9 @@ class Reducer:
 
     def _launch(self, gradients: UnitGradients) -> None:
         self.gatherer.launch_through(gradients.unit)
-        self._land(self._ahead)
+        # Not in `_buffer`, on the stream of reductions: memory that they read belongs to the computing stream.
+        lacks = any(s.layout.trainable and n not in gradients.buffers for n, s in enumerate(gradients.unit.sections))
+        self._land(0 if lacks and self._waits_alone(gradients) else self._ahead)
         self._flatten(gradients)
         if not self._exchanges and self._in_place(gradients):
             with named("reduce", gradients.unit.name):

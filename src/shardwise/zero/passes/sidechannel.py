@@ -6,8 +6,9 @@ blocked elsewhere.
 
 *fetch*: a rank needs a released unit once more than ever before in a pass (a shared layer met for the first time, a
 router that picks a layer twice). The peers' threads answer with their shards, which do not change while any rank is
-inside a pass, because no rank can step before all have finished their backward pass. A shard goes in chunks from where
-it lies to where it belongs; nothing is held twice.
+inside a pass, because no rank can step before all have finished their backward pass. Where the host does not wait for
+collectives, the rank that asks may be a step ahead: a peer answers when it has launched that step. A shard goes in
+chunks from where it lies to where it belongs; nothing is held twice.
 
 *want*: a rank waits for a gather while reductions that come earlier in the agreed order are still to be launched here.
 A peer that waits for such a reduction would never launch the gather: each would wait for the other. The message lets
@@ -15,7 +16,8 @@ its thread launch the gather on its behalf.
 
 *end*, *where*: a rank is in `destroy()`, which gathers everything once more. All ranks meet there through the store,
 where each compares itself with the first. A rank that waits for long tells the next few ranks that have not come, and
-asks them which collectives they have launched: one that it has not launched itself will never be answered.
+asks them which collectives they have launched: one that it has not launched itself will never be answered. The stall
+watchdog runs until then, and names ranks that do not come.
 
 On CUDA a shard is copied on a stream of its own, behind the mark that the shards are written: the stream of the pass
 may wait for a gather that the rank which asks has still to launch.
@@ -43,6 +45,8 @@ import torch
 
 from shardwise.comm import links
 from shardwise.comm.communicator import Communicator
+from shardwise.comm.ledger import Record, user_line
+from shardwise.comm.positions import Waiting
 from shardwise.comm.whereabouts import describe, publish_end
 from shardwise.compat import default_store
 from shardwise.device.streams import Mark, streams_of
@@ -97,6 +101,7 @@ class SideChannel:
         self._copying = self._streams.make("answers")
         self._written: dict[int, Mark] = {}
         self._version = 0
+        self._held: set[_Peer] = set()  # peers that have asked for values of a step still to be launched here
         self.shards_written(self._streams.mark())
         self._selector = selectors.DefaultSelector()
         self._alarm, self._alarmed = socket.socketpair()
@@ -125,10 +130,13 @@ class SideChannel:
 
         All ranks call it as often: a fetch names the values that it means by their number.
         """
-        self._version += 1
         for version in [version for version, earlier in self._written.items() if earlier.reached()]:
             del self._written[version]  # there is nothing to wait for any more
-        self._written[self._version] = mark
+        self._written[self._version + 1] = mark
+        with self._changed:
+            self._version += 1
+            if self._held:
+                self._alarm.send(b"\1")
 
     def check_present(self) -> None:
         """Raise if a gather that is to be launched now would not be answered.
@@ -188,6 +196,16 @@ class SideChannel:
         own = {"text": where[:_SAID], "launched": self.comm.launched, "phase": phase}
         with self._changed:
             self._own_end = own
+        # Not in the ledger: nothing is exchanged. The stall watchdog shows it.
+        now = time.perf_counter()
+        record = Record(
+            time.monotonic_ns(), "meeting", self.comm.name, 0, 0, "destroy()", user_line(), now, kind="end",
+            members=self.comm.members,
+        )  # fmt: skip
+        with Waiting(record, now):
+            return self._meet(own, cut_short=cut_short)
+
+    def _meet(self, own: dict[str, Any], *, cut_short: bool) -> str:
         begin = time.monotonic()
         ending = _Ending(f"{self._links.name}/end", self.comm.rank, self.comm.world)
         ending.come(own)
@@ -338,8 +356,12 @@ class SideChannel:
         while True:
             for key, _ in self._selector.select(self._links.patience()):
                 if key.data is None:
-                    return  # this rank leaves
-                if isinstance(key.data, _Peer):
+                    if not self._alarmed.recv(CHUNK):
+                        return  # this rank leaves
+                    for peer in list(self._held):
+                        self._held.discard(peer)
+                        self._attend_to(peer)
+                elif isinstance(key.data, _Peer):
                     self._attend_to(key.data)
                 else:
                     key.data()
@@ -356,19 +378,30 @@ class SideChannel:
             sent = peer.flush()
             if sent and not peer.asks():
                 sent = peer.flush()
-            while sent and (asked := peer.asked()) is not None:
+            while sent and not self._holds(peer) and (asked := peer.asked()) is not None:
                 self._answer(peer, *asked)
                 sent = peer.flush()
-        except OSError:  # the peer has gone; a pass that needs it will notice
-            self._selector.unregister(peer.connection)
-            peer.connection.close()
+        except OSError:
+            self._drop(peer)  # it has gone; a pass that needs it will notice
             return
         except Exception as error:
             self._error = self._error or error
-            self._selector.unregister(peer.connection)
-            peer.connection.close()
+            self._drop(peer)
             return
         self._selector.modify(peer.connection, selectors.EVENT_READ if sent else selectors.EVENT_WRITE, peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        self._held.discard(peer)
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+
+    def _holds(self, peer: _Peer) -> bool:
+        """Whether a peer asks for values that are still to be written here; then `shards_written` wakes the thread."""
+        with self._changed:
+            if peer.version() > self._version:
+                self._held.add(peer)
+                return True
+            return False
 
     def _answer(self, peer: _Peer, kind: int, first: int, second: int, text: bytes) -> None:
         """Do what a message asks for."""
@@ -510,6 +543,11 @@ class _Peer:
             raise ConnectionResetError("closed at the other end")
         self._inbox += data
         return True
+
+    def version(self) -> int:
+        """Return the number of the values that the next message asks for; 0 if it asks for none."""
+        kind, _, _, second = _ASK.unpack_from(self._inbox) if len(self._inbox) >= _ASK.size else (0, 0, 0, 0)
+        return int(second) if kind == _FETCH else 0
 
     def asked(self) -> tuple[int, int, int, bytes] | None:
         """Take the next message: its kind, two numbers and a text; None if it is not whole yet.
