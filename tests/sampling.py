@@ -101,7 +101,6 @@ SLOW = (
     "zero/test_optimizers.py",
     "zero/test_places.py",
     "zero/test_sidechannel.py",
-    "zero/test_sparse.py",
     "zero/test_transports.py",
     "zero/test_whole.py",
     "zero/test_zeropp.py",

@@ -86,7 +86,6 @@ def test_mistakes_are_named(config: dict[str, Any], words: list[str]) -> None:
         ({"communication_data_type": "fp16"}, "communication_data_type"),
         ({"optimizer": {"type": "OneBitAdam"}}, "compresses what it sends itself"),
         ({"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}}, "zero_quantized_gradients"),
-        ({"sparse_gradients": True}, "sparse_gradients"),
     ],
 )
 def test_combinations_that_are_refused(keys: dict[str, Any], words: str) -> None:

@@ -66,8 +66,6 @@ WAITING = {
     "precision/norms.py",  # once an engine
     "precision/tensornorms.py",
     "zero/access.py",
-    "zero/passes/reduce.py",  # counts of rows, which are read at once
-    "zero/passes/rows.py",
 }
 """Modules in which `torch.tensor(..., device=...)` may wait for the device."""
 

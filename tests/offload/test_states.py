@@ -111,7 +111,7 @@ def test_the_same_bits_among_groups_of_ranks_and_beside_gathers_as_codes() -> No
         setting.with_stage(3, zero=(("zero_hpz_partition_size", 2),)),
         setting.with_stage(2, accumulation=2, zero=(("mics_shard_size", 2),)),
         setting.with_stage(3, zero=(("zero_quantized_weights", True),)),
-        setting.with_stage(1, precision="fp32", accumulation=2, extra=(("sparse_gradients", True),)),
+        setting.with_stage(1, precision="fp32", accumulation=2),
     ]
     compare(4, settings)
 

@@ -488,34 +488,6 @@ def test_optimizers_of_whole_tensors_and_of_their_norms(name: str) -> None:
         assert len(set(answer)) == 1
 
 
-def with_rows(zero: Zero, stage: int, accumulation: int, sparse: bool) -> str:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.EmbeddingBag(401, 7, sparse=sparse, mode="sum"), nn.Linear(7, 1))
-    config = Setting(stage, accumulation=accumulation, zero=zero).config() | {"sparse_gradients": sparse}
-    engine = shardwise.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), config=config
-    )[0]
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(3 * accumulation):
-        engine.backward(engine(torch.randint(0, 401, (2, 3), generator=generator)).square().sum())
-        engine.step()
-    found = digest(list(masters(model).values()))
-    engine.destroy()
-    return found
-
-
-def all_with_rows(cases: Sequence[tuple[Zero, int, int, bool]]) -> list[str]:
-    return [with_rows(*case) for case in cases]
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_gradients_as_rows(accumulation: int) -> None:
-    kinds = [(0, PAIRS), (1, SPREAD)] if accumulation > 1 else [(0, PAIRS), (1, SPREAD), (2, SPREAD), (3, PAIRS)]
-    cases = [(zero, stage, accumulation, sparse) for stage, zero in kinds for sparse in (True, False)]
-    for answer in run_ranks(all_with_rows, WORLD, cases):
-        assert len(set(answer)) == 1
-
-
 def quantized(zero: Zero) -> str:
     engine = start(CASES["gpt"], Setting(3, zero=(*zero, ("zero_quantized_weights", True))))
     for step in range(2):

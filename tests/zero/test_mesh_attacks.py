@@ -24,7 +24,7 @@ from shardwise.optim import OnebitAdam
 from shardwise.zero.passes.sidechannel import SideChannel
 from tests.harness import run_ranks
 from tests.models import CASES
-from tests.zero.test_mesh import LEVELS, PAIRS, SPREAD, WORLD, Zero
+from tests.zero.test_mesh import LEVELS, PAIRS, SPREAD, WORLD
 from tests.zero.training import Setting, digest, masters, start
 
 
@@ -106,36 +106,6 @@ def what_engines_leave() -> list[tuple[int, int, list[str]]]:
 def test_engines_leave_no_sockets_and_no_threads() -> None:
     for first, last in run_ranks(what_engines_leave, WORLD):
         assert last[0] <= first[0] and last[1] <= first[1] and last[2] == []
-
-
-# -- rows of tables ----------------------------------------------------------------------------------------------------
-
-
-def with_many_rows_in_one_group(zero: Zero, stage: int, sparse: bool) -> str:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.EmbeddingBag(401, 7, sparse=sparse, mode="sum"), nn.Linear(7, 1))
-    config = Setting(stage, zero=zero).config() | {"sparse_gradients": sparse}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = shardwise.initialize(model=model, optimizer=optimizer, config=config)[0]
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for number in range(3):
-        bags = 200 if dist.get_rank() == 2 and number == 1 else 2
-        engine.backward(engine(torch.randint(0, 401, (bags, 3), generator=generator)).square().sum())
-        engine.step()
-    found = digest(list(masters(model).values()))
-    engine.destroy()
-    return found
-
-
-def all_with_many_rows_in_one_group(cases: list[tuple[Zero, int, bool]]) -> list[str]:
-    return [with_many_rows_in_one_group(*case) for case in cases]
-
-
-def test_groups_choose_by_themselves_between_rows_and_tables() -> None:
-    """A group whose tables are reduced densely has launched other collectives than one that has sent rows."""
-    cases = [(zero, stage, sparse) for zero, stage in ((PAIRS, 3), (SPREAD, 3)) for sparse in (True, False)]
-    for answer in run_ranks(all_with_many_rows_in_one_group, WORLD, cases):
-        assert len(set(answer)) == 1
 
 
 # -- the communication log ---------------------------------------------------------------------------------------------

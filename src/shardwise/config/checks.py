@@ -259,9 +259,6 @@ def _onebit(config: Config) -> Iterator[Problem]:
     if compression is not None and compression.lower() != "none":
         message = f"is {compression}, but `optimizer.type` = {name} compresses what it sends itself; remove one of them"
         yield Problem("compression.type", message, ConflictError)
-    if config.sparse_gradients:
-        message = f"is true, but `optimizer.type` = {name} keeps whole gradients on every rank; remove one of them"
-        yield Problem("sparse_gradients", message, ConflictError)
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:

@@ -105,9 +105,6 @@ def _company(config: Config, name: str) -> Iterator[Problem]:
         other = "`zero_optimization.zero_quantized_gradients`"
         reason = f'"{name}" cannot be combined with {other}: a gradient is reduced in one way'
         yield Problem("compression.type", reason, ConflictError)
-    if config.sparse_gradients:
-        reason = f'"{name}" cannot be combined with `sparse_gradients`: a gradient is reduced in one way'
-        yield Problem("compression.type", reason, ConflictError)
     if config.communication_data_type == "fp16" and sends_values(config):
         reason = (
             f'"fp16" cannot be combined with `compression.type` "{name}": what has been kept and is sent later may be '

@@ -757,7 +757,7 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.runtime.fp16.onebit.lamb": classes("shardwise.optim", "OnebitLamb"),
     "deepspeed.runtime.fp16.onebit.zoadam": classes("shardwise.optim", "ZeroOneAdam"),
     "deepspeed.runtime.sparse_tensor": raising(
-        "sparse gradients travel as rows inside the reduction (sparse_gradients)", "SparseTensor"
+        "sparse gradients are made dense before they are reduced", "SparseTensor"
     ),
     "deepspeed.runtime.hybrid_engine": raising(HYBRID, "DeepSpeedHybridEngine"),
     "deepspeed.runtime.compiler": joined(

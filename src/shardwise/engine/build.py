@@ -93,7 +93,6 @@ from shardwise.sizes import size_in_bytes
 from shardwise.utils.logging import logger, warn_once
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.parameters.init import built_for_codes, spread_from_first, suspended
-from shardwise.zero.passes.rows import warnings_about
 from shardwise.zero.units.plan import Plan
 
 EngineParts = tuple[Engine, Any, EngineDataLoader | None, Any]
@@ -322,7 +321,6 @@ def _build(
             accountant=accountant,
             prescale=prescale_of(settings, domain.world),
             compressor=reduction(settings, domain.ranks, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
-            sparse_gradients=settings.sparse_gradients,
             leaves=leaves_of(model, settings.zero_optimization.leaf_module),
             homes=homes_of(plan.where, device, Disks.of(settings, job.rank)),
             wires=wire_dtypes(model, settings),
@@ -481,8 +479,6 @@ def _plan(settings: Any, domain: Domain, model: nn.Module) -> Plan:
             "zero_optimization.optimizer_over_replicas has no effect: there are no replicas. Set "
             "zero_optimization.mics_shard_size, or pass a mesh with a dimension named replicate to initialize()"
         )
-    for warning in warnings_about(model) if settings.sparse_gradients else ():
-        warn_once(warning)
     if not (plan.shard_parameters and built_for_codes(model)):
         return plan
     if plan.levels(domain).parameters > 1:

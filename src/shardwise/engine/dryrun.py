@@ -189,7 +189,6 @@ class Twin:
                 accountant=accountant,
                 prescale=prescale_of(config, world),
                 compressor=reduction(config, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
-                sparse_gradients=config.sparse_gradients,
                 leaves=leaves_of(twin, config.zero_optimization.leaf_module),
                 homes=homes_of(plan.where, device, self._disks),
                 wires=wire_dtypes(twin, config),
@@ -201,9 +200,6 @@ class Twin:
             )
             scaler = LossScaler.from_config(config.fp16) if scales_loss(config) else None
             self._step = TrainStep(self.sharded, config, comm, self._batches, own, None, scaler, SignalWatch())
-        for module in twin.modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                module.sparse = False  # how many rows there will be is not known: as many as there may be
 
     def run(
         self,

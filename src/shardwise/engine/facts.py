@@ -19,7 +19,6 @@ from shardwise.moe.exchange import Divided
 from shardwise.parallel.tensor.entry import divided_over
 from shardwise.registry import part_of
 from shardwise.zero.parameters.init import PartStore
-from shardwise.zero.passes.rows import find_tables
 from shardwise.zero.units.released import owner_of
 
 if TYPE_CHECKING:
@@ -66,15 +65,13 @@ def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, resoluti
             for name, value in group.items():
                 if name not in ("params", "param_names"):
                     facts[f"optimizer group {number} {name}"] = _value(value)
-    tables = {id(table) for table in find_tables(model)[0]} if resolution.config.sparse_gradients else set()
     for number, (name, parameter) in enumerate(model.named_parameters(remove_duplicate=False)):
         owner = f", group {group_of[id(parameter)]}" if id(parameter) in group_of else ""
         trained = "" if parameter.requires_grad else ", frozen"
         if part_of(parameter).ranks is not None:
             facts[f"parameter {number}"] = f"a part that some ranks have, {parameter.dtype}{trained}{owner}"
             continue
-        rows = ", reduced as rows" if id(parameter) in tables else ""
-        facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}{trained}{owner}{rows}"
+        facts[f"parameter {name}"] = f"{tuple(parameter.shape)} {parameter.dtype}{trained}{owner}"
     return facts
 
 

@@ -108,8 +108,6 @@ class MemoryReporting:
         notes += self._faults.notes_on_copies(plan)
         if not self.accountant.tracked:
             notes.append("Activations and temporaries are measured under shardwise.memory.track_activations.")
-        if any(section.layout.table for unit in sharded.units for section in unit.sections):
-            notes.append("Sparse gradients of embeddings are planned as if they had to become dense.")
         if self._step.global_steps == 0:
             notes.append("No step has been taken: measured is what has been held so far.")
         measured = self.accountant.peak

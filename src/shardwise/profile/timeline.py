@@ -64,7 +64,7 @@ CATEGORIES: dict[str, str] = {
 
 _SHOWN = {"gather": "launch gather of", "reduce": "launch reduction of", "boundary": "end of the window"}
 _PHASES = ("forward", "backward", "step")
-_OF_GATHERS, _OF_REDUCTIONS = ("gather", "gather_on"), ("reduce", "reduce_on", "replicate", "rows")
+_OF_GATHERS, _OF_REDUCTIONS = ("gather", "gather_on"), ("reduce", "reduce_on", "replicate")
 _LEAST_IDLE_US = 1.0
 
 

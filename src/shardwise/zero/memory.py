@@ -35,9 +35,7 @@ def floor(
         Category.PARAMETERS: sum(_bytes(s, s.levels.parameters, s.layout.dtype.itemsize) for s in sections)
         + sum(_whole(unit.sections) // unit.second.world for unit in model.units if unit.second is not None),
         Category.GRADIENTS: sum(
-            # Of a table there need not be more than a few rows before they are summed.
-            _bytes(s, 0 if adds_up and s.layout.table is None else s.levels.optimizer, s.accumulate_dtype.itemsize)
-            for s in trained
+            _bytes(s, 0 if adds_up else s.levels.optimizer, s.accumulate_dtype.itemsize) for s in trained
         ),
         Category.MASTER: sum(
             _bytes(s, s.levels.optimizer, s.master_dtype.itemsize) for s in trained if not s.master_is_parameter
@@ -74,5 +72,5 @@ def _pair(model: ShardedModel) -> int:
 def _reduced(unit: Unit) -> int:
     """The gradient of a unit, and what arrives of the peers'."""
     inner = unit.domain.dimensions[0]
-    sent = 0 if inner.world == 1 else _whole(s for s in unit.trainable if s.layout.table is None)
+    sent = 0 if inner.world == 1 else _whole(unit.trainable)
     return sent + (0 if inner.reads_peers else sent * (inner.world - 1) // inner.world)

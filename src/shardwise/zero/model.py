@@ -25,7 +25,7 @@ from shardwise.comm.domain import Domains
 from shardwise.comm.whereabouts import being_in, publish
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
-from shardwise.errors import ConfigError, ConflictError, DesyncError, PeerLostError, UsageError
+from shardwise.errors import ConflictError, DesyncError, PeerLostError, UsageError
 from shardwise.memory import (
     Accountant,
     Category,
@@ -52,7 +52,6 @@ from shardwise.zero.passes.hooks import Hooks
 from shardwise.zero.passes.nopeers import NoPeers
 from shardwise.zero.passes.plain import PlainGradients
 from shardwise.zero.passes.reduce import Reducer
-from shardwise.zero.passes.rows import find_tables
 from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.passes.sums import GradientSums
 from shardwise.zero.states import MovingStates
@@ -105,7 +104,6 @@ class ShardedModel:
         accountant: counts the bytes.
         prescale: factor on gradients before they are sent.
         compressor: reduces gradients with loss; None: exactly.
-        sparse_gradients: reduce the gradients of embeddings that give rows as rows.
         leaves: modules to be kept in one unit each.
         homes: where each kind of state lives, as the plan says.
         wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
@@ -138,7 +136,6 @@ class ShardedModel:
         accountant: Accountant,
         prescale: float = 1.0,
         compressor: Compressor | None = None,
-        sparse_gradients: bool = False,
         leaves: Iterable[nn.Module] = (),
         homes: Homes = ALL_AT_HAND,
         wires: Mapping[int, torch.dtype] | None = None,
@@ -173,16 +170,9 @@ class ShardedModel:
         self.wholes = Wholes(self.registry, self.numbering, self.comm, accountant)
         self.homes = homes
         self._check_domains(domains, compressor)
-        if sparse_gradients and (compressor is not None or stepping.communicates):
-            raise ConfigError(
-                "sparse_gradients: true cannot be combined with lossy gradient reduction, which keeps what it has not "
-                "sent of whole gradients; switch one of them off"
-            )
-        tables = self._tables(domains) if sparse_gradients and domain.world > 1 and optimizer is not None else set()
         cut = {index for index, place in enumerate(self.numbering.places) if place in self.numbering.cut}
         layouts = [
-            lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, tables, cut)
-            for spec in specs
+            lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, cut) for spec in specs
         ]
         if optimizer is not None:
             parts = None
@@ -360,11 +350,6 @@ class ShardedModel:
                         f"not in the model ({type(self.module).__name__}). Put it into a module of the model, or give "
                         "it an optimizer of its own."
                     )
-
-    def _tables(self, domains: Domains) -> set[int]:
-        """Return the parameters whose gradients may be reduced as rows."""
-        found = [tensor for tensor in map(self.registry.find, find_tables(self.module)[0]) if tensor is not None]
-        return {t.index for t in found if t.trainable and t.numel and domains.of(t.domain).world > 1}
 
     def _check_domains(self, domains: Domains, compressor: Compressor | None) -> None:
         """Raise where something exchanges among all ranks what only some share."""
@@ -698,10 +683,6 @@ class ShardedModel:
         if self.reducer.partial:
             slot = next(slot for slot in section.layout.slots if slot.index == index)
             place = unit.sections.index(section)
-            if place in gradients.rows:
-                whole = torch.empty(self.registry[index].shape, dtype=section.accumulate_dtype, device=self.device)
-                gradients.rows[place].write(whole)
-                return [(0, slot.numel, whole.reshape(-1))]
             held = gradients.buffers.get(place)
             return (
                 []
@@ -780,7 +761,7 @@ class ShardedModel:
         """Whether gradients of an unfinished accumulation window are held."""
         reducer = self.reducer
         return reducer is not None and (
-            reducer.partial or any(g.accumulated or g.sums or g.buffers or g.rows for g in reducer.gradients.values())
+            reducer.partial or any(g.accumulated or g.sums or g.buffers for g in reducer.gradients.values())
         )
 
     def rank_state(self) -> dict[str, Any] | None:

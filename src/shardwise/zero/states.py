@@ -167,9 +167,6 @@ class MovingStates:
                 # The accumulator itself may be the buffer.
                 if isinstance(buffer, torch.Tensor) and buffer is not sections[place].gradient:
                     yield _Part(buffer, gradients.loans.home)
-            for rows in gradients.rows.values():
-                yield _Part(rows.index, ON_DEVICE)
-                yield _Part(rows.values, ON_DEVICE)
 
     def _free_spent_gradients(self) -> None:
         """Give memory back that only waits for the next window."""

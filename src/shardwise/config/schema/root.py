@@ -120,7 +120,11 @@ class Config(ConfigSection):
         "and ranks that wait for each other in different collectives end. 0: never.",
         ge=0,
     )
-    sparse_gradients: bool = key(False, "Reduce gradients of embeddings with sparse=True as row numbers and rows.")
+    sparse_gradients: bool = key(
+        False,
+        "Reduce gradients of embeddings with sparse=True as row numbers and rows.",
+        no_effect="they are made dense and reduced like all others; the values are the same",
+    )
     disable_allgather: bool = key(
         False, "Old switch of the all-gather.", no_effect="parameters could not be updated without it"
     )

@@ -14,14 +14,13 @@ from shardwise.compat import number_of_pass, will_run, without_overrides
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Loans
 from shardwise.zero.passes.gather import Gatherer
-from shardwise.zero.passes.rows import Rows
 from shardwise.zero.units.unit import Unit
 
 
 class UnitGradients:
     """The gradients of one unit during backward passes.
 
-    Sums over some of the ranks, and gradients that are rows, are on the device wherever gradients live.
+    Sums over some of the ranks are on the device wherever gradients live.
 
     Args:
         unit: the unit.
@@ -34,7 +33,6 @@ class UnitGradients:
         comm: of the ranks in its innermost dimension.
         level: see above.
         parameters: number of trainable parameters.
-        tables: places of the sections whose gradients may be rows.
         loans: lend what has been added up here over micro-batches.
         resting: whether what has been added up here is where gradients live, and not on the device.
         task: number of the backward pass of which gradients need nothing to be looked at any more; -1: there is none.
@@ -52,17 +50,14 @@ class UnitGradients:
         self._borrowed = [section.gradient_loans for section in unit.trainable if self.loans.away]
         self.resting = self.loans.away
         self.parameters = sum(len(section.layout.slots) for section in unit.trainable)
-        self.tables = [place for place, section in enumerate(unit.sections) if section.layout.table is not None]
         self.buffers: dict[int, torch.Tensor | Pieces] = {}
         self._ends: list[dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]] = [{}, {}]
         self._window = 0
         self._watched: list[set[torch.dtype]] = [set(), set()]
         self.sums: dict[int, torch.Tensor] = {}  # over some of the ranks, by place of the section
-        self.rows: dict[int, Rows] = {}  # of tables whose gradient is no buffer yet, by place of the section
-        self.beside: list[torch.Tensor] = []  # in a dry run: what rows may take, where there is a dense gradient
         self.joined: set[int] = set()  # places of the sections whose gradients lay in pieces
         self.written: set[int] = set()
-        self.seen: set[int] = set()  # of what has been written before, and of rows
+        self.seen: set[int] = set()  # of what has been written before
         self.expected: set[int] = set()
         self._tasks: set[int] = set()
         self.task = -1
@@ -159,8 +154,6 @@ class UnitGradients:
                 self.uncount(buffer)
         self.seen |= self.written
         self.buffers = {}
-        self.rows = {}
-        self.beside = []
         self.joined = set()
         self.written = set()
 

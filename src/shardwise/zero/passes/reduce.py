@@ -15,16 +15,11 @@ that over the first dimension has ended.
 Where gradients are not sharded and several micro-batches make a step, gradients are first added up locally in fp32 and
 reduced once, in the backward pass of the last micro-batch. Where the optimizer communicates itself, they may stay as
 they are.
-
-Gradients of embedding tables that come as rows stay rows while they are few, and travel as such (see
-`shardwise.zero.passes.rows`).
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
@@ -46,7 +41,6 @@ from shardwise.zero.passes.calls import AtEnd
 from shardwise.zero.passes.driver import Driver
 from shardwise.zero.passes.gather import Gatherer
 from shardwise.zero.passes.gradients import UnitGradients
-from shardwise.zero.passes.rows import DENSE, RowReduction, Rows, Table, Together, affordable, most_rows
 from shardwise.zero.units.peaks import ReductionSizes, reduced_alone
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import Presence
@@ -131,8 +125,7 @@ class Reducer:
         order = [unit.index for unit in units]
         self.set_order(order, order[::-1])
         # What needs numbers of other ranks on the host, or launches more when it is waited for, blocks the host.
-        tables = any(gradients.tables for gradients in self.gradients.values())
-        self._blocks_host = self.compressor is not None or tables or any(unit.codes is not None for unit in units)
+        self._blocks_host = self.compressor is not None or any(unit.codes is not None for unit in units)
         self._next = 0
         self._in_flight: deque[_Flight] = deque()
         self._onward: tuple[UnitGradients, Chain, Sequence[SectionMemory]] | None = None
@@ -324,12 +317,7 @@ class Reducer:
     ) -> None:
         """Add one parameter's gradient to what is there of it."""
         if grad.is_sparse:
-            grad = grad.coalesce()  # equal rows are summed in one order, whatever becomes of them
-            if self._collect_rows(gradients, place, section, grad):
-                return
-            grad = grad.to_dense()
-        if place in gradients.rows:
-            self._spread(gradients, place, section)
+            grad = grad.coalesce().to_dense()  # equal rows are summed in one order
         slot = section.layout.slots[number]
         buffer = self._buffer(gradients, place, section)
         if isinstance(buffer, Pieces):
@@ -338,42 +326,6 @@ class Reducer:
             buffer[slot.offset : slot.offset + slot.numel].add_(grad.reshape(-1))
         else:
             buffer[slot.offset : slot.offset + slot.numel].copy_(grad.reshape(-1))
-        gradients.written.add(slot.index)
-
-    def _collect_rows(self, gradients: UnitGradients, place: int, section: SectionMemory, grad: torch.Tensor) -> bool:
-        """Add the gradient of a table to the rows that are there; return False where it has to become dense."""
-        table = section.layout.table
-        if table is None or gradients.domain.world == 1 or place in gradients.buffers or grad.sparse_dim() != 1:
-            return False
-        alone, dtype = self._collected_as(section)
-        most = most_rows(table, dtype.itemsize)
-        if grad.indices().shape[1] > most:
-            return False
-        rows = Rows.of(grad, dtype)
-        if place in gradients.rows:
-            both = gradients.rows[place].plus(rows, most)
-            if both is None:
-                return False
-            rows = both
-        gradients.rows[place] = rows
-        gradients.seen.add(section.layout.slots[0].index)
-        category = Category.BUFFERS if alone else Category.GRADIENTS
-        self.accountant.hold(category, rows.index)
-        self.accountant.hold(category, rows.values)
-        return True
-
-    def _spread(self, gradients: UnitGradients, place: int, section: SectionMemory) -> None:
-        """Make the rows that are there a dense gradient."""
-        rows = gradients.rows.pop(place)
-        slot = section.layout.slots[0]
-        assert section.layout.table is not None
-        buffer = self._buffer(gradients, place, section)
-        if isinstance(buffer, Pieces):
-            dense = rows.values.new_empty(section.layout.table)
-            rows.write(dense)
-            gradients.put(buffer, 0, dense)
-        else:
-            rows.write(buffer[slot.offset : slot.offset + slot.numel].view(section.layout.table))
         gradients.written.add(slot.index)
 
     def _collected_as(self, section: SectionMemory) -> tuple[bool, torch.dtype]:
@@ -556,10 +508,7 @@ class Reducer:
                 self._complete_in_place(gradients)
             return
         self.domain.reductions.follow()
-        # The host waits for numbers of rows; peers that need a gather meanwhile have it launched.
-        rows = bool(gradients.tables) and gradients.comm.world > 1
-        parked = self.gatherer.parked() if rows else contextlib.nullcontext()
-        with parked, named("reduce", gradients.unit.name), self.domain.reductions.aside():
+        with named("reduce", gradients.unit.name), self.domain.reductions.aside():
             self._start_reduction(gradients)
 
     def _in_place(self, gradients: UnitGradients) -> bool:
@@ -590,16 +539,13 @@ class Reducer:
         gradients.reduced, gradients.task = True, -1
         gradients.bring()
         unit = gradients.unit
-        counts = self._agree_on_rows(gradients)
         buffers: dict[int, torch.Tensor | Pieces] = {}
         for place, section in enumerate(unit.sections):
-            if section.layout.trainable and place not in counts:
-                if place in gradients.rows:
-                    self._spread(gradients, place, section)
+            if section.layout.trainable:
                 self._buffer(gradients, place, section)
         self._flatten(gradients)
         for place, section in enumerate(unit.sections):
-            if section.layout.trainable and place not in counts:
+            if section.layout.trainable:
                 buffer = gradients.buffers[place]
                 if isinstance(buffer, torch.Tensor):
                     if place not in gradients.joined:
@@ -610,15 +556,12 @@ class Reducer:
                         if piece is not None:
                             gradients.watch(piece)
                 buffers[place] = buffer
-        sent = [*buffers.values(), *gradients.rows.values()]
+        sent = [*buffers.values()]
         with self.accountant.owning(Category.BUFFERS):
             if self.compressor is not None and is_active(self.compressor):
                 launches, own_only = [self._lossily(self.compressor, gradients, buffers)], []
             else:
-                launches = self._exactly(gradients, buffers, counts)
-                # What rows are summed to is whole at once, where every rank needs everything.
-                whole = counts if gradients.domain.depth == 1 else {}
-                own_only = [section for section in unit.trainable if unit.sections.index(section) not in whole]
+                launches, own_only = self._exactly(gradients, buffers), unit.trainable
             del buffers
             handle = gradients.domain.reduce(launches, self._hold)
         self._in_flight.append(_Flight(gradients, handle, own_only, sent if self.domain.async_reductions else ()))
@@ -638,13 +581,8 @@ class Reducer:
             flats, unit.name, accumulate=before, scale=self.driver.reduction_scale(), wire_dtype=self.wire_dtype
         )
 
-    def _exactly(
-        self,
-        gradients: UnitGradients,
-        buffers: Mapping[int, torch.Tensor | Pieces],
-        counts: Mapping[int, Sequence[Sequence[int]]],
-    ) -> list[Launch]:
-        """Return the launches that reduce a unit's buffers, and the rows of the tables on which ranks have agreed."""
+    def _exactly(self, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor | Pieces]) -> list[Launch]:
+        """Return the launches that reduce a unit's buffers."""
         unit, level, depth = gradients.unit, gradients.level, gradients.domain.depth
         places = [place for place, section in enumerate(unit.sections) if section.layout.trainable]
         sections = [unit.sections[place] for place in places]
@@ -654,7 +592,8 @@ class Reducer:
 
         def first(outputs: Sequence[torch.Tensor]) -> Reduction:
             given = dict(zip(places, outputs, strict=True))
-            return self._reduce_first(gradients, buffers, counts, given, accumulate=adds and fine == 1)
+            pairs = [(given[place], buffer) for place, buffer in buffers.items()]
+            return gradients.comm.reduce_scatter(pairs, unit.name, accumulate=adds and fine == 1, kind="reduce")
 
         if inside:
             fine, outputs = level, [self._sum_of(gradients, place, kept=not ends) for place in places]
@@ -692,98 +631,6 @@ class Reducer:
 
     def _hold(self, buffer: torch.Tensor) -> None:
         self.accountant.hold(Category.BUFFERS, buffer)
-
-    def _reduce_first(
-        self,
-        gradients: UnitGradients,
-        buffers: Mapping[int, torch.Tensor | Pieces],
-        counts: Mapping[int, Sequence[Sequence[int]]],
-        outputs: Mapping[int, torch.Tensor],
-        *,
-        accumulate: bool,
-    ) -> Reduction:
-        """Launch the reduction over the innermost dimension.
-
-        Args:
-            gradients: of the unit.
-            buffers: what is reduced, by place of the section.
-            counts: rows that ranks have, by place of the sections that are reduced as rows.
-            outputs: what receives the sums, by place.
-            accumulate: add to them.
-        """
-        unit = gradients.unit
-        pairs = [(outputs[place], buffer) for place, buffer in buffers.items()]
-        handles: list[Reduction] = []
-        if pairs:
-            kind = "rows" if gradients.tables else "reduce"
-            handles.append(gradients.comm.reduce_scatter(pairs, unit.name, accumulate=accumulate, kind=kind))
-        if not counts:
-            return handles[0]
-        for place, numbers in counts.items():
-            section = unit.sections[place]
-            rows = gradients.rows.pop(place, None)
-            alone, dtype = self._collected_as(section)
-            if rows is not None and self._prescale(gradients.domain) != 1.0:
-                rows = Rows(rows.index, rows.values * self._prescale(gradients.domain))
-            if rows is not None and self._watches(gradients):
-                gradients.watch(rows.values)
-            table = Table.of(section)
-            reduction = RowReduction(
-                gradients.comm,
-                section.whole_gradient if table.whole else outputs[place],
-                table,
-                rows,
-                numbers,
-                unit.name,
-                accumulate=accumulate,
-                dtype=self.wire_of(section) or dtype,
-            )
-            for scratch in reduction.scratch if not alone else ():
-                self.accountant.hold(Category.GRADIENTS, scratch)  # in the place of whole sums
-            handles.append(reduction)
-        return Together(handles)
-
-    def _agree_on_rows(self, gradients: UnitGradients) -> dict[int, list[list[int]]]:
-        """Return how many rows each inner rank has for each, by place of the tables that are reduced as rows."""
-        unit, comm, places = gradients.unit, gradients.comm, gradients.tables
-        if not places:
-            return {}
-        if comm.imagined:
-            gradients.beside = [self._rows_beside(unit.sections[place]) for place in places]
-            return {}
-        tables = [Table.of(unit.sections[place]) for place in places]
-        told = [self._row_counts(gradients, place, table) for place, table in zip(places, tables, strict=True)]
-        own = torch.tensor(told, dtype=torch.int64, device=comm.device).reshape(-1)
-        everyone = own.new_empty(comm.world * own.numel())
-        comm.all_gather([(everyone, own)], f"{unit.name}.rows", kind="reduce").wait()
-        by_rank = everyone.view(comm.world, len(places), comm.world).transpose(0, 1).tolist()
-        found = {}
-        for place, table, counts in zip(places, tables, by_rank, strict=True):
-            section = unit.sections[place]
-            itemsize = self._collected_as(section)[1].itemsize
-            if affordable(counts, table, itemsize, section.accumulate_dtype.itemsize):
-                found[place] = counts
-        return found
-
-    def _rows_beside(self, section: SectionMemory) -> torch.Tensor:
-        """Return what as many rows as there may be take beside the dense gradient that they may have to become."""
-        alone, dtype = self._collected_as(section)
-        assert section.layout.table is not None
-        reads = section.domain.dimensions[0].reads_peers
-        part = 1 if not alone else 2 if reads else 0  # else the dense gradient's pieces take more
-        size = math.prod(section.layout.table) // part if part else 0
-        rows = torch.empty(size, dtype=dtype, device=section.device)
-        self.accountant.hold(Category.BUFFERS if alone else Category.GRADIENTS, rows)
-        return rows
-
-    def _row_counts(self, gradients: UnitGradients, place: int, table: Table) -> list[int]:
-        """Return how many rows this rank has for each rank."""
-        if place in gradients.buffers:
-            return [DENSE] * gradients.comm.world
-        rows = gradients.rows.get(place)
-        if rows is None:
-            return [0] * gradients.comm.world
-        return [last - first for first, last in rows.spans(table.ranges)]
 
     @property
     def _ahead(self) -> int:

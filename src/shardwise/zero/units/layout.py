@@ -79,9 +79,8 @@ class Section:
     buffer of `numel` elements.
 
     `sizes` are those of the dimensions of the ranks' grid, innermost first. `wire_dtype` is the type in which the
-    gradients travel; None: that in which they were computed. `table` has rows and columns of the only parameter where
-    its gradients may be reduced as rows. `whole`: the optimizer steps whole tensors of the section, each on one rank;
-    elsewhere it steps the ranges.
+    gradients travel; None: that in which they were computed. `whole`: the optimizer steps whole tensors of the section,
+    each on one rank; elsewhere it steps the ranges.
     """
 
     dtype: torch.dtype
@@ -91,7 +90,6 @@ class Section:
     numel: int
     sizes: tuple[int, ...]
     wire_dtype: torch.dtype | None = None
-    table: tuple[int, int] | None = None
     whole: bool = False
     cut: bool = False
 
@@ -156,7 +154,6 @@ def lay_out(
     sizes: Sequence[int],
     device_type: str,
     whole: Collection[int] = (),
-    tables: Collection[int] = (),
     cut: Collection[int] = (),
 ) -> tuple[Section, ...]:
     """Lay the parameters of one unit out in sections; trainable sections come first.
@@ -166,19 +163,17 @@ def lay_out(
         sizes: of the dimensions of the grid of ranks that share the unit, innermost first.
         device_type: `cpu`, `cuda`, ...; decides the alignment.
         whole: parameter groups whose tensors are stepped whole.
-        tables: indices of trainable matrices that get a section each, because their gradients may be reduced as rows.
         cut: indices of tensors of which ranks have different parts.
     """
-    kinds: dict[tuple[bool, str, str, bool, bool, int], list[LogicalTensor]] = {}
+    kinds: dict[tuple[bool, str, str, bool, bool], list[LogicalTensor]] = {}
     for tensor in tensors:
         wire = str(tensor.wire_dtype) if tensor.trainable else ""
-        alone = tensor.index if tensor.index in tables else -1
         in_whole = tensor.trainable and tensor.group in whole
         in_parts = in_whole and tensor.index in cut
-        kind = (not tensor.trainable, str(tensor.dtype), wire, in_whole, in_parts, alone)
+        kind = (not tensor.trainable, str(tensor.dtype), wire, in_whole, in_parts)
         kinds.setdefault(kind, []).append(tensor)
     sections = []
-    for (frozen, _, _, in_whole, in_parts, alone), members in sorted(kinds.items()):
+    for (frozen, _, _, in_whole, in_parts), members in sorted(kinds.items()):
         align = alignment(members[0].dtype, device_type)
         members = sorted(members, key=lambda t: (-1 if t.group is None else t.group, t.index))
         slots, lanes, offset, lane_start = [], [], 0, 0
@@ -192,7 +187,6 @@ def lay_out(
                 lanes.append(Lane(tensor.group, lane_start, offset))
                 lane_start = offset
         wired = None if frozen else members[0].wire_dtype
-        table = None if alone < 0 else (members[0].shape[0], members[0].shape[1])
         places = tuple(slots), tuple(lanes), offset, tuple(sizes)
-        sections.append(Section(members[0].dtype, not frozen, *places, wired, table, in_whole, in_parts))
+        sections.append(Section(members[0].dtype, not frozen, *places, wired, in_whole, in_parts))
     return tuple(sections)
