@@ -10,6 +10,7 @@ from typing import get_type_hints
 import pytest
 import torch
 
+import shardwise
 from shardwise.comm import api
 from shardwise.comm.calls import compare_calls
 from shardwise.comm.logger import comms_logger
@@ -37,6 +38,10 @@ def test_arguments_about_the_log_are_spelled_out(name: str) -> None:
 
 def test_objects_are_not_logged_by_name() -> None:
     assert list(inspect.signature(api.all_gather_object).parameters) == ["object_list", "obj", "group"]
+
+
+def test_the_second_access_to_a_collective_is_a_plain_lookup() -> None:
+    assert shardwise.comm.barrier is vars(shardwise.comm)["barrier"]
 
 
 def test_without_a_process_group() -> None:

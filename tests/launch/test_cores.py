@@ -56,6 +56,64 @@ def test_cores_are_those_of_the_machine_node_by_node(tmp_path: Path, monkeypatch
         cores.available((5, 6), "--core-list 5-6", system)
 
 
+GPUS = {
+    "0000:1a:00.0": ("H100", "GPU-aaaa", 1),
+    "0000:5d:00.0": ("H100", "GPU-bbbb", 0),
+    "0000:9a:00.0": ("H100", "GPU-bbcc", 1),
+}
+"""PCI addresses, models, UUIDs and NUMA nodes."""
+
+
+def gpus(directory: Path, devices: dict[str, tuple[str, str, int]]) -> dict[str, Path]:
+    """Describe GPUs as NVIDIA's driver and the kernel do."""
+    for address, (model, uuid, node) in devices.items():
+        for kind, name, text in (
+            ("driver", "information", f"Model: \t\t {model}\nIRQ:   \t\t 16\nGPU UUID: \t {uuid}\n"),
+            ("pci", "numa_node", f"{node}\n"),
+        ):
+            (directory / kind / address).mkdir(parents=True)
+            (directory / kind / address / name).write_text(text)
+    return {"driver": directory / "driver", "pci": directory / "pci"}
+
+
+def test_processes_get_cores_of_the_node_of_their_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    system = machine(tmp_path / "cpu", TWO_NODES)
+    found = cores.available(system=system)
+    nodes = cores.nodes_of_gpus(("0", "1"), {}, **gpus(tmp_path, GPUS))
+    assert nodes == [1, 0]
+    assert cores.deal(found, 2, nodes, system) == [((1, 5), (3, 7)), ((0, 4), (2, 6))]
+    assert cores.deal(found, 3, [1, 0, 1], system) == [((1, 5),), ((0, 4),), ((3, 7),)]
+    # A node without cores for its processes: as if nothing were known.
+    assert cores.deal(found, 2, [1, 2], system) == cores.deal(found, 2)
+    assert cores.deal(found, 3, [1, 1, 1], system) == cores.deal(found, 3)
+
+
+@pytest.mark.parametrize(
+    ("names", "changes", "order", "nodes"),
+    [
+        (("2", "1"), {}, "", [1, 0]),
+        (("GPU-bbbb", "GPU-a"), {}, "", [0, 1]),
+        (("GPU-bb",), {}, "", None),  # of two
+        (("MIG-aaaa",), {}, "", None),
+        (("3",), {}, "", None),
+        (("0",), {"0000:1a:00.0": ("H100", "GPU-aaaa", -1)}, "", None),
+        (("0",), {"0000:5d:00.0": ("T4", "GPU-bbbb", 0)}, "", None),
+        (("0",), {"0000:5d:00.0": ("T4", "GPU-bbbb", 0)}, "PCI_BUS_ID", [1]),
+        (("GPU-bbbb",), {"0000:5d:00.0": ("T4", "GPU-bbbb", 0)}, "", [0]),
+    ],
+)
+def test_nodes_of_gpus(
+    tmp_path: Path,
+    names: tuple[str, ...],
+    changes: dict[str, tuple[str, str, int]],
+    order: str,
+    nodes: list[int] | None,
+) -> None:
+    assert cores.nodes_of_gpus(names, {"CUDA_DEVICE_ORDER": order}, **gpus(tmp_path, GPUS | changes)) == nodes
+    assert cores.nodes_of_gpus(names, {}, driver=tmp_path / "none") is None
+
+
 def test_too_few_cores_are_refused() -> None:
     with pytest.raises(CommandLineError, match=r"Binding 3 processes to cores: this machine gives 2 cores \(0, 1, 5\)"):
         cores.deal(((0, 5), (1,)), 3)

@@ -133,6 +133,20 @@ def test_a_machine_that_is_too_small_counts_all_its_ranks() -> None:
         assert suggestion is None
 
 
+def dry_runs(equal: bool) -> int:
+    """Return how many dry runs this rank makes in `initialize()`."""
+    with mock.patch.object(budget.Planner, "window", autospec=True, side_effect=budget.Planner.window) as window:
+        optimizer = ADAM if equal else {"type": "Muon", "params": {"lr": 0.1}}  # each rank steps other whole tensors
+        engine = start({"stage": 1}, optimizer=optimizer, memory_limits={"device": 64 << 20})
+    engine.destroy()
+    return int(window.call_count)
+
+
+@pytest.mark.parametrize(("equal", "runs"), [(True, [1, 0]), (False, [1, 1])])
+def test_one_rank_of_a_machine_makes_the_dry_run_for_all_with_equal_parts(equal: bool, runs: list[int]) -> None:
+    assert run_ranks(dry_runs, 2, equal, timeout=120) == runs
+
+
 def on_a_small_machine() -> tuple[str, Any]:
     # Of what is in use, the model will be given back.
     limit = MemoryLimit("physical memory", 8 << 20, (5 << 20) + 2 * BYTES, 0)

@@ -1,7 +1,8 @@
 """Cores of this machine for each process of a job, so that processes do not move about and threads have cores to
 themselves.
 
-A process that is bound keeps its caches, and the memory that it touches first lies on its own NUMA node. Cores are
+A process that is bound keeps its caches, and the memory that it touches first lies on its own NUMA node. A process with
+a GPU gets cores of the node of that GPU: page-locked memory on another node is copied more slowly. Otherwise cores are
 dealt out in the order of nodes, so that a process has neighbours unless there are fewer nodes than processes need.
 """
 
@@ -10,12 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.errors import CommandLineError, LaunchError
 
 SYSTEM = Path("/sys/devices/system/cpu")
+PCI = Path("/sys/bus/pci/devices")
+DRIVER = Path("/proc/driver/nvidia/gpus")
+"""A directory for each GPU that this process may use, by PCI address."""
 
 Cores = tuple[tuple[int, ...], ...]
 """Physical cores, each with the logical CPUs (hyperthreads) that it runs."""
@@ -67,8 +72,46 @@ def available(listed: Sequence[int] | None = None, option: str = "", system: Pat
     return tuple(tuple(cpus) for _, cpus in ordered)
 
 
-def deal(cores: Cores, processes: int) -> list[Cores]:
+def nodes_of_gpus(
+    names: Sequence[str], env: Mapping[str, str] = os.environ, driver: Path = DRIVER, pci: Path = PCI
+) -> list[int] | None:
+    """Return the NUMA node of each GPU, or None if the kernel and NVIDIA's driver do not tell that of all.
+
+    Args:
+        names: numbers or UUIDs, as CUDA_VISIBLE_DEVICES has them.
+        env: says how CUDA numbers GPUs of different models.
+        driver: where the driver describes GPUs.
+        pci: where the kernel describes PCI devices.
+    """
+    try:
+        addresses = sorted(entry.name for entry in driver.iterdir())
+        described = [(driver / address / "information").read_text() for address in addresses]
+        nodes = [int((pci / address.lower() / "numa_node").read_text()) for address in addresses]
+    except (OSError, ValueError):
+        return None
+    models = {line for text in described for line in text.splitlines() if line.startswith("Model:")}
+    # CUDA puts the fastest model first, unless it is told otherwise, and then goes by PCI address.
+    numbered = len(models) < 2 or env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    found = []
+    for name in names:
+        if name.isdigit():
+            places = [int(name)] if numbered and int(name) < len(nodes) else []
+        else:
+            places = [place for place, text in enumerate(described) if re.search(rf"UUID:\s*{re.escape(name)}", text)]
+        if len(places) != 1 or nodes[places[0]] < 0:
+            return None
+        found.append(nodes[places[0]])
+    return found
+
+
+def deal(cores: Cores, processes: int, nodes: Sequence[int] | None = None, system: Path = SYSTEM) -> list[Cores]:
     """Divide cores among processes: equally many for each, one after the other; what is left over stays idle.
+
+    Args:
+        cores: see `available`.
+        processes: how many.
+        nodes: NUMA node near which each process is to run, if each of these has cores for its processes.
+        system: see `available`.
 
     Raises:
         CommandLineError: there are fewer cores than processes.
@@ -82,7 +125,21 @@ def deal(cores: Cores, processes: int) -> list[Cores]:
             f"Binding {processes} processes to cores: this machine gives {len(cores)} cores "
             f"({_shown(sorted(cpu for core in cores for cpu in core))}). Start fewer processes, or do not bind them."
         )
-    return [cores[rank * each : (rank + 1) * each] for rank in range(processes)]
+    near = None if nodes is None else _deal_by_node(cores, nodes, system)
+    return near or [cores[rank * each : (rank + 1) * each] for rank in range(processes)]
+
+
+def _deal_by_node(cores: Cores, nodes: Sequence[int], system: Path) -> list[Cores] | None:
+    """Divide the cores of each NUMA node among its processes; None if a node has too few."""
+    by_node: dict[int, list[tuple[int, ...]]] = {}
+    for core in cores:
+        place = _place(system / f"cpu{core[0]}")
+        by_node.setdefault(-1 if place is None else place[0], []).append(core)
+    each = min(len(by_node.get(node, ())) // count for node, count in Counter(nodes).items())
+    if each == 0:
+        return None
+    begins = {node: iter(range(0, len(found), each)) for node, found in by_node.items()}
+    return [tuple(by_node[node][(begin := next(begins[node])) : begin + each]) for node in nodes]
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from shardwise.comm.environment import (
     is_loopback,
 )
 from shardwise.errors import CommandLineError, LaunchError
-from shardwise.launch.cores import Cores, available, deal, parse_list
+from shardwise.launch.cores import Cores, available, deal, nodes_of_gpus, parse_list
 from shardwise.launch.hosts import is_this_machine
 from shardwise.launch.jobmemory import JobDirectory
 from shardwise.launch.output import Tags
@@ -109,8 +109,14 @@ def run_job(job: Job) -> int:
     if job.bind_cores or job.core_list is not None:
         listed = None if job.core_list is None else parse_list(job.core_list, "--core-list")
         cores = available(listed, f"--core-list {job.core_list}")
-        deal(cores, placement.nproc)  # before anything is started
+        _deal(job, placement, cores)  # before anything is started
     return _supervise(job, placement, cores)
+
+
+def _deal(job: Job, placement: Placement, cores: Cores) -> list[Cores]:
+    """Divide cores among the processes; those that the user has listed go in their own order."""
+    devices = placement.devices if job.core_list is None else None
+    return deal(cores, placement.nproc, None if devices is None else nodes_of_gpus(devices))
 
 
 def check(job: Job) -> None:
@@ -276,7 +282,7 @@ def _supervise(job: Job, placement: Placement, cores: Cores | None) -> int:
         )
 
         def open_attempt(number: int, variables: dict[int, dict[str, str]]) -> Attempt:
-            dealt = None if cores is None else deal(cores, len(variables))
+            dealt = None if cores is None else _deal(job, remaining(placement, agent.slots), cores)
             each = None if dealt is None else len(dealt[0])
             common = {**worker_environment(job, remaining(placement, agent.slots), cores=each), **added}
             if number == 0:
