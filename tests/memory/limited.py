@@ -36,7 +36,7 @@ def main() -> None:
                 engine.backward(loss)
                 engine.step()
     except OutOfMemoryError as error:
-        told = {"text": str(error), "asked": error.asked, "suggestion": error.suggestion}
+        told = {"text": str(error), "asked": error.asked}
         told["cause"] = type(error.__cause__).__name__
         print(json.dumps(told), flush=True)
         sys.exit(3)

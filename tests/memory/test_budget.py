@@ -281,7 +281,6 @@ def test_a_limit_that_is_exceeded_in_training(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(DEVICE_LIMIT, "5MiB")  # overrules the configuration
     engine = start(memory_limits={"device": "4KiB"})
     window(engine)
-    monkeypatch.setattr("shardwise.engine.exhausted.SEARCH_S", 0.0)
     with shardwise.memory.track_activations(engine.accountant), pytest.raises(OutOfMemoryError) as told:
         big = torch.ones(2048, WIDTH)
         engine.backward(engine(big).square().mean())

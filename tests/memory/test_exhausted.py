@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -98,9 +97,7 @@ def test_what_is_said(where: str, kind: int, monkeypatch: pytest.MonkeyPatch) ->
     # Large enough for activations to count: with one micro-batch gradients come when most of those have gone.
     engine, failing = build(micro=512)
     x = torch.randn(512, 64)
-    now = engine.memory_plans(x, stages=[0], micro_batches=[512, 256, 128]).plans
-    assert now[0].total > now[1].total > now[2].total  # type: ignore[operator]
-    room_of(monkeypatch, int(now[2].total * 1.16))  # type: ignore[operator]
+    room_of(monkeypatch, 100 * MIB)
     make, asked = KINDS[kind]
     raised = make()
     with pytest.raises(OutOfMemoryError) as told:
@@ -123,13 +120,7 @@ def test_what_is_said(where: str, kind: int, monkeypatch: pytest.MonkeyPatch) ->
     assert text.startswith(f"rank 0 has run out of memory in {call}: {str(raised) or 'MemoryError'}")
     assert error.asked == asked
     assert "Limit: a test" in text and "held now" in text and "optimizer state" in text
-    assert error.suggestion == {
-        "train_batch_size": 512,
-        "train_micro_batch_size_per_gpu": 128,
-        "gradient_accumulation_steps": 4,
-        "zero_optimization": {"stage": 0},
-    }
-    assert "stage 0, micro-batch 128 x 4, 1 rank" in text and json.dumps(error.suggestion) in text
+    assert "engine.memory_plans(batch)" in text and error.suggestion is None
     assert failing.large is not None and failing.large() is None  # what the failed pass held is free again
     engine.destroy()
 
@@ -161,16 +152,6 @@ def test_calls_of_modules_with_hooks_let_go_of_their_arguments(always_call: bool
     assert outer(torch.ones(2, 4)).shape == (2, 4)
 
 
-def test_when_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, failing = build(micro=2)
-    room_of(monkeypatch, 1000)
-    failing.forward_error = MemoryError()
-    with pytest.raises(OutOfMemoryError, match="No setting that was looked at is known to fit") as told:
-        engine(torch.randn(2, 64))
-    assert told.value.suggestion is None
-    engine.destroy()
-
-
 def test_other_errors_pass_as_they_are() -> None:
     engine, failing = build()
     failing.forward_error = RuntimeError("shapes differ")
@@ -184,9 +165,7 @@ def test_when_there_is_no_memory_for_plans_either(monkeypatch: pytest.MonkeyPatc
     engine, failing = build()
     monkeypatch.setattr(shardwise.engine.exhausted, "memory_limit", _raiser(MemoryError("none left")))  # type: ignore[arg-type]
     failing.forward_error = MemoryError("first")
-    with pytest.raises(
-        OutOfMemoryError, match=r"Held: parameters .*Other settings not planned \(MemoryError: none left"
-    ):
+    with pytest.raises(OutOfMemoryError, match=r"Held: parameters .*Not planned \(MemoryError: none left"):
         engine(torch.randn(64, 64))
     engine.destroy()
 
@@ -208,31 +187,28 @@ def test_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
         build()
     text = str(told.value)
     assert "run out of memory in initialize()" in text and "Held when it happened: parameters" in text
-    assert "Activations are not in it" in text
 
 
-def fails_on_one_rank(stage: int) -> tuple[str, Any, float]:
+def fails_on_one_rank(stage: int) -> str:
     engine, failing = build(stage)
     x = torch.randn(64, 64)
     engine.backward(engine(x).square().mean())
     engine.step()
-    before = time.monotonic()
     if torch.distributed.get_rank() == 1:
         failing.forward_error = RuntimeError(CPU_ERROR)
     try:
-        loss = engine(x).square().mean()
+        engine(x)
     except OutOfMemoryError as error:
         failing.forward_error = None
-        return str(error), error.suggestion, time.monotonic() - before
-    return "", loss.item(), 0.0
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_no_rank_waits_for_the_one_that_explains(stage: int) -> None:
     """The other rank's pass ends; nothing in the explanation is a collective."""
-    (text, _, _), (told, suggestion, _) = run_ranks(fails_on_one_rank, 2, stage)
+    text, told = run_ranks(fails_on_one_rank, 2, stage)
     assert text == "" and told.startswith("rank 1 has run out of memory")
-    assert suggestion is not None  # this machine has room for a smaller micro-batch or a higher stage
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------
@@ -326,26 +302,12 @@ def under_limit(room: int, width: int, config: dict[str, Any], world: int = 1) -
     ("room", "where"),
     [pytest.param(330, "the engine's forward()", marks=pytest.mark.thorough), (400, "engine.backward()")],
 )
-def test_the_smaller_micro_batch_that_is_suggested_does_fit(room: int, where: str) -> None:
+def test_a_smaller_micro_batch_fits(room: int, where: str) -> None:
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 512, "optimizer": OPTIMIZER}
     (told,) = under_limit(room, 16384, config)
     assert f"rank 0 has run out of memory in {where}: " in told["text"] and told["cause"] == "RuntimeError"
     assert "Limit: RLIMIT_AS" in told["text"]
     assert told["asked"] >= 16 * MIB
-    assert told["suggestion"]["train_micro_batch_size_per_gpu"] in (64, 128, 256)
-    (again,) = under_limit(room, 16384, {**config, **told["suggestion"]})
+    smaller = {"train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 8}
+    (again,) = under_limit(room, 16384, {**config, **smaller})
     assert again == {"steps": 2}
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_the_stage_that_is_suggested_does_fit() -> None:
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "optimizer": OPTIMIZER}
-    first = under_limit(600, 65536, config, world=2)
-    for told in first:
-        assert "run out of memory in engine.step(): " in told["text"]
-        assert told["suggestion"]["zero_optimization"]["stage"] > 0
-        assert told["suggestion"]["train_batch_size"] == 8
-        assert "2 ranks. Set {" in told["text"]  # these two are enough
-    suggestion = max((told["suggestion"] for told in first), key=lambda s: s["zero_optimization"]["stage"])
-    assert under_limit(600, 65536, {**config, **suggestion}, world=2) == [{"steps": 2}] * 2

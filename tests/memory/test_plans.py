@@ -10,42 +10,12 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.engine.plans import Setting, plan_model
+from shardwise.engine.plans import plan_model
 from shardwise.errors import UsageError
 from shardwise.launch.architectures import SHAPES, Decoder
 from shardwise.trees import tensors_in
 from tests.harness import run_ranks
 from tests.memory.test_report import GPT, LENGTH, VOCABULARY, settings
-
-
-def test_settings_from_the_cheapest_to_the_dearest() -> None:
-    now = Setting(stage=0, micro_batch=8, accumulation=1, ranks=2)
-    found = now.dearer()
-    assert [str(setting) for setting in found[:5]] == [
-        "stage 1, micro-batch 8 x 1, 2 ranks",  # the same exchanges
-        "stage 2, micro-batch 8 x 1, 2 ranks",
-        "stage 0, micro-batch 4 x 2, 2 ranks",  # more passes
-        "stage 1, micro-batch 4 x 2, 2 ranks",
-        "stage 0, micro-batch 2 x 4, 2 ranks",
-    ]
-    assert now not in found
-    assert {setting.micro_batch * setting.accumulation * setting.ranks for setting in found} == {16}
-    assert [setting.ranks for setting in found] == sorted(setting.ranks for setting in found)
-    assert {setting.ranks for setting in found} == {2, 4, 8, 16}
-    assert found[0].config == {
-        "train_batch_size": 16,
-        "train_micro_batch_size_per_gpu": 8,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 1},
-    }
-
-
-def test_settings_of_one_rank_and_of_odd_batches() -> None:
-    one = Setting(stage=0, micro_batch=6, accumulation=3, ranks=1).dearer()
-    assert [setting.micro_batch for setting in one if setting.ranks == 1] == [3, 1]
-    assert all(setting.stage == 0 for setting in one if setting.ranks == 1)
-    assert {setting.ranks for setting in one} == {1, 2}  # 18 samples are not divisible by 4 ranks
-    assert Setting(stage=3, micro_batch=1, accumulation=1, ranks=4).dearer() == []
 
 
 def both(precision: str, tied: bool, optimizer: str, accumulation: int, keep: int | None) -> list[tuple[Any, Any]]:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.engine.dryrun import MemoryPlan
-from shardwise.engine.exhausted import SEARCH_S, advice
 from shardwise.engine.plans import (
     MARGIN,
     UNNAMED,
@@ -57,6 +56,8 @@ if TYPE_CHECKING:
 
 NEAR = 0.9
 """A plan that takes more than this part of what there is gets a warning."""
+SEARCH_S = 30.0
+"""Seconds after which the search for a setting that fits ends."""
 WORTH_PLANNING = 16 << 20
 """Bytes of a rank from which on a plan is made without being asked for: less is found anywhere."""
 MOST_AN_ELEMENT = 64
@@ -424,7 +425,21 @@ def _advised(found: SettingPlan | None, plans: Sequence[SettingPlan], subject: S
                 room = readable(int(plan.elsewhere[Tier.DISK.value] * (1 + MARGIN)))
                 keys = json.dumps(plan.setting.config)
                 return f"With {room} of a disk for each rank this would fit: {plan.setting}. Set {keys}."
-    return advice(found, subject, "fits")
+    return _advice(found, subject)
+
+
+def _advice(found: SettingPlan | None, subject: Subject) -> str:
+    """Return which setting to take: the cheapest that fits, if one is known."""
+    if found is None:
+        return (
+            "No setting that was looked at is known to fit (stages up to 3, micro-batches down to 1, more ranks at the "
+            "same global batch; state on the host or on a disk where that helps). What remains: activations recomputed "
+            "in the model (torch.utils.checkpoint), parameters in 16 bits, a smaller model or global batch, or more "
+            "memory."
+        )
+    setting, now = found.setting, subject.setting
+    ranks = f" on {setting.ranks} ranks" if setting.ranks != now.ranks else ""
+    return f"The cheapest setting that fits: {setting}. Set{ranks} {json.dumps(setting.config)}."
 
 
 def tightest(rooms: Sequence[Room]) -> list[Room]:

@@ -1,31 +1,22 @@
-"""What is said when memory runs out: what was asked for, the limit, what is held, and the setting that would have fit.
+"""The error when memory runs out: bytes asked for, the limit, what is held, and how to find a setting that fits.
 
-All of it is this rank's own knowledge: no collective, so that no rank waits for one that is about to leave. The search
-for a setting ends after `SEARCH_S` seconds.
+All of it is this rank's own knowledge: no collective, so that no rank waits for one that is about to leave.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shardwise.engine.plans import (
-    MARGIN,
-    MemoryPlans,
-    Offload,
     Planner,
     Room,
-    Setting,
-    SettingPlan,
     Subject,
-    offloads,
-    search,
 )
 from shardwise.memory import (
     Accountant,
@@ -47,8 +38,11 @@ from shardwise.memory import (
 from shardwise.memory.limits import more_addresses
 from shardwise.memory.report import readable
 
-SEARCH_S = 30.0
-_SHOWN = 12
+_ADVICE = (
+    "To find a setting that fits, call print(engine.memory_plans(batch)) before training (it plans stages, micro-"
+    "batches and ranks on tensors without memory), or run shardwise plan. Further ways: offload_optimizer and "
+    "offload_param, recomputed activations (shardwise.checkpointing), parameters in 16 bits."
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +72,7 @@ class Circumstances:
 
 @contextlib.contextmanager
 def explaining(circumstances: Callable[[], Circumstances]) -> Iterator[None]:
-    """Turn an error that says that memory has run out into one that says what would have fitted.
+    """Turn an error that says that memory has run out into an `OutOfMemoryError`.
 
     Args:
         circumstances: asked if it has.
@@ -106,23 +100,16 @@ def explained(error: BaseException, at: Circumstances) -> OutOfMemoryError:
         f"rank {at.rank} has run out of memory in {at.where}: {first[0]}",
         f"Setting: {at.subject.setting}. Asked for: {'unknown' if asked is None else readable(asked)}.",
     ]
-    planner = Planner(at.subject, at.batch, like_cross_entropy)
-    suggestion = None
     try:
-        limit, room = room_for(at, planner)
-        lines.append(_limit_line(limit, room))
-        rooms = None if room is None else rooms_at(at, room)
+        lines.append(_limit_line(*room_for(at, Planner(at.subject, at.batch, like_cross_entropy))))
         with more_addresses():
             lines.append(_table(at, live))
-            plans, found = searched(at, planner, rooms)
-            lines += [plans, advice(found, at.subject)]
-        suggestion = None if found is None else found.setting.config
     except (Exception, MemoryError) as failure:  # no memory for this either, or an optimizer of the user's own
         held = ", ".join(f"{category.value} {readable(size)}" for category, size in live.items() if size)
-        lines.append(f"Held: {held or 'nothing'}. Other settings not planned ({type(failure).__name__}: {failure}).")
-    told = OutOfMemoryError("\n".join(lines))
-    told.asked, told.suggestion = asked, suggestion
-    return told
+        lines.append(f"Held: {held or 'nothing'}. Not planned ({type(failure).__name__}: {failure}).")
+    raised = OutOfMemoryError("\n".join([*lines, _ADVICE]))
+    raised.asked = asked
+    return raised
 
 
 def over_limit(at: Circumstances, limit: int) -> OutOfMemoryError:
@@ -138,17 +125,9 @@ def over_limit(at: Circumstances, limit: int) -> OutOfMemoryError:
         f"more than memory_limits.device allows ({readable(limit)}).",
         f"Setting: {at.subject.setting}.",
         _table(at, at.accountant.live),
+        _ADVICE,
     ]
-    told = OutOfMemoryError()
-    planner = Planner(at.subject, at.batch, like_cross_entropy)
-    try:
-        plans, found = searched(at, planner, [Room((Tier.DEVICE,), limit), *_host_room(at)])
-        lines += [plans, advice(found, at.subject)]
-        told.suggestion = None if found is None else found.setting.config
-    except Exception as failure:  # an optimizer of the user's own, which runs in the dry run
-        lines.append(f"Other settings not planned ({type(failure).__name__}: {failure}).")
-    told.args = ("\n".join(lines),)
-    return told
+    return OutOfMemoryError("\n".join(lines))
 
 
 def rooms_at(at: Circumstances, room: int | None) -> list[Room]:
@@ -239,68 +218,3 @@ def _table(at: Circumstances, live: dict[Category, int]) -> str:
     )
     total = replace(report.total, live=sum(live.values()))
     return replace(report, rows=rows, total=total).render().rstrip()
-
-
-def searched(
-    at: Circumstances,
-    planner: Planner,
-    rooms: Sequence[Room] | None,
-    seconds: float | None = None,
-    first: str = "The first line is the setting that ran out of memory.",
-) -> tuple[str, SettingPlan | None]:
-    """Return the table of the settings looked at, and the cheapest that fits.
-
-    Args:
-        at: what is known.
-        planner: of what is trained.
-        rooms: bytes that there are; None: that is not known.
-        seconds: of the search; None: `SEARCH_S`.
-        first: says what the first line is.
-    """
-    seconds = SEARCH_S if seconds is None else seconds
-    setting = at.subject.setting
-    own = planner.plan(setting, rooms or ())
-    if rooms is None:
-        plans, complete = [planner.plan(other) for other in setting.dearer()[:_SHOWN]], True
-    else:
-        plans, complete = search(planner, _settings(at.subject, rooms), rooms, seconds)
-    found = next((plan for plan in plans if plan.fits), None)
-    notes = [f"Fits: planned, and {MARGIN:.0%} more. {first}"]
-    if not complete:
-        notes.append(f"The search was ended after {seconds:.0f} s.")
-    if len(plans) > _SHOWN:
-        notes.append(f"{len(plans) - _SHOWN} settings between the first and the last ones are left out.")
-        plans = [*plans[: _SHOWN // 2], *plans[-_SHOWN // 2 :]]
-    if at.batch is None:
-        notes.append("Activations are not in it: no batch was being computed.")
-    room = min((room.size for room in rooms or () if Tier.DEVICE in room.tiers), default=None)
-    return MemoryPlans((own, *plans), room, tuple(notes)).render(width=140).rstrip(), found
-
-
-def _settings(subject: Subject, rooms: Sequence[Room]) -> list[Setting]:
-    """Return what is tried; with state elsewhere only if the device has memory of its own, or is taken to."""
-    found = subject.setting.dearer()
-    if any(room.tiers == (Tier.DEVICE,) for room in rooms):
-        now = Offload.of(subject.resolution.config)
-        found += subject.setting.moved(offloads(now.path), now)
-    return sorted(found, key=lambda setting: setting.cost)
-
-
-def advice(found: SettingPlan | None, subject: Subject, does: str = "would have fitted") -> str:
-    """Say which setting to take.
-
-    Args:
-        found: the cheapest that fits; None: none is known.
-        subject: what is trained, and how.
-        does: what it does, in words.
-    """
-    if found is None:
-        return (
-            "No setting that was looked at is known to fit (stages up to 3, micro-batches down to 1, more ranks at the "
-            "same global batch; state on the host or on a disk where that helps). What remains: activations recomputed "
-            "in the model (torch.utils.checkpoint), parameters in 16 bits, a smaller model or global batch, or more "
-            "memory."
-        )
-    setting, now = found.setting, subject.setting
-    ranks = f" on {setting.ranks} ranks" if setting.ranks != now.ranks else ""
-    return f"The cheapest setting that {does}: {setting}. Set{ranks} {json.dumps(setting.config)}."

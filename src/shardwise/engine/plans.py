@@ -7,7 +7,7 @@ collective (`shardwise.engine.dryrun`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 UNNAMED = "a directory on a fast disk"
 """Stands for the `nvme_path` that a configuration does not name."""
-MOST_RANKS = 16
-"""Settings with up to this many times the ranks are looked at."""
 MARGIN = 0.15
 """Part of a plan that is added for what it does not count: the gaps in allocators' memory (a tenth, where the limit is
 that of the address space and buffers come and go), temporaries of a few kilobytes."""
@@ -201,34 +199,9 @@ class Setting:
                     found.append(replace(self, stage=stage, offload=way))
         return sorted(found, key=lambda setting: setting.cost)
 
-    def dearer(self) -> list[Setting]:
-        """Return settings with the same global batch that may take less memory, from the cheapest to the dearest."""
-        batch = self.micro_batch * self.accumulation * self.ranks
-        found = []
-        ranks = self.ranks
-        while ranks <= self.ranks * MOST_RANKS and batch % ranks == 0:
-            samples = batch // ranks
-            for micro in _halvings(samples, self.micro_batch):
-                for stage in TABLE:
-                    setting = Setting(stage, micro, samples // micro, ranks, sequence=self.sequence, tensor=self.tensor)
-                    alone = ranks == 1 and stage != self.stage  # one rank has nothing to shard
-                    if stage >= self.stage and setting != self and not alone:
-                        found.append(setting)
-            ranks *= 2
-        return sorted(found, key=lambda setting: setting.cost)
-
 
 def _slowness(offload: Offload) -> int:
     return [way.devices for way in offloads()].index(offload.devices)
-
-
-def _halvings(samples: int, most: int) -> Iterator[int]:
-    """Yield divisors of `samples` up to `most`, each at most half of the one before, and 1 at the end."""
-    limit = most
-    while limit >= 1:
-        divisor = max(d for d in range(1, min(limit, samples) + 1) if samples % d == 0)
-        yield divisor
-        limit = divisor // 2
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Recognising that memory has run out, and the error that says what would have fitted."""
+"""Recognising that memory has run out, and the error that is raised then."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "alloc_
 
 
 class OutOfMemoryError(ShardwiseError, torch.OutOfMemoryError, MemoryError):
-    """Memory has run out in the engine: what was asked for, what is held, and which setting would have fitted.
+    """Memory has run out in the engine, or a plan does not fit: bytes asked for, what is held, and what to do.
 
     It is caught wherever PyTorch's `OutOfMemoryError`, its `RuntimeError` for a CPU, or `MemoryError` is.
 
     Attributes:
         asked: bytes that could not be had, None if unknown.
-        suggestion: the keys of the configuration to be changed, None if no setting is known to fit.
+        suggestion: keys of the configuration with which `initialize()` would fit, if it has refused a plan and found
+            some; else None.
     """
 
     asked: int | None = None
