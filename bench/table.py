@@ -458,8 +458,8 @@ def longest(results: Results) -> list[str]:
         record = results.find(name)
         for row in record["rows"] if record else []:
             figures = [row["tokens"], row["over_plain"], row["peak_mib"], row["seconds"]]
-            lines.append([row["way"], str(world), *map(shown, figures)])
-    return grid(["", "ranks", "tokens", "over plain", "peak, MiB", "step, s"], lines)
+            lines.append([row["way"], str(world), f"{record['limit']:g}", *map(shown, figures)])
+    return grid(["", "ranks", "limit, MiB", "tokens", "over plain", "peak, MiB", "step, s"], lines)
 
 
 MEMORY, LARGEST, LENGTHS = "memory_98M_bf16_4", "largest_batch_27M_fp32_2", "growth_lengths_2"
@@ -513,12 +513,11 @@ SECTIONS = [
     Section(
         "Longest sequence",
         "The longest sequence with which a training step of a small decoder (4 layers of width 256, 32,768 words, "
-        "fp32, stage 3) stays within 640 MiB of a rank above what the model takes. *plain*: each rank has a sequence; "
-        "*recomputed*: layers are; *tiled*: loss and MLP are, too; *shared*: all ranks have parts of one sequence "
-        "(Ulysses); *tensor*: all ranks have a copy of the model among them, its loss divided by words, and with "
-        "*tokens* share the tokens outside of its layers. *DeepSpeed*: its `DistributedAttention`, stage 3, and for "
-        "the tiles the `sequence_tiled_compute` of its ALST. Steps are single ones of that length, of one run, and say "
-        "little about speed ([Sequence and context parallelism](sequence.md)).",
+        "fp32, stage 3) keeps the memory of a rank above what the model takes within the limit. *plain*: each rank has "
+        "a sequence; *recomputed*: layers are; *shared*: all ranks have parts of one sequence (Ulysses); *tensor*: all "
+        "ranks have a copy of the model among them, its loss divided by words, and with *tokens* share the tokens "
+        "outside of its layers. *DeepSpeed*: its `DistributedAttention`, stage 3. Steps are single ones of that "
+        "length, of one run, and say little about speed ([Sequence and context parallelism](sequence.md)).",
         list(LONGEST.values()),
         longest,
     ),

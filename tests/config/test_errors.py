@@ -125,6 +125,13 @@ VALUES = [
 
 ARGUMENTS = [
     (optimizer("AdamX"), "optimizer.type", 'did you mean "Adamax"?'),
+    (optimizer("FusedAdam"), "optimizer.type", 'did you mean "Adam"?'),
+    (optimizer("DeepSpeedCPUAdam"), "optimizer.type", 'did you mean "Adam"?'),
+    (with_batch(zero={"stage": 2}), "zero", "write that"),
+    (with_batch(mixed_precision="bf16"), "mixed_precision", "write one of them"),
+    (with_batch(gradient_checkpointing=True), "gradient_checkpointing", "`activation_checkpointing` sets its options"),
+    (with_batch(allgather_bucket_size=1), "allgather_bucket_size", f"write `{ZERO}.allgather_bucket_size`"),
+    (with_batch(dataloader_settings={}), "dataloader_settings", "no key of the top level"),
     (optimizer("fused_adamw_bnb"), "optimizer.type", "known: Adadelta, Adafactor, Adagrad, adagrad, Adam, adam, "),
     (optimizer("LBFGS"), "optimizer.type", "several times per step"),
     (optimizer("SparseAdam"), "optimizer.type", "sparse gradients"),

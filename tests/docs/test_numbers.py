@@ -29,6 +29,16 @@ def test_a_page_shows_what_was_measured(table: dict[str, Any], page: str) -> Non
         assert (ROOT / page).with_name("images").joinpath(name).read_bytes() == (RESULTS / name).read_bytes()
 
 
+def test_sequences_stay_within_the_limit_that_is_shown(table: dict[str, Any]) -> None:
+    header, _, *rows = table["longest"](table["Results"](RESULTS))
+    names = [cell.strip() for cell in header.split("|")]
+    limit, peak = names.index("limit, MiB"), names.index("peak, MiB")
+    assert rows
+    for row in rows:
+        cells = row.split("|")
+        assert float(cells[peak]) <= float(cells[limit])
+
+
 def test_missing_figures_are_dashes(table: dict[str, Any], tmp_path: Path) -> None:
     results = table["Results"](tmp_path)
     row = next(line for line in table["short"](results).splitlines() if line.startswith("| DeepSpeed 2 "))

@@ -49,7 +49,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         (["nonsense"], "nonsense is not known"),
-        ([f"{__name__}:of_pictures"], "Conv2d cannot be run on token numbers"),
+        ([f"{__name__}:of_pictures"], "Conv2d raises RuntimeError on token ids of shape [1, 512]"),
         ([f"{__name__}:own", "--length", "0"], "--length"),
         ([f"{__name__}:own", "--depth", "-2"], "--depth"),
     ],

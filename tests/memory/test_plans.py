@@ -123,7 +123,7 @@ def test_a_model_that_cannot_compute_without_values_is_planned_without_activatio
     )
     plan = engine.memory_plans(torch.ones(2, 8), stages=[0]).plans[0]
     assert plan.total == engine.memory_report().total.planned
-    assert plan.fits is None and plan.note.startswith("activations not planned (")
+    assert plan.fits is None and plan.note.startswith("activations not planned: on a batch of ")
     engine.destroy()
 
 

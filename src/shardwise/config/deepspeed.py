@@ -207,6 +207,7 @@ _READ_AS: dict[str, tuple[Callable[[Any], bool], Any, str]] = {
     "zero_optimization.stage3_model_persistence_threshold": (_negative, None, _NO_LIMIT),
     "zero_optimization.stage3_max_live_parameters": (_negative, None, _NO_LIMIT),
     "zero_optimization.zero_hpz_partition_size": (_not_positive, 1, "read as 1: no second shard"),
+    "zero_optimization.mics_shard_size": (_is_zero, -1, "read as -1: no groups of ranks"),
     "sequence_parallel_size": (_not_positive, 1, "read as 1"),
     "data_parallel_size": (_not_positive, None, "read as null: what the number of ranks gives"),
     "vocabulary_size": (_not_positive, None, "read as null"),

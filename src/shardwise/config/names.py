@@ -102,7 +102,8 @@ def unknown_schedule(name: str) -> str:
 
 def _unknown(kind: str, name: str, usable: set[str], module: str) -> str:
     ordered = sorted(usable, key=lambda item: (item.lower(), item))
-    close = nearest(name, ordered)
+    ends = [item for item in ordered if name.lower().endswith(item.lower())]  # FusedAdam, CPUAdam
+    close = max(ends, key=len) if ends else nearest(name, ordered)
     advice = f'did you mean "{close}"?' if close else f"known: {', '.join(ordered)}"
     return f"there is no {kind} {show(name)}, neither here nor in {module}; {advice}"
 

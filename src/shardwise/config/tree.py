@@ -194,14 +194,14 @@ def advise(section: type[ConfigSection], path: Path, name: str) -> str:
     if known is not None:
         return known
     local = list(keys_of(section))
-    close = nearest(name, local, 0.8)
+    elsewhere = _elsewhere(name)
+    close = nearest(name, local, 0.9 if elsewhere else 0.8)
     if close is not None:
         return f"did you mean `{dotted((*path, close))}`?"
-    elsewhere = _elsewhere(name)
     if elsewhere:
         return _belongs(elsewhere)
     longer = [spelling for spelling in local if len(name) >= _LONG_NAME and _comparable(name) in spelling]
-    close = longer[0] if longer else nearest(name, local, 0.6 if len(name) >= _LONG_NAME else 0.7)
+    close = longer[0] if longer else nearest(name, local, 0.7)
     if close is not None:
         return f"did you mean `{dotted((*path, close))}`?"
     far = nearest(name, list(_places()), 0.8)
@@ -282,6 +282,12 @@ _OWN_ACCELERATE: dict[str, str] = {
     "deepspeed_moe_layer_cls_names": "",
 }
 """Keys of the file that `accelerate config` writes, and the key of a configuration that says the same."""
+_OF_SCRIPTS = {
+    "zero": "ZeRO is set by `zero_optimization`: write that",
+    "mixed_precision": "precision is set by the sections `bf16` and `fp16`: write one of them",
+    "gradient_checkpointing": "the model calls activation checkpointing; `activation_checkpointing` sets its options",
+}
+"""Keys of the top level that scripts read themselves, and what to write."""
 
 
 def known_reason(path: Path, name: str) -> str | None:
@@ -294,6 +300,8 @@ def known_reason(path: Path, name: str) -> str | None:
     parent = path[0] if len(path) == 1 else None
     if parent in ("optimizer", "scheduler") and name in _arguments(str(parent)):
         return f"only `{parent}.params.{name}` is read: move it there"
+    if not path and name in _OF_SCRIPTS:
+        return _OF_SCRIPTS[name]
     if name in _CLIPPING:
         return "gradients are clipped by `gradient_clipping` at the top level: write that"
     if parent == "bf16" and name in FP16.model_fields:

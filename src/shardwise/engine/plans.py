@@ -395,7 +395,11 @@ class Planner:
                 except ConfigError:
                     raise
                 except Exception as error:  # whatever the user's module raises when it has no values to compute with
-                    note = f"activations not planned ({type(error).__name__}: {error})"
+                    given = ", ".join(
+                        f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in tensors_in(batch)
+                    )
+                    first = str(error).partition("\n")[0]
+                    note = f"activations not planned: on a batch of {given} the model raises {type(error).__name__}: {first}"
             return self._twin(setting).run(None, accumulation), note
         except ConfigError as error:
             return None, f"the configuration does not allow it: {error}"

@@ -68,7 +68,6 @@ class _Recording:
                 taken = tensors_in((args, kwargs))
                 self.seen.append(_Seen(name, [x.detach() for x in taken], [x.detach() for x in tensors_in(output)]))
 
-            ended.observes = True  # type: ignore[attr-defined]  # copies of the module do not call it
             handles.append(module.register_forward_hook(ended, with_kwargs=True))
         try:
             yield

@@ -172,6 +172,51 @@ def test_without_the_comparison_a_gradient_that_differs_is_named() -> None:
         assert "the gradient of gain, which all 2 ranks of a copy of the model have whole, differs" in made
 
 
+class Collecting(nn.Module):
+    """Blocks whose outputs a hook collects, and whose inputs a wrapped forward pass does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Late() for _ in range(2))
+        self.outputs: list[torch.Tensor] = []
+        inputs: list[torch.Tensor] = []
+        self.inputs = inputs
+        for block in self.blocks:
+            block.register_forward_hook(lambda _, __, made: self.outputs.append(made))
+            whole = block.forward
+
+            def forward(x: torch.Tensor, whole: Any = whole) -> Any:
+                inputs.append(x)
+                return whole(x)
+
+            block.forward = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.outputs.clear()
+        for block in self.blocks:
+            block(x)
+        return torch.stack(self.outputs).sum()
+
+
+def collected() -> Any:
+    torch.manual_seed(0)
+    model = Collecting()
+    for block in model.blocks:
+        block.gain.requires_grad_(False)  # type: ignore[union-attr]
+    return gradients(model, config(), torch.ones(2, 4)), len(model.outputs), len(model.inputs)
+
+
+def test_hooks_of_a_script_see_nothing_of_the_comparison() -> None:
+    torch.manual_seed(0)
+    model = Collecting()
+    loss = model(torch.ones(2, 4))
+    loss.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and "gain" not in name}
+    for made, outputs, inputs in run_ranks(collected, 2):
+        assert (outputs, inputs) == (2, 2)
+        assert differing(*made, (loss.item(), wanted)) == []
+
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -189,6 +234,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Cohere": ("CohereForCausalLM", {**_SIZES, "use_qk_norm": True}),
     "OLMo 2": ("Olmo2ForCausalLM", _SIZES),
     "BitNet": ("BitNetForCausalLM", _SIZES),
+    "Mixtral": ("MixtralForCausalLM", {**_SIZES, "num_local_experts": 4, "output_router_logits": True}),
     "Doge": ("DogeForCausalLM", _SIZES),
     "MPNet": ("MPNetForMaskedLM", {**_ENCODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
     "MobileBERT": (

@@ -60,7 +60,7 @@ def profile(
 
 
 def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool) -> ModuleProfile:
-    """Run a micro-batch of token numbers, and count."""
+    """Run a micro-batch of token ids, and count."""
     import warnings
 
     import torch
@@ -86,8 +86,11 @@ def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool
                 if not forward_only:
                     loss_of(output).backward()
         except Exception as error:
+            first = str(error).partition("\n")[0]
             raise CommandLineError(
-                f"{type(model).__name__} cannot be run on token numbers without values: {error}"
+                f"{type(model).__name__} raises {type(error).__name__} on token ids of shape [{micro_batch}, {length}]: "
+                f"{first}. Give a model that takes token ids as its only input; flops_profiler counts what others "
+                "compute in a training run"
             ) from error
         finally:
             count.stop()

@@ -288,9 +288,11 @@ class _Run:
         """Compute gradients of inputs and parameters, from those of outputs by their index."""
         named = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         roots = {index: self.outputs[index] for index in seeds if self.outputs[index].requires_grad}
-        if roots:
+        leaves = [*named.values(), *self._wanted]
+        if roots and leaves:
+            # Into these alone, because a wrapped forward pass may have called modules of the model itself.
             with _Steady(silent):
-                torch.autograd.backward(list(roots.values()), [seeds[index] for index in roots])
+                torch.autograd.backward(list(roots.values()), [seeds[index] for index in roots], inputs=leaves)
         self.outputs = [tensor.detach() for tensor in self.outputs]
         self.inputs = [tensor.grad for tensor in self._wanted]
         self.parameters = {name: one.grad for name, one in named.items()}

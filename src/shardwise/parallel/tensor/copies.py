@@ -1,7 +1,8 @@
 """Copies of divided blocks, as they are and as they were before division, with parameters of their own.
 
-A copy shares the configuration and other attributes of the block that it is made of, and none of its tensors. It has
-none of the engine's hooks.
+A copy shares the configuration and other attributes of its block, and none of its tensors. It has none of the engine's
+hooks. It has no forward or backward hooks, because a script or a model may collect outputs by them, which must not be
+those of copies. Lists and dictionaries that a wrapped forward pass refers to are copied.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from shardwise.parallel.tensor.layers import Parallel
 from shardwise.parallel.tensor.tokens import for_copy, takes_tokens
 from shardwise.registry import part_of
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_BEHIND = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOKS = ("_forward_pre_hooks", *_BEHIND)
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
@@ -102,7 +104,7 @@ def copied(
             made.__dict__[name] = type(hooks)(
                 (key, for_copy(hook, group) if group is not None and takes_tokens(hook) else _mapped(hook, memo, dtype))
                 for key, hook in hooks.items()
-                if _stays(hook, group)
+                if _stays(hook, group, name)
             )
         for name, value in _attributes(made).items():
             made.__dict__[name] = _mapped(value, memo, dtype)
@@ -115,10 +117,10 @@ def copied(
     return found
 
 
-def _stays(hook: Any, group: TensorGroup | None) -> bool:
-    if any(getattr(hook, name, False) for name in ("may_wait_for_ranks", "begins_tokens", "observes")):
+def _stays(hook: Any, group: TensorGroup | None, kind: str) -> bool:
+    if any(getattr(hook, name, False) for name in ("may_wait_for_ranks", "begins_tokens")):
         return False
-    return group is not None or not takes_tokens(hook)
+    return group is not None if takes_tokens(hook) else kind not in _BEHIND
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -134,7 +136,7 @@ def _mapped(value: Any, memo: dict[int, Any], dtype: torch.dtype) -> Any:
     if isinstance(value, types.MethodType):
         own = memo.get(id(value.__self__))
         return value if own is None else _method_of(own, value)
-    if isinstance(value, types.FunctionType) and value.__closure__:
+    if isinstance(value, types.FunctionType):
         return _rebound(value, memo, dtype)
     if isinstance(value, functools.partial):
         args = [_mapped(one, memo, dtype) for one in value.args]
@@ -159,7 +161,17 @@ def _method_of(module: Any, method: types.MethodType) -> Any:
 
 def _rebound(function: types.FunctionType, memo: dict[int, Any], dtype: torch.dtype) -> types.FunctionType:
     """Return a function (a forward pass that a script has wrapped) that calls copies instead of modules."""
+    if id(function) in memo:
+        found: types.FunctionType = memo[id(function)]
+        return found
+    memo[id(function)] = function  # as it may refer to itself
     kinds = (nn.Module, types.MethodType, types.FunctionType, functools.partial)
+
+    def own(inner: Any) -> Any:
+        if isinstance(inner, (list, dict, set)):
+            return copy.copy(inner)
+        return _mapped(inner, memo, dtype) if isinstance(inner, kinds) else inner
+
     cells = []
     for cell in function.__closure__ or ():
         try:
@@ -167,14 +179,19 @@ def _rebound(function: types.FunctionType, memo: dict[int, Any], dtype: torch.dt
         except ValueError:  # it is empty
             cells.append(cell)
             continue
-        mapped = _mapped(inner, memo, dtype) if isinstance(inner, kinds) and inner is not function else inner
+        mapped = own(inner)
         cells.append(cell if mapped is inner else types.CellType(mapped))
-    if all(new is old for new, old in zip(cells, function.__closure__ or (), strict=True)):
+    defaults = tuple(own(inner) for inner in function.__defaults__ or ())
+    named = {name: own(inner) for name, inner in (function.__kwdefaults__ or {}).items()}
+    new, old = [*cells, *defaults, *named.values()], [*(function.__closure__ or ()), *(function.__defaults__ or ())]
+    old += (function.__kwdefaults__ or {}).values()
+    if all(one is other for one, other in zip(new, old, strict=True)):
         return function
     made = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells)
+        function.__code__, function.__globals__, function.__name__, defaults or None, tuple(cells) or None
     )
-    made.__kwdefaults__ = function.__kwdefaults__
+    made.__kwdefaults__ = named or None
+    memo[id(function)] = made
     return made
 
 
