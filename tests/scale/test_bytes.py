@@ -107,7 +107,7 @@ def set_up(comm: Rank) -> tuple[Numbering, CutTensors]:
     domains = Domains(main, {(tuple(lines[rank % TENSOR]), world // TENSOR): Domain(part, like=main)})
     numbering = Numbering(registry, specs, domains, comm)
     cut = {index for index, place in enumerate(numbering.places) if place in numbering.cut}
-    layouts = [lay_out(spec.tensors, domains.of(spec.domain).sizes, "cpu", {0}, (), cut) for spec in specs]
+    layouts = [lay_out(spec.tensors, domains.of(spec.domain).sizes, "cpu", {0}, cut) for spec in specs]
     parts = CutTensors(registry, numbering, specs, layouts, domains, Accountant())
     parts.own({place: place % world for place in parts.known})
     return numbering, parts
