@@ -15,6 +15,7 @@ from torch import nn
 import shardwise
 from shardwise import checkpointing
 from shardwise.errors import DesyncError, UsageError
+from shardwise.moe import MoE
 from shardwise.recompute import divided
 from shardwise.utils import safe_get_full_grad
 from tests.harness import run_ranks
@@ -450,10 +451,22 @@ class Noisy(nn.Module):
         return x + y * (1 + noise)
 
 
-def noisy(between: bool, recompute: bool, seeded: bool) -> Any:
+class Routed(Noisy):
+    """Has experts whose router draws numbers, too."""
+
+    def __init__(self, between: bool) -> None:
+        super().__init__(between)
+        expert = nn.Linear(WIDTH, WIDTH)
+        self.experts = MoE(WIDTH, expert, 4, 1, k=1, capacity_factor=0.5, min_capacity=1, noisy_gate_policy="RSample")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.experts(x)[0])
+
+
+def noisy(between: bool, recompute: bool, seeded: bool, kind: type[Noisy] = Noisy) -> Any:
     net = Decoder()
     torch.manual_seed(0)
-    blocks = [Noisy(between) for _ in range(2)]
+    blocks = [kind(between) for _ in range(2)]
     net.blocks = nn.ModuleList(Recomputed(block) if recompute else block for block in blocks)
     rules = {"layer_specs": [{**spec, "patterns": [r"\.(q|up)\."]} for spec in RULES["layer_specs"][:1]]}
     rules["layer_specs"].append({"patterns": [r"\.(o|down)\."], "partition_type": "row"})
@@ -472,10 +485,10 @@ def noisy(between: bool, recompute: bool, seeded: bool) -> Any:
     return [list(one.values()) for one in grads], [block.kept for block in blocks]
 
 
-@pytest.mark.parametrize("between", [False, True])
-def test_numbers_that_are_drawn_without_dropout_are_those_of_the_forward_pass(between: bool) -> None:
+@pytest.mark.parametrize(("between", "kind"), [(False, Noisy), (True, Noisy), (True, Routed)])
+def test_numbers_that_are_drawn_without_dropout_are_those_of_the_forward_pass(between: bool, kind: type[Noisy]) -> None:
     """Also in the first pass, in which it is not known yet whether numbers are drawn in divided layers."""
-    plain, again = (run_ranks(noisy, 2, between, recompute, False) for recompute in (False, True))
+    plain, again = (run_ranks(noisy, 2, between, recompute, False, kind) for recompute in (False, True))
     for (grads, _), (grads_again, kept) in zip(plain, again, strict=True):
         for pass_, pass_again in zip(grads, grads_again, strict=True):
             assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(pass_, pass_again, strict=True))
