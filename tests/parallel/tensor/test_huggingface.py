@@ -88,6 +88,13 @@ def test_training_is_that_of_one_process(family: str, size: int, stage: int) -> 
     assert share < 0.2 + 1 / size
 
 
+def test_each_main_family_once() -> None:
+    """The products above are sampled; a family that is wrongly refused or wrong shows here."""
+    for number, family in enumerate(MAIN):
+        found = run_ranks(train, 2, family, config(number % 4, 2), 2)
+        compare(found, alone(family, 2, 1))
+
+
 def divided_by_transformers(model: nn.Module, directory: str) -> nn.Module:
     """Have transformers divide the first rank's model while it loads it: its parameters are DTensors."""
     from transformers.distributed import DistributedConfig

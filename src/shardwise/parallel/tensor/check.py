@@ -331,6 +331,8 @@ class _Comparison:
         self._length: int | None = None
         self._rows: int | None = None
         self._heads: dict[int, tuple[int, list[int], torch.Tensor]] = {}
+        # Inputs that may be of this rank's heads, and have the same values on all ranks.
+        self._alike_heads: dict[int, tuple[int, list[int], torch.Tensor]] = {}
         self._device = self._comm.device if self._hidden is None else self._tensors[self._hidden].device
 
     def run(self) -> list[str]:
@@ -396,6 +398,9 @@ class _Comparison:
             if self._token_dim is not None and index == self._hidden:
                 continue
             if all(row[0] == rows[0][0] and same_numbers(row[1:4], rows[0][1:4], half=row[4]) for row in rows):
+                if tensor.dim() == 4 and any(1 < now == tensor.shape[1] for total, now in totals if total != now):
+                    whole = torch.cat([tensor.detach()] * self._group.size, 1)
+                    self._alike_heads[index] = 1, [tensor.shape[1]] * self._group.size, whole
                 continue
             sizes = [[row[0][dim] for row in rows] for dim in range(tensor.dim())]
             if any(len(row[0]) != tensor.dim() for row in rows):
@@ -490,7 +495,17 @@ class _Comparison:
         return values
 
     def _whole(self) -> tuple[_Run | None, torch.dtype, _Sizes, str]:
-        """Compute the whole copy forward, on as few tokens as it can be computed on; or return why it cannot."""
+        """Compute the whole copy forward, on as few tokens as it can be computed on; or return why it cannot.
+
+        Inputs that have the same values on all ranks are taken as they are first, then as those of all heads.
+        """
+        run, dtype, sizes, problem = self._whole_forward()
+        if run is None and self._alike_heads:
+            self._heads |= self._alike_heads
+            run, dtype, sizes, _ = self._whole_forward()
+        return run, dtype, sizes, problem if run is None else ""
+
+    def _whole_forward(self) -> tuple[_Run | None, torch.dtype, _Sizes, str]:
         first = torch.float64 if self._device.type == "cpu" else torch.float32
         own = next((p.dtype for p in self._block.parameters() if p.is_floating_point()), first)
         problem = ""

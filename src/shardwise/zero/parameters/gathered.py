@@ -94,8 +94,8 @@ class GatheredParameters:
         if names:
             which = f"parameter {names[0]!r} was" if len(names) == 1 else f"{names[0]!r} and {len(names) - 1} more were"
             warn_once(
-                f"GatheredParameters at {user_line()}: {which} changed in the block, and the change is lost, because no "
-                "modifier_rank is given and the values are sharded. Pass modifier_rank=0 to give rank 0's values to "
+                f"GatheredParameters at {user_line()}: {which} changed in the block, and the change is lost, because "
+                "no modifier_rank is given and the values are sharded. Pass modifier_rank=0 to give rank 0's values to "
                 "all ranks; if the values are changed for the block only, ignore this"
             )
 
