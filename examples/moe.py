@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.moe import ExpertLoad, MoE
+from shardwise.moe import ExpertUtilization, MoE
 
 WIDTH, KINDS, EXPERTS = 32, 4, 8
 
@@ -54,7 +54,7 @@ def main() -> None:
         "zero_optimization": {"stage": options.stage},
     }
     engine, *_ = shardwise.initialize(model=model, config=config)
-    load = ExpertLoad(engine.module)
+    load = ExpertUtilization(engine.module)
     generator = torch.Generator().manual_seed(engine.global_rank)
     for step in range(options.steps):
         kinds = torch.randint(KINDS, (128,), generator=generator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.checkpoint.weightfiles import parse_size
+from shardwise.checkpoint.sharded_weights import parse_size
 from shardwise.launch.commands.bench import parse_bytes
 from shardwise.sizes import LARGEST, size_in_bytes
 

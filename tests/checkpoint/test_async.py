@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoint import background, blocks, directory, output, snapshot, verify, writer
+from shardwise.checkpoint import background, checksums, directory, file_writer, snapshot, verify, writer
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Category, MemoryLimit
 from tests.checkpoint import test_kill
@@ -461,9 +461,9 @@ def killed_anywhere(path: str, overwrite: bool) -> list[str]:
     def save(copy: str, number: int) -> None:
         event = events(number)
         instrument(event)
-        original = blocks.write_bytes
+        original = checksums.write_bytes
 
-        def in_two(file: str, data: memoryview, **options: Any) -> blocks.FileFacts:
+        def in_two(file: str, data: memoryview, **options: Any) -> checksums.FileFacts:
             Path(file).write_bytes(data[: len(data) // 2])
             event()
             os.unlink(file)
@@ -541,21 +541,21 @@ def test_the_process_starts_without_torch() -> None:
 
 
 def test_bytes_are_written_in_blocks_with_their_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = os.urandom(2 * blocks.BLOCK + 100)
-    sums = blocks.BlockSums()
+    data = os.urandom(2 * checksums.BLOCK + 100)
+    sums = checksums.BlockSums()
     sums.feed(memoryview(data))
     flushed: list[int] = []
-    monkeypatch.setattr(output, "LARGE", 1)
+    monkeypatch.setattr(file_writer, "LARGE", 1)
     monkeypatch.setattr(os, "fdatasync", flushed.append)
-    facts = blocks.write_bytes(str(tmp_path / "x"), memoryview(data))
+    facts = checksums.write_bytes(str(tmp_path / "x"), memoryview(data))
     assert facts == sums.facts() and facts.size == len(data) and len(facts.checksums) == 3
     assert (tmp_path / "x").read_bytes() == data
     with pytest.raises(FileExistsError):
-        blocks.write_bytes(str(tmp_path / "x"), memoryview(data))
+        checksums.write_bytes(str(tmp_path / "x"), memoryview(data))
 
 
-def alone(tmp_path: Path, world: int, unseen: tuple[int, ...]) -> tuple[writer.WriteJob, directory.Draft]:
-    draft = directory.Draft(str(tmp_path), "a")
+def alone(tmp_path: Path, world: int, unseen: tuple[int, ...]) -> tuple[writer.WriteJob, directory.StagingDirectory]:
+    draft = directory.StagingDirectory(str(tmp_path), "a")
     job = writer.WriteJob(0, world, str(tmp_path), "a", draft.token, (4, 4, 4), 100, unseen)
     return job, draft
 

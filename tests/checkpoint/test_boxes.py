@@ -21,8 +21,8 @@ from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, expo
 from shardwise.checkpoint.collect import Part
 from shardwise.checkpoint.inspection import describe
 from shardwise.checkpoint.opening import open_source
-from shardwise.checkpoint.tensorfile import FileFacts, TensorFile
-from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.checkpoint.safetensors_reader import FileFacts, TensorFile
+from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
 from shardwise.registry import cut, paste
 from tests.checkpoint import hostile

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.checkpoint import register_type
-from shardwise.checkpoint.codec import decode, encode
+from shardwise.checkpoint.nested_json import decode, encode
 from shardwise.errors import CheckpointError, UsageError
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.checkpoint import copies as module
 from shardwise.checkpoint import directory
+from shardwise.checkpoint import peer_replicas as module
 from shardwise.checkpoint.newest import listing
-from shardwise.checkpoint.shipping import Shipment, ship
-from shardwise.checkpoint.tensorfile import TensorFile
+from shardwise.checkpoint.safetensors_reader import TensorFile
+from shardwise.checkpoint.transfer import FileTransfer, ship
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.comm.ledger import Ledger
@@ -362,7 +362,7 @@ def shipped(root: str) -> list[str]:
     for name, size in zip("abc", sizes, strict=True):
         Path(mine, f"{name}{comm.rank}").write_bytes(bytes((comm.rank + n) % 256 for n in range(size)))
     shipments = [
-        Shipment(f"{name}{src}", size, src, dst)
+        FileTransfer(f"{name}{src}", size, src, dst)
         for name, size in zip("abc", sizes, strict=True)
         for src in range(3)
         for dst in range(3)
@@ -370,7 +370,7 @@ def shipped(root: str) -> list[str]:
     ]
     held: list[int] = []
 
-    def send(some: list[Shipment], into: str) -> None:
+    def send(some: list[FileTransfer], into: str) -> None:
         os.makedirs(f"{mine}/{into}")
         ship(
             comm,
@@ -386,10 +386,10 @@ def shipped(root: str) -> list[str]:
     for name, src in itertools.product("abc", {0, 1, 2} - {comm.rank}):
         assert Path(mine, "whole", f"{name}{src}").read_bytes() == Path(root, str(src), f"{name}{src}").read_bytes()
     # A file that is not there, or shorter than announced, is an error of its rank; nobody waits for it.
-    wrong = {0: Shipment("none0", 10, 0, 1), 1: Shipment("b1", 10, 1, 2)}
+    wrong = {0: FileTransfer("none0", 10, 0, 1), 1: FileTransfer("b1", 10, 1, 2)}
     raised = ""
     try:
-        send([*wrong.values(), Shipment("c2", sizes[2], 2, 0)], "broken")
+        send([*wrong.values(), FileTransfer("c2", sizes[2], 2, 0)], "broken")
     except (OSError, CheckpointError) as error:
         raised = type(error).__name__
     assert comm.rank != 0 or os.path.getsize(f"{mine}/broken/c2") == sizes[2]

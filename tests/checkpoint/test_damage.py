@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, manifestfile, verify
-from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
 from tests.checkpoint.job import Run, config, differences, on_ranks
 

@@ -10,7 +10,7 @@ from shardwise.checkpoint import directory
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 
-def write(draft: directory.Draft, text: str) -> str:
+def write(draft: directory.StagingDirectory, text: str) -> str:
     name = f"rank00000of00001-{draft.token}.safetensors"
     directory.write_file(os.path.join(draft.path, name), text.encode())
     directory.write_file(os.path.join(draft.path, "manifest.json"), name.encode())
@@ -47,7 +47,7 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
 
 
 def test_a_draft_is_hidden_until_published(tmp_path: Path) -> None:
-    draft = directory.Draft(str(tmp_path / "new"), "a")
+    draft = directory.StagingDirectory(str(tmp_path / "new"), "a")
     write(draft, "one")
     assert directory.other_tags(str(tmp_path / "new")) == []
     draft.publish()
@@ -56,11 +56,11 @@ def test_a_draft_is_hidden_until_published(tmp_path: Path) -> None:
 
 
 def test_overwriting_keeps_one_checkpoint_and_foreign_files(tmp_path: Path) -> None:
-    first = directory.Draft(str(tmp_path), "a")
+    first = directory.StagingDirectory(str(tmp_path), "a")
     write(first, "one")
     first.publish()
     (tmp_path / "a" / "notes.txt").write_text("mine")
-    second = directory.Draft(str(tmp_path), "a")
+    second = directory.StagingDirectory(str(tmp_path), "a")
     name = write(second, "two")
     assert content(tmp_path, "a") == "one"
     second.publish()
@@ -70,10 +70,10 @@ def test_overwriting_keeps_one_checkpoint_and_foreign_files(tmp_path: Path) -> N
 
 
 def test_a_failed_replacement_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = directory.Draft(str(tmp_path), "a")
+    first = directory.StagingDirectory(str(tmp_path), "a")
     name = write(first, "one")
     first.publish()
-    second = directory.Draft(str(tmp_path), "a")
+    second = directory.StagingDirectory(str(tmp_path), "a")
     write(second, "two")
 
     def fail(source: str, target: str) -> None:
@@ -90,14 +90,14 @@ def test_a_failed_replacement_leaves_the_old_one(tmp_path: Path, monkeypatch: py
 
 def killed(parent: Path, tag: str) -> Path:
     """Leave a draft as a killed writer does."""
-    draft = directory.Draft(str(parent), tag)
+    draft = directory.StagingDirectory(str(parent), tag)
     write(draft, "half")
     draft._unlock()
     return Path(draft.path)
 
 
 def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_not(tmp_path: Path) -> None:
-    living = directory.Draft(str(tmp_path), "a")
+    living = directory.StagingDirectory(str(tmp_path), "a")
     write(living, "one")
     killed(tmp_path, "b.c")
     gone = killed(tmp_path, "d")
@@ -107,7 +107,7 @@ def test_leftovers_of_killed_writers_are_removed_and_those_of_living_ones_are_no
     (tmp_path / f".latest.01234567-{ended.pid}-{directory._machine()}.partial").write_text("")
     about = f".latest.01234567-{os.getpid()}-{directory._machine()}.partial"
     (tmp_path / about).write_text("another job is about to rename it")
-    other = directory.Draft(str(tmp_path), "c")
+    other = directory.StagingDirectory(str(tmp_path), "c")
     assert set(os.listdir(tmp_path)) == {about, os.path.basename(living.path), os.path.basename(other.path)}
     other.discard()
     living.publish()
@@ -160,7 +160,7 @@ def test_a_removal_that_was_interrupted_is_finished(tmp_path: Path, monkeypatch:
 def test_a_draft_of_another_tag_keeps_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "manifest.json").write_text("{}")
-    draft = directory.Draft(str(tmp_path), "a.b")
+    draft = directory.StagingDirectory(str(tmp_path), "a.b")
     assert directory.remove(str(tmp_path), "a")
     draft.discard()
 
@@ -171,7 +171,7 @@ def test_a_draft_that_cannot_be_locked_leaves_nothing(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(OSError, match="Input/output"):
-        directory.Draft(str(tmp_path), "a")
+        directory.StagingDirectory(str(tmp_path), "a")
     assert os.listdir(tmp_path) == []
 
 
@@ -199,7 +199,7 @@ def test_a_damaged_latest_is_an_error(tmp_path: Path, data: bytes) -> None:
 
 
 def test_drafts_of_living_writers_stay(tmp_path: Path) -> None:
-    draft = directory.Draft(str(tmp_path), "a")
+    draft = directory.StagingDirectory(str(tmp_path), "a")
     assert (Path(draft.path) / "writer.lock").is_file()  # a file: network file systems do not know locks of directories
     directory.remove_leftovers(str(tmp_path))
     assert Path(draft.path).is_dir()
@@ -222,7 +222,7 @@ def test_files_of_a_checkpoint_that_is_read_stay_when_its_tag_is_saved_again(tmp
     names = []
     held = None
     for text in ("one", "two", "three"):
-        draft = directory.Draft(str(tmp_path), "a")
+        draft = directory.StagingDirectory(str(tmp_path), "a")
         names.append(write(draft, text))
         draft.publish()
         held = held or directory.Hold(str(tmp_path / "a"))
@@ -230,7 +230,7 @@ def test_files_of_a_checkpoint_that_is_read_stay_when_its_tag_is_saved_again(tmp
     assert set(names) < set(os.listdir(tmp_path / "a")) and content(tmp_path, "a") == "three"
     assert not directory.remove(str(tmp_path), "a")
     held.release()
-    draft = directory.Draft(str(tmp_path), "a")
+    draft = directory.StagingDirectory(str(tmp_path), "a")
     last = write(draft, "four")
     draft.publish()
     assert sorted(os.listdir(tmp_path / "a")) == ["manifest.json", last]

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, load_model
 
 import shardwise
 from shardwise.checkpoint import export
-from shardwise.checkpoint.tensorwriter import TensorWriter
-from shardwise.checkpoint.weightfiles import parse_size
+from shardwise.checkpoint.safetensors_writer import TensorWriter
+from shardwise.checkpoint.sharded_weights import parse_size
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import FROZEN, Model, Run, config, on_ranks

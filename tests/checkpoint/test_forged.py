@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.checkpoint import blocks, directory, manifestfile, newest, publish
+from shardwise.checkpoint import checksums, directory, manifestfile, newest, publish
 from shardwise.checkpoint import save as saving
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
@@ -166,9 +166,9 @@ def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
 def test_a_file_system_without_inodes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.statvfs(tmp_path)
     fields = {name: getattr(real, name) for name in dir(real) if name.startswith("f_")} | {"f_files": 9, "f_favail": 0}
-    monkeypatch.setattr(blocks.os, "statvfs", lambda path: type("Found", (), fields))
+    monkeypatch.setattr(checksums.os, "statvfs", lambda path: type("Found", (), fields))
     error = OSError(28, "No space left on device", str(tmp_path / "x"))
-    assert "MB are free, and no inode is: no file can be made" in blocks.in_words(error)
+    assert "MB are free, and no inode is: no file can be made" in checksums.in_words(error)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_another_job_in_the_same_directory_is_said_once(tmp_path: Path) -> None:
 def test_two_jobs_may_save_into_one_directory(tmp_path: Path) -> None:
     def job(name: str) -> None:
         for number in range(60):
-            draft = directory.Draft(str(tmp_path), f"{name}{number % 3}")
+            draft = directory.StagingDirectory(str(tmp_path), f"{name}{number % 3}")
             directory.write_file(os.path.join(draft.path, "manifest.json"), b"{}")
             draft.publish()
             directory.write_latest(str(tmp_path), f"{name}{number % 3}")

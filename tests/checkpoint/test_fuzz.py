@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.checkpoint import Checkpoint, verify
-from shardwise.checkpoint.tensorfile import TensorFile
-from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.checkpoint.safetensors_reader import TensorFile
+from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
 from tests.checkpoint import hostile
 from tests.checkpoint.job import Run, config, differences, on_ranks

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.checkpoint.copies import make_own
 from shardwise.checkpoint.newest import listing
+from shardwise.checkpoint.peer_replicas import make_own
 from shardwise.errors import CheckpointError, CheckpointPathError
 from tests.checkpoint.job import Run, config, differences, on_ranks
 from tests.checkpoint.test_copies import barrier, change_a_byte, copying, start

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from shardwise.checkpoint import Checkpoint, directory, verify
-from shardwise.checkpoint.tensorwriter import TensorWriter
+from shardwise.checkpoint.safetensors_writer import TensorWriter
 from tests.checkpoint.job import Run, config, on_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import Checkpoint, LoadReport, StoredTensor, manifestfile, tensorfile
+from shardwise.checkpoint import Checkpoint, LoadReport, StoredTensor, manifestfile, safetensors_reader
 from shardwise.checkpoint.manifest import Manifest, Slice
+from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.checkpoint.selection import Selection
-from shardwise.checkpoint.tensorwriter import write_tensors
 from shardwise.errors import CheckpointError, UsageError
 from shardwise.memory import Accountant, track_activations
 from tests.checkpoint.job import Model
@@ -396,7 +396,7 @@ def test_step_counts_that_cannot_be_kept_are_found_before_anything_changes(tmp_p
 
 
 def test_what_is_decoded_is_verified_too(tmp_path: Path) -> None:
-    block = tensorfile.BLOCK
+    block = safetensors_reader.BLOCK
     tensors = {"p": torch.randn(block // 4), "m": torch.randn(block // 2), "c": torch.randn(16)}
     facts = write_tensors(str(tmp_path / "f"), tensors)
     stored = [
@@ -429,7 +429,7 @@ def read_bytes(path: str, stage: int, load: bool) -> dict[str, int]:
         engine.destroy()
         return {}
     counts = {"verified": 0, "read": 0}
-    verify, fill = tensorfile.TensorFile.wrong_blocks, tensorfile.TensorFile._fill
+    verify, fill = safetensors_reader.TensorFile.wrong_blocks, safetensors_reader.TensorFile._fill
     inside: list[bool] = []
 
     def counted_verify(self: Any, *arguments: Any) -> list[int]:
@@ -444,8 +444,8 @@ def read_bytes(path: str, stage: int, load: bool) -> dict[str, int]:
         fill(self, out, offset)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(tensorfile.TensorFile, "wrong_blocks", counted_verify)
-    patch.setattr(tensorfile.TensorFile, "_fill", counted_fill)
+    patch.setattr(safetensors_reader.TensorFile, "wrong_blocks", counted_verify)
+    patch.setattr(safetensors_reader.TensorFile, "_fill", counted_fill)
     patch.setattr("shardwise.checkpoint.parallel.workers", lambda: 1)  # what is counted is counted in this thread
     torch.use_deterministic_algorithms(True)  # memory that is not written holds NaN, so that nobody reads it unnoticed
     try:

@@ -14,7 +14,7 @@ from torch import nn
 import shardwise
 from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
-from shardwise.checkpoint.tensorfile import FileFacts
+from shardwise.checkpoint.safetensors_reader import FileFacts
 from shardwise.errors import CheckpointError
 
 MANIFEST = Manifest(

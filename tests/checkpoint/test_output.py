@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.checkpoint import directory, output
-from shardwise.checkpoint.output import CachedFile, DirectFile, create
+from shardwise.checkpoint import directory, file_writer
+from shardwise.checkpoint.file_writer import CachedFile, DirectFile, create
 from shardwise.checkpoint.writer import WriteJob, _write_part
 from shardwise.config import resolve
 from tests.harness import run_ranks
@@ -25,11 +25,11 @@ SIZES = [0, 1, BUFFER - 1, BUFFER, BUFFER + 1, 2 * BUFFER, 5 * BUFFER + 77]
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "_BUFFER", BUFFER)
-    monkeypatch.setattr(output, "LARGE", 1)
+    monkeypatch.setattr(file_writer, "_BUFFER", BUFFER)
+    monkeypatch.setattr(file_writer, "LARGE", 1)
 
 
-def _write(path: Path, data: bytes, step: int) -> output.Output:
+def _write(path: Path, data: bytes, step: int) -> file_writer.Output:
     file = create(str(path), len(data), direct=True)
     scratch = bytearray(step)
     for start in range(0, len(data), step):
@@ -67,7 +67,7 @@ def test_the_page_cache_is_passed_by_where_that_is_possible(tmp_path: Path) -> N
 
 
 def test_small_files_and_those_that_may_be_cached_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "LARGE", 100)
+    monkeypatch.setattr(file_writer, "LARGE", 100)
     for name, size, direct, expected in [("a", 99, True, CachedFile), ("b", 100, True, DirectFile)]:
         file = create(str(tmp_path / name), size, direct=direct)
         assert type(file) is expected
@@ -135,7 +135,7 @@ def test_a_full_disk_is_told_and_nothing_stays_open(good: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", [DirectFile, lambda path: CachedFile(path, 10)])
-def test_a_file_that_exists_is_left_alone(kind: Callable[[str], output.Output], tmp_path: Path) -> None:
+def test_a_file_that_exists_is_left_alone(kind: Callable[[str], file_writer.Output], tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"old")
     with pytest.raises(FileExistsError):
         kind(str(tmp_path / "x"))
@@ -177,10 +177,10 @@ def save(path: str, writer: dict[str, Any] | None, asynchronous: bool) -> bool:
     import shardwise
 
     torch.manual_seed(0)
-    output.LARGE, output._BUFFER = 1, BUFFER
+    file_writer.LARGE, file_writer._BUFFER = 1, BUFFER
     seen: list[str] = []
-    made = output.DirectFile.__init__
-    output.DirectFile.__init__ = lambda self, path: (seen.append(path), made(self, path))[1]  # type: ignore[method-assign]
+    made = file_writer.DirectFile.__init__
+    file_writer.DirectFile.__init__ = lambda self, path: (seen.append(path), made(self, path))[1]  # type: ignore[method-assign]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -197,7 +197,7 @@ def save(path: str, writer: dict[str, Any] | None, asynchronous: bool) -> bool:
         engine.load_checkpoint(path)
         engine.destroy()
     finally:
-        output.LARGE, output._BUFFER, output.DirectFile.__init__ = 64 << 20, 4 << 20, made  # type: ignore[method-assign]
+        file_writer.LARGE, file_writer._BUFFER, file_writer.DirectFile.__init__ = 64 << 20, 4 << 20, made  # type: ignore[method-assign]
     assert other.counters["global_steps"] == 1
     return bool(seen)
 
@@ -222,7 +222,7 @@ def test_the_engine_does_what_the_key_says(writer: dict[str, Any] | None, tmp_pa
 
 
 def test_in_the_background_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draft = directory.Draft(str(tmp_path), "a")
+    draft = directory.StagingDirectory(str(tmp_path), "a")
     data = os.urandom(3 * BUFFER + 20)
     seen: list[str] = []
     made = DirectFile.__init__

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, manifestfile, parallel
-from shardwise.checkpoint.tensorfile import BLOCK
-from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.checkpoint.safetensors_reader import BLOCK
+from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpoint import patience, verify
 from shardwise.checkpoint import save as saving
+from shardwise.checkpoint import slow_io, verify
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import Run, config, on_ranks
@@ -25,7 +25,7 @@ def frozen(path: str) -> tuple[list[str], list[str]]:
     handler = Lines()
     handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
-    patience.TELL_S, before = 0.3, patience.TELL_S
+    slow_io.TELL_S, before = 0.3, slow_io.TELL_S
     run = started(path, config(2, checkpoint={"async_save": True}))
     engine = run.engine
     told = []
@@ -44,7 +44,7 @@ def frozen(path: str) -> tuple[list[str], list[str]]:
             engine.save_checkpoint(path, tag="c")
             assert engine.wait_for_checkpoint() == f"{path}/c"
             verify(f"{path}/c")
-    patience.TELL_S = before
+    slow_io.TELL_S = before
     logger.removeHandler(handler)
     torch.distributed.barrier()
     return told, handler.lines
@@ -84,14 +84,14 @@ def test_a_part_that_takes_long_fails_no_save(tmp_path: Path) -> None:
 def hung(path: str) -> list[str]:
     handler = Lines()
     logger.addHandler(handler)
-    patience.TELL_S, before = 0.1, patience.TELL_S
+    slow_io.TELL_S, before = 0.1, slow_io.TELL_S
     run = Run(config(1), seed=1)
     write = saving.write_tensors
     if torch.distributed.get_rank() == 1:
         saving.write_tensors = lambda *args, **more: (time.sleep(0.7), write(*args, **more))[1]
     run.engine.save_checkpoint(path)
     saving.write_tensors = write
-    patience.TELL_S = before
+    slow_io.TELL_S = before
     logger.removeHandler(handler)
     return [line for line in handler.lines if "it has taken" in line]
 

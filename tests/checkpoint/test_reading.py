@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, manifestfile, tensorfile
-from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, manifestfile, safetensors_reader
+from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.errors import CheckpointError
 from tests.harness import run_ranks
 
@@ -56,14 +56,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 def counted() -> Iterator[list[int]]:
     """Count the bytes that are read from files of tensors, by any thread."""
     counts: list[int] = []
-    fill = tensorfile.TensorFile._fill
+    fill = safetensors_reader.TensorFile._fill
 
     def counting(self: Any, out: memoryview, offset: int) -> None:
         counts.append(len(out))
         fill(self, out, offset)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensorfile.TensorFile, "_fill", counting)
+        patch.setattr(safetensors_reader.TensorFile, "_fill", counting)
         yield counts
 
 
@@ -131,7 +131,7 @@ def refusals(path: str, trained: bool) -> list[tuple[str, str, bool]]:
     engine = make(2, trained=trained)
     before, found = held(engine), []
     names = sorted(name for name in os.listdir(f"{path}/a") if name.endswith("tensors"))
-    with tensorfile.TensorFile(f"{path}/a/{names[0]}") as file:
+    with safetensors_reader.TensorFile(f"{path}/a/{names[0]}") as file:
         places = {name: sum(file.span(name)) // 2 for name in file.specs}
         places["the end"] = file.span(max(file.specs, key=lambda name: file.span(name)[1]))[1] - 1
     for kind, place in places.items():
@@ -159,7 +159,7 @@ def test_damage_in_any_kind_of_block_is_refused_and_changes_nothing(saved: str, 
 
 
 def test_places_are_cut_at_blocks_and_bytes_go_to_one_of_them(tmp_path: Path) -> None:
-    count = tensorfile.BLOCK // 4
+    count = safetensors_reader.BLOCK // 4
     tensors = {"x": torch.randn(5 * count), "y": torch.randn(100)}
     facts = write_tensors(str(tmp_path / "f"), tensors)
     x, y = (

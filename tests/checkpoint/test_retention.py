@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.checkpoint import Checkpoint, Manifest, directory, manifestfile
-from shardwise.checkpoint.blocks import write_bytes
+from shardwise.checkpoint.checksums import write_bytes
 from shardwise.checkpoint.retention import prune
 from tests.checkpoint.job import Run, config, on_ranks
 
@@ -99,7 +99,7 @@ def test_what_is_no_checkpoint_of_the_series_stays(tmp_path: Path) -> None:
 def test_what_is_being_read_or_written_stays_until_later(tmp_path: Path) -> None:
     for steps in range(1, 5):
         make(tmp_path, f"{steps}", steps, steps)
-    draft = directory.Draft(str(tmp_path), "2")
+    draft = directory.StagingDirectory(str(tmp_path), "2")
     with Checkpoint(str(tmp_path / "1")):
         notes = prune(str(tmp_path), "4", {"global_steps": 4}, 1, None)
         assert len(notes) == 3 and "removed 3 " in notes[0]

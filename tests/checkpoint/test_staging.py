@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.checkpoint import tensorfile
+from shardwise.checkpoint import safetensors_reader
+from shardwise.checkpoint.safetensors_reader import Spec, TensorFile
+from shardwise.checkpoint.safetensors_writer import TensorWriter, write_tensors
 from shardwise.checkpoint.snapshot import Snapshot
-from shardwise.checkpoint.statefile import StateFileWriter
-from shardwise.checkpoint.tensorfile import Spec, TensorFile
-from shardwise.checkpoint.tensorwriter import TensorWriter, write_tensors
+from shardwise.checkpoint.torch_save_writer import StateFileWriter
 from shardwise.device import checking, staging
 from shardwise.device.recording import recording
 from shardwise.errors import CheckpointError
@@ -33,7 +33,7 @@ LATE = pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have files take many buffers."""
     monkeypatch.setattr(staging.Staging.__init__, "__defaults__", (192,))
-    monkeypatch.setattr(tensorfile, "_STAGE", 128)
+    monkeypatch.setattr(safetensors_reader, "_STAGE", 128)
 
 
 @LATE

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.checkpoint.statefile import StateFileWriter
-from shardwise.checkpoint.tensorfile import DTYPE_NAMES, Spec
+from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, Spec
+from shardwise.checkpoint.torch_save_writer import StateFileWriter
 from shardwise.errors import CheckpointError
 
 

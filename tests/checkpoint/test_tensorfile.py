@@ -11,9 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from shardwise.checkpoint import output
-from shardwise.checkpoint.tensorfile import BLOCK, Spec, TensorFile
-from shardwise.checkpoint.tensorwriter import BlockSums, TensorWriter, write_tensors
+from shardwise.checkpoint import file_writer
+from shardwise.checkpoint.safetensors_reader import BLOCK, Spec, TensorFile
+from shardwise.checkpoint.safetensors_writer import BlockSums, TensorWriter, write_tensors
 from shardwise.errors import CheckpointError
 
 TENSORS = {
@@ -174,7 +174,7 @@ def test_a_failure_that_the_system_tells_early_is_not_lost(tmp_path: Path, monke
         told.set()
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(output, "LARGE", 1)
+    monkeypatch.setattr(file_writer, "LARGE", 1)
     monkeypatch.setattr(os, "fdatasync", fdatasync)
     writer = TensorWriter(str(tmp_path / "a"), {"x": Spec(torch.float32, (2,))}, checksums=False)
     assert told.wait(20)

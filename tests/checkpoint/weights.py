@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardwise.checkpoint import Manifest, Slice, StoredTensor, manifest, manifestfile
-from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.checkpoint.safetensors_writer import write_tensors
 
 
 def save_by_hand(

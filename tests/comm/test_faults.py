@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.comm.stalls import EXIT_CODE
+from shardwise.comm.stall_watchdog import EXIT_CODE
 
 SCRIPT = """
 import os, signal, sys, time

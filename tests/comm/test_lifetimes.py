@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwise.comm import native
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.positions import is_following
+from shardwise.comm.rank_status import is_following
 from shardwise.device.recording import recording
 from tests.device.recorded import imagined
 from tests.models import CASES
@@ -73,7 +73,7 @@ def alive_after_steps(model: str, world: int, stage: int, extra: tuple[tuple[str
     outputs, case, alive = Outputs(), CASES[model], []
     with imagined(world, 0), recording(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_launch", outputs.launch)
-        patch.setattr("shardwise.comm.stalls.default_store", dist.HashStore)
+        patch.setattr("shardwise.comm.stall_watchdog.default_store", dist.HashStore)
         engine = start(case, Setting(stage, precision="bf16", extra=extra))
         assert is_following() is ("stall_limit" not in dict(extra))
         for step in range(3):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.positions import (
+from shardwise.comm.rank_status import (
     DIGEST,
     Here,
     Position,
@@ -34,8 +34,8 @@ from shardwise.comm.positions import (
     state_of,
 )
 from shardwise.comm.sealed import seal
-from shardwise.comm.stallreport import Confirmation, Positions, Report, judge
-from shardwise.comm.stalls import EXIT_CODE, StallWatch, stop_watching, watch
+from shardwise.comm.stall_report import Confirmation, Positions, Report, judge
+from shardwise.comm.stall_watchdog import EXIT_CODE, StallWatch, stop_watching, watch
 from shardwise.utils.logging import logger
 from tests.engine.test_idle_steps import Lines
 
@@ -209,11 +209,11 @@ def test_collectives_of_a_device_are_followed_until_they_end() -> None:
 
 def test_devices_are_followed_only_while_a_thread_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     for store in (None, FakeStore()):
-        monkeypatch.setattr("shardwise.comm.stalls.default_store", lambda store=store: store)
+        monkeypatch.setattr("shardwise.comm.stall_watchdog.default_store", lambda store=store: store)
         started = watch(range(2), 0, 30.0, SECRET, Ledger())
         assert not is_following()
         stop_watching(started)
-    monkeypatch.setattr("shardwise.comm.stalls.default_store", dist.HashStore)
+    monkeypatch.setattr("shardwise.comm.stall_watchdog.default_store", dist.HashStore)
     started = watch(range(2), 0, 30.0, SECRET, Ledger())
     assert is_following()
     stop_watching(started)
@@ -340,13 +340,13 @@ def test_a_failure_is_looked_for_once_the_host_is_quiet(monkeypatch: pytest.Monk
     job.run(20.0)
     assert not job.store.requests["get"]
     job.store.values[key] = seal("rank 1 has ended with ValueError", SECRET, key).encode()
-    monkeypatch.setattr("shardwise.comm.stalls.quiet_for", lambda: 6.0)
+    monkeypatch.setattr("shardwise.comm.stall_watchdog.quiet_for", lambda: 6.0)
     job.run(8.0)
     assert job.store.requests["get"] and not job.ended  # it may have nothing under way
 
 
 def test_a_store_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch, warnings: list[str]) -> None:
-    monkeypatch.setattr("shardwise.comm.stalls._SILENT_S", 0.5)
+    monkeypatch.setattr("shardwise.comm.stall_watchdog._SILENT_S", 0.5)
     released = threading.Event()
 
     class Silent(Store):

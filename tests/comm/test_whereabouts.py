@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import whereabouts, wire
+from shardwise.comm import desync_report, wire
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import ShardwiseError
@@ -49,7 +49,7 @@ def one_sleeps() -> Told | None:
     comm = Communicator(None, Ledger(), CPU)
     comm.all_reduce(torch.ones(1), "first").wait()
     if comm.rank == 1:
-        time.sleep(LIMIT_S + whereabouts.PATIENCE_S + 2)
+        time.sleep(LIMIT_S + desync_report.PATIENCE_S + 2)
         return None
     with limited():
         return tell(lambda: comm.all_reduce(torch.ones(1), "second").wait())
@@ -66,7 +66,7 @@ def test_a_rank_that_sleeps_is_named() -> None:
     assert "last completed: all_reduce 'first' #0" in message
     assert "rank 1: has not said where it is" in message
     assert "save_checkpoint()" in message
-    assert 0.9 * LIMIT_S < seconds < LIMIT_S + whereabouts.PATIENCE_S + 1.5
+    assert 0.9 * LIMIT_S < seconds < LIMIT_S + desync_report.PATIENCE_S + 1.5
 
 
 def different_collectives(same_kind: bool) -> Told:
@@ -113,14 +113,14 @@ def test_collectives_of_one_name_in_different_places_are_told_apart() -> None:
 
 def planted() -> list[str]:
     """Somebody has written into the store what no rank has."""
-    rank, store = dist.get_rank(), whereabouts.default_store()
+    rank, store = dist.get_rank(), desync_report.default_store()
     assert store is not None
     dist.barrier()
     found = []
     words = ["not json", "7", "[]", "{}", "[" * 100_000, '{"state": "waits", "text": 7}', '{"state": [], "text": "x"}']
     for word in words:
-        store.set(whereabouts._key(rank), word)
-        found += [str(word) for word in whereabouts.read([rank], 0.0).values()]
+        store.set(desync_report._key(rank), word)
+        found += [str(word) for word in desync_report.read([rank], 0.0).values()]
     return found
 
 
@@ -154,7 +154,7 @@ def leave_or_wait() -> str:
     comm = Communicator(None, Ledger(), CPU)
     comm.barrier()
     if comm.rank == 1:
-        whereabouts.publish_end()
+        desync_report.publish_end()
         dist.destroy_process_group()
         return ""
     return tell(lambda: comm.barrier("next"))[1]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shardwise.config import resolve
-from shardwise.config.clients import FILLS, READ
-from shardwise.config.tree import lookup
+from shardwise.config.integrations import FILLS, READ
+from shardwise.config.schema_index import lookup
 
 SENT = [(path, value) for path, fill in FILLS.items() for value in fill.sent]
 

@@ -9,8 +9,8 @@ import pytest
 
 from shardwise.comm.compression import registry
 from shardwise.config import effective, resolve
-from shardwise.config.compression import method_parameters
 from shardwise.config.export import json_schema
+from shardwise.config.gradient_compression import method_parameters
 from shardwise.config.schema.gradients import METHODS, PowerSGDOptions
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 

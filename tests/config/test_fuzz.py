@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shardwise.config import load, resolve
 from shardwise.config.jsonc import JSONSyntaxError, parse
-from shardwise.config.tree import walk
+from shardwise.config.schema_index import walk
 from shardwise.errors import ConfigError
 
 VALID: dict[str, Any] = {

@@ -13,7 +13,7 @@ from shardwise.config.reference import table, update
 from shardwise.config.schema.gradients import METHODS
 from shardwise.config.schema.optimizers import NATIVE_OPTIMIZERS, AdamWArguments
 from shardwise.config.schema.schedules import NATIVE_SCHEDULES
-from shardwise.config.tree import walk
+from shardwise.config.schema_index import walk
 from shardwise.errors import BatchSizeError, ConfigError
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -12,7 +12,7 @@ import pytest
 
 from shardwise.config import Facts, describe, effective, resolve
 from shardwise.config.export import without_secrets
-from shardwise.config.tree import walk
+from shardwise.config.schema_index import walk
 from shardwise.errors import ConfigError, NotBuiltError
 from shardwise.memory.places import Where
 from shardwise.zero.units.plan import where_of

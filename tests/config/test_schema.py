@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from shardwise.config import Config, json_schema, resolve
 from shardwise.config.auto import RULES
-from shardwise.config.built import UNBUILT, UNHEARD, Unbuilt, value_at
 from shardwise.config.schema import ConfigSection
-from shardwise.config.tree import RETIRED, expected, keys_of, lookup, takes_any_key, walk
+from shardwise.config.schema_index import REMOVED_KEYS, expected, keys_of, lookup, takes_any_key, walk
+from shardwise.config.unsupported import IGNORED, UNSUPPORTED, Unsupported, value_at
 from shardwise.errors import ConfigError, NotBuiltError
 
 FREE_FORM = {"amp", "datastates_ckpt"}
@@ -54,16 +54,16 @@ def test_replacements_of_deprecated_keys_exist() -> None:
 
 def test_tables_name_existing_keys() -> None:
     config = Config()
-    for entry in UNBUILT:
+    for entry in UNSUPPORTED:
         assert lookup(entry.path)
         assert not entry.asks(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
         assert all(lookup(switch) for switch in entry.within)
-    for entry in UNHEARD:
+    for entry in IGNORED:
         assert lookup(entry.path)
         assert not entry.asks(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
     for path in RULES:
         assert lookup(path)
-    for path in RETIRED:
+    for path in REMOVED_KEYS:
         with pytest.raises(KeyError):
             lookup(path)
 
@@ -99,8 +99,8 @@ def put(source: dict[str, Any], path: str, value: Any) -> None:
     place[last] = value
 
 
-@pytest.mark.parametrize("entry", UNBUILT, ids=lambda entry: entry.path)
-def test_asking_for_what_is_not_built_is_refused(entry: Unbuilt) -> None:
+@pytest.mark.parametrize("entry", UNSUPPORTED, ids=lambda entry: entry.path)
+def test_asking_for_what_is_not_built_is_refused(entry: Unsupported) -> None:
     source: dict[str, Any] = {"train_batch_size": 1}
     for switch in entry.within:
         put(source, switch, True)
@@ -122,7 +122,7 @@ UNHEARD_VALUES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", [entry.path for entry in UNHEARD])
+@pytest.mark.parametrize("path", [entry.path for entry in IGNORED])
 def test_what_changes_only_the_output_is_accepted_with_a_warning(path: str) -> None:
     source: dict[str, Any] = {"train_batch_size": 1}
     put(source, path, UNHEARD_VALUES.get(path, True))

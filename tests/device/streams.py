@@ -97,8 +97,8 @@ def far(late: bool = True) -> Iterator[list[Played]]:
         mock.patch("shardwise.checkpoint.snapshot.is_far", lambda device: True),
         mock.patch("shardwise.checkpoint.background.is_far", lambda device: True),
         mock.patch("shardwise.device.staging.is_far", lambda device: True),
-        mock.patch("shardwise.checkpoint.tensorwriter.is_far", lambda device: True),
-        mock.patch("shardwise.checkpoint.tensorfile.is_far", lambda device: True),
+        mock.patch("shardwise.checkpoint.safetensors_writer.is_far", lambda device: True),
+        mock.patch("shardwise.checkpoint.safetensors_reader.is_far", lambda device: True),
         mock.patch("shardwise.checkpoint.reader.is_far", lambda device: True),
     ):
         yield made

@@ -31,7 +31,7 @@ from shardwise.zero.model import ShardedModel
 from shardwise.zero.passes import gradients
 from shardwise.zero.passes.gather import Gatherer
 from shardwise.zero.passes.reduce import Reducer
-from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.units.unit import FlatParamStorage, Unit
 from tests.device import recorded
 from tests.device.recorded import record, record_all
 from tests.models import CASES, GPT, Case, Router, language, language_loss
@@ -496,14 +496,14 @@ def nobody_waits_for_the_small_sum() -> Iterator[None]:
 
 @plant("early")
 def whole_parameters_take_memory_of_the_wrong_stream() -> Iterator[None]:
-    allocate = SectionMemory.allocate
+    allocate = FlatParamStorage.allocate
 
-    def allocated(self: SectionMemory) -> None:
+    def allocated(self: FlatParamStorage) -> None:
         recorder = recorded.recording_now()
         with recorder.using("compute"):
             allocate(self)
 
-    with mock.patch.object(SectionMemory, "allocate", allocated):
+    with mock.patch.object(FlatParamStorage, "allocate", allocated):
         yield
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise
 from shardwise.config import resolve
-from shardwise.config.tree import lookup
+from shardwise.config.schema_index import lookup
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]

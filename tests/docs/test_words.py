@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import shardwise
-from shardwise.config.built import UNBUILT
+from shardwise.config.unsupported import UNSUPPORTED
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,4 +31,4 @@ def test_what_is_called_missing_is_refused(page: str) -> None:
         "autotuner": "autotuning.enabled",
     }
     for words, key in keys.items():
-        assert words in text and any(entry.path == key for entry in UNBUILT), words
+        assert words in text and any(entry.path == key for entry in UNSUPPORTED), words

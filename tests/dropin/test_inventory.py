@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.dropin.entries import Absent, Served, StandIn
+from shardwise.dropin.entries import Alias, Missing, Stub
 from shardwise.dropin.members import MEMBERS, PARAMETER
 from shardwise.dropin.modules import PATHS
 from shardwise.dropin.table import MAINS, TABLE
@@ -30,7 +30,7 @@ def rows(kind: type) -> dict[str, dict[str, Any]]:
     return {path: entries for path, entries in found.items() if entries}
 
 
-SERVED, RAISING, ABSENT = rows(Served), rows(StandIn), rows(Absent)
+SERVED, RAISING, ABSENT = rows(Alias), rows(Stub), rows(Missing)
 
 
 def problem(declared: str, target: Any) -> str | None:
@@ -184,7 +184,7 @@ def test_members_are_there_or_not(path: str) -> None:
     holder = subject(path)
     wrong = []
     for name, entry in MEMBERS[path].items():
-        if isinstance(entry, Absent):
+        if isinstance(entry, Missing):
             wrong += [f"{name} is there"] if hasattr(holder, name) else []
         elif not hasattr(holder, name):
             wrong.append(f"{name} is not there")

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch.distributed as dist
 
-from shardwise.checkpoint import Checkpoint, newest, shipping
+from shardwise.checkpoint import Checkpoint, newest, transfer
 from shardwise.checkpoint.directory import read_latest
 from shardwise.engine import engine, signals
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
@@ -161,6 +161,6 @@ def test_a_signal_for_which_nothing_is_saved_is_said(tmp_path: Path) -> None:
     assert others == [] and not os.path.exists(tmp_path / "runs")
 
 
-@pytest.mark.parametrize("module", [engine, signals, newest, shipping])
+@pytest.mark.parametrize("module", [engine, signals, newest, transfer])
 def test_the_examples_in_the_reference_run(module: ModuleType) -> None:
     assert doctest.testmod(module).failed == 0

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.comm import groups, native
 from shardwise.comm.communicator import Communicator
 from shardwise.trees import map_tensors
-from shardwise.zero.units.unit import SectionMemory
+from shardwise.zero.units.unit import FlatParamStorage
 from tests.models import CASES, GPT, Case, language, language_loss
 from tests.zero.test_one_rank import forced
 from tests.zero.training import Outcome, Setting, train
@@ -54,7 +54,7 @@ def late_collectives(*, nccl: bool = False) -> Iterator[None]:
         nccl: NCCL copies; otherwise kernels of torch do, which say nothing about what NCCL accepts.
     """
     streams: dict[tuple[str, int], torch.cuda.Stream] = defaultdict(torch.cuda.Stream)
-    free, launch = SectionMemory.free, native._launch
+    free, launch = FlatParamStorage.free, native._launch
 
     def launched(op: Callable[..., Any], pairs: Sequence[native.Pair], group: dist.ProcessGroup) -> list[Any]:
         stream = streams[group.group_name, torch.cuda.current_stream().cuda_stream]
@@ -74,7 +74,7 @@ def late_collectives(*, nccl: bool = False) -> Iterator[None]:
 
             return [_Copy(work)]
 
-    def poisoned(self: SectionMemory) -> None:
+    def poisoned(self: FlatParamStorage) -> None:
         numel, dtype = self.full.numel(), self.full.dtype
         free(self)
         if numel and dtype.is_floating_point:
@@ -94,7 +94,7 @@ def late_collectives(*, nccl: bool = False) -> Iterator[None]:
         nullcontext() if nccl else one_group(),
         mock.patch.object(Communicator, "sends", True),
         mock.patch.object(native, "_launch", launched),
-        mock.patch.object(SectionMemory, "free", poisoned),
+        mock.patch.object(FlatParamStorage, "free", poisoned),
     ):
         yield
 

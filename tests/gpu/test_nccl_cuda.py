@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shardwise.comm import groups, native
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.positions import follow_devices, oldest_under_way
+from shardwise.comm.rank_status import follow_devices, oldest_under_way
 from tests.gpu.forced import start_group
 from tests.gpu.standin import rehearsing
 

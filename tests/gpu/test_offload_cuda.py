@@ -13,7 +13,7 @@ from torch import nn
 import shardwise
 from shardwise.compat import has_values
 from shardwise.memory import Tier
-from shardwise.zero.units.unit import SectionMemory
+from shardwise.zero.units.unit import FlatParamStorage
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload
 
 WIDTH, LAYERS = 512, 6
@@ -74,14 +74,14 @@ def test_training_is_the_same_with_less_on_the_device(tmp_path: Path, place: str
 def test_one_rank_copies_parameters_on_another_stream(tmp_path: Path, place: str) -> None:
     """Beside what it computes; a program that has one rank on its device takes no other way."""
     streams: list[torch.cuda.Stream] = []
-    bring = SectionMemory.bring_shard
+    bring = FlatParamStorage.bring_shard
 
-    def brought(self: SectionMemory) -> None:
+    def brought(self: FlatParamStorage) -> None:
         if has_values(self.full):  # not in a plan of memory
             streams.append(torch.cuda.current_stream())
         bring(self)
 
-    with mock.patch.object(SectionMemory, "bring_shard", brought):
+    with mock.patch.object(FlatParamStorage, "bring_shard", brought):
         train({"stage": 3, **offload(place, str(tmp_path))}, "bf16")
     assert len(streams) > LAYERS and torch.cuda.current_stream() not in streams
 

@@ -38,16 +38,16 @@ class OneUnit:
         return shard
 
     def bring_shard(self) -> None:
-        """See `shardwise.zero.units.unit.SectionMemory`."""
+        """See `shardwise.zero.units.unit.FlatParamStorage`."""
         self.full[self.shard_range] = self.shard
 
     def range_of(self, place: int, level: int | None = None) -> tuple[int, int]:
-        """See `shardwise.zero.units.layout.Section`."""
+        """See `shardwise.zero.units.layout.FlatParam`."""
         return place * self._shard, (place + 1) * self._shard
 
     @property
     def shard_range(self) -> slice:
-        """See `shardwise.zero.units.unit.SectionMemory`."""
+        """See `shardwise.zero.units.unit.FlatParamStorage`."""
         return slice(*self.range_of(self._rank))
 
     def holders(self, level: int) -> list[tuple[int, int]]:

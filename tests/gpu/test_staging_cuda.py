@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.checkpoint.tensorfile import TensorFile
-from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.checkpoint.safetensors_reader import TensorFile
+from shardwise.checkpoint.safetensors_writer import write_tensors
 from shardwise.device.staging import Staging, copy_stream
 from tests.checkpoint.test_async import content
 from tests.device.test_staging import TENSORS

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.failure import Ending, Failure, first_failure, last_traceback
-from shardwise.launch.output import OutputChannel, Screen
+from shardwise.launch.failure import Failure, ShutdownResult, first_failure, last_traceback
+from shardwise.launch.output import OutputChannel, Terminal
 from shardwise.launch.processes import Exit
 
 BUG = """Traceback (most recent call last):
@@ -27,7 +27,7 @@ RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4
 
 
 def _error(text: str = "", at: float | None = None) -> OutputChannel:
-    channel = OutputChannel(0, Screen(io.BytesIO()))
+    channel = OutputChannel(0, Terminal(io.BytesIO()))
     channel.feed(text.encode())
     if at is not None:
         channel.traceback_at = at
@@ -192,15 +192,15 @@ def test_without_a_traceback_the_last_lines() -> None:
 
 def test_the_end_of_a_job_that_was_asked_to_end() -> None:
     exits = {0: Exit(0, 10, 143, 109.0, True), 1: Exit(1, 11, -15, 109.0, True)}
-    ending = Ending(signal.SIGTERM, exits, {}, 60.0)
+    ending = ShutdownResult(signal.SIGTERM, exits, {}, 60.0)
     assert (ending.exit_code, ending.message()) == (143, "received SIGTERM; all processes have ended.")
     killed = {**exits, 1: Exit(1, 11, -9, 119.0, True)}
-    ending = Ending(signal.SIGTERM, killed, {1: "T"}, 15.0)
+    ending = ShutdownResult(signal.SIGTERM, killed, {1: "T"}, 15.0)
     assert ending.exit_code == 137
     assert "rank 1 did not end within 15 s and had to be killed, so nothing more was saved there" in ending.message()
     assert "rank 1 stood still" in ending.message()
-    assert Ending(signal.SIGINT, killed, {1: "S"}, 5.0).exit_code == 130
+    assert ShutdownResult(signal.SIGINT, killed, {1: "S"}, 5.0).exit_code == 130
     failed = {**exits, 0: Exit(0, 10, 1, 109.0, True)}
-    ending = Ending(signal.SIGTERM, failed, {}, 60.0)
+    ending = ShutdownResult(signal.SIGTERM, failed, {}, 60.0)
     assert ending.exit_code == 1 and "not in order ended rank 0 with exit code 1" in ending.message()
-    assert Ending(signal.SIGINT, failed, {}, 5.0).message() == "received SIGINT; all processes have ended."
+    assert ShutdownResult(signal.SIGINT, failed, {}, 5.0).message() == "received SIGINT; all processes have ended."

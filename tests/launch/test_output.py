@@ -19,8 +19,8 @@ from shardwise.launch.output import (
     Cursor,
     LineCutter,
     OutputChannel,
-    Pump,
-    Screen,
+    OutputReader,
+    Terminal,
     is_raw,
     open_log,
     open_pipe,
@@ -32,7 +32,7 @@ TRACEBACK = b"Traceback (most recent call last):\n  File x\nValueError: no\n"
 
 def _channel(rank: int = 1, **options) -> tuple[io.BytesIO, OutputChannel]:
     file = io.BytesIO()
-    return file, OutputChannel(rank, Screen(file), **options)
+    return file, OutputChannel(rank, Terminal(file), **options)
 
 
 @given(st.lists(st.sampled_from([b"a", b"bc", b"\n", b"\r", b"\r\n", b"\xff"]), max_size=20), st.integers(1, 5))
@@ -105,7 +105,7 @@ def test_an_interruption_of_a_rank_that_draws_a_progress_bar_takes_one_line() ->
 
 def test_lines_take_the_place_of_a_progress_bar_and_go_below_an_unfinished_line() -> None:
     terminal, cursor = io.BytesIO(), Cursor()
-    out, err = Screen(terminal, cursor), Screen(terminal, cursor)
+    out, err = Terminal(terminal, cursor), Terminal(terminal, cursor)
     err.write(b"\r 50", raw=True)
     err.write(b"%", raw=True)
     out.write(b"[rank 1] x\n")
@@ -152,7 +152,7 @@ def test_a_lost_reader_does_not_stop_the_output(tmp_path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb", buffering=0) as broken:
-        channel = OutputChannel(0, Screen(cast(BinaryIO, broken)), log=open_log(tmp_path, 0, "out"))
+        channel = OutputChannel(0, Terminal(cast(BinaryIO, broken)), log=open_log(tmp_path, 0, "out"))
         channel.feed(b"one\n")
         channel.feed(b"two\n")
         channel.close()
@@ -174,7 +174,7 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path) -> None:
 
 
 def test_pump_reads_pipes_to_their_end() -> None:
-    pump = Pump()
+    pump = OutputReader()
     files, writers, channels = [], [], []
     for rank in range(3):
         reader, writer = open_pipe(None)
@@ -206,7 +206,7 @@ def test_pseudo_terminal_looks_like_the_real_one() -> None:
     assert os.isatty(writer)
     assert os.get_terminal_size(writer) == (123, 33)
     file, channel = _channel(0, raw=True)
-    pump = Pump()
+    pump = OutputReader()
     pump.add(reader, channel)
     os.write(writer, b"\r 50%\n")
     os.close(writer)

@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.errors import LaunchError
 from shardwise.launch import processes
-from shardwise.launch.processes import Gang, Streams, Worker
+from shardwise.launch.processes import Streams, Worker, WorkerGroup
 
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); signal.signal(2, signal.SIG_IGN)\n"
 DEAF_CHILD = DEAF + "print('up', flush=True); time.sleep(600)"
@@ -45,9 +45,11 @@ def _alive(pid: int) -> bool:
 
 
 @contextlib.contextmanager
-def _gang(*scripts: str) -> Iterator[tuple[Gang, list[int]]]:
+def _gang(*scripts: str) -> Iterator[tuple[WorkerGroup, list[int]]]:
     """A started gang and the descriptors on which its workers' standard output can be read."""
-    gang = Gang([Worker(rank, [sys.executable, "-c", text], dict(os.environ)) for rank, text in enumerate(scripts)])
+    gang = WorkerGroup(
+        [Worker(rank, [sys.executable, "-c", text], dict(os.environ)) for rank, text in enumerate(scripts)]
+    )
     nothing = os.open(os.devnull, os.O_RDWR)
     readers, streams = [], {}
     for rank in range(len(scripts)):
@@ -65,7 +67,7 @@ def _gang(*scripts: str) -> Iterator[tuple[Gang, list[int]]]:
             os.close(descriptor)
 
 
-def _wait(gang: Gang) -> None:
+def _wait(gang: WorkerGroup) -> None:
     deadline = time.monotonic() + 10
     while not gang.finished() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -180,7 +182,7 @@ def test_children_left_by_a_worker_that_has_ended_are_found() -> None:
 
 
 def test_a_program_that_cannot_be_started_fails_alone() -> None:
-    gang = Gang([Worker(0, ["/nonexistent/program"], {})])
+    gang = WorkerGroup([Worker(0, ["/nonexistent/program"], {})])
     reader, writer = os.pipe()
     gang.start({0: Streams(0, writer, writer)})
     os.close(writer)
@@ -203,7 +205,7 @@ def test_no_process_can_be_started(monkeypatch) -> None:
 
     monkeypatch.setattr(processes.subprocess, "Popen", refuse_the_second)
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    gang = Gang([Worker(rank, sleep, dict(os.environ)) for rank in range(2)])
+    gang = WorkerGroup([Worker(rank, sleep, dict(os.environ)) for rank in range(2)])
     with pytest.raises(LaunchError, match=r"Cannot start rank 1 .*temporarily unavailable"):
         gang.start({rank: Streams(0, 1, 2) for rank in range(2)})
     assert not _alive(started[0].pid)
@@ -212,7 +214,7 @@ def test_no_process_can_be_started(monkeypatch) -> None:
 def test_other_systems_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(processes.sys, "platform", "darwin")
     with pytest.raises(LaunchError, match="torchrun"):
-        Gang([])
+        WorkerGroup([])
 
 
 def test_the_kernel_ends_workers_whose_launcher_is_killed(tmp_path) -> None:

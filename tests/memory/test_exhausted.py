@@ -171,18 +171,18 @@ def test_when_there_is_no_memory_for_plans_either(monkeypatch: pytest.MonkeyPatc
 
 
 def test_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.zero.units.unit import SectionMemory
+    from shardwise.zero.units.unit import FlatParamStorage
 
     calls = []
-    original = SectionMemory.settle
+    original = FlatParamStorage.settle
 
-    def settle(self: SectionMemory, *, keep_master: bool) -> None:
+    def settle(self: FlatParamStorage, *, keep_master: bool) -> None:
         calls.append(1)
         if len(calls) == 3:
             raise RuntimeError(CPU_ERROR)
         original(self, keep_master=keep_master)
 
-    monkeypatch.setattr(SectionMemory, "settle", settle)
+    monkeypatch.setattr(FlatParamStorage, "settle", settle)
     with pytest.raises(OutOfMemoryError) as told:
         build()
     text = str(told.value)

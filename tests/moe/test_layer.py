@@ -16,7 +16,7 @@ from shardwise.compat import writes_empty_groups
 from shardwise.config.schema.parallel import ExpertParallel
 from shardwise.device.recording import Event, recording
 from shardwise.errors import NotBuiltError, UsageError
-from shardwise.moe import ExpertGroup, ExpertLoad, MoE
+from shardwise.moe import ExpertGroup, ExpertUtilization, MoE
 from shardwise.moe.exchange import bind_experts
 from shardwise.moe.experts import GroupSizes, grouped_linear
 from shardwise.moe.gates import capacity_of, route
@@ -147,7 +147,7 @@ def test_capacity() -> None:
 def test_load_is_counted_while_somebody_looks() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, expert(), EXPERTS, k=2))
     model(torch.randn(10, WIDTH))
-    load = ExpertLoad(model)
+    load = ExpertUtilization(model)
     assert load.counts() == {}
     counts = sum(model(torch.randn(10, WIDTH))[2] for _ in range(3))
     events = load.events(7)

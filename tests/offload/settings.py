@@ -55,6 +55,6 @@ def played_device() -> Iterator[None]:
     with (
         mock.patch("shardwise.offload.homes.is_far", far),
         mock.patch("shardwise.offload.disk.is_far", far),
-        mock.patch("shardwise.zero.updates.returning.is_far", far),
+        mock.patch("shardwise.zero.updates.parameter_writeback.is_far", far),
     ):
         yield

@@ -87,7 +87,7 @@ def planned(place: str, stage: int, kind: str, precision: str, accumulation: int
     with another_device():
         groups = [group["params"] for group in optimizer.param_groups]
         settings = resolve(config, world_size=2).config
-        twin = dryrun.Twin(model, optimizer, groups, settings, world=2, device=torch.device(DEVICE))
+        twin = dryrun.DryRunEngine(model, optimizer, groups, settings, world=2, device=torch.device(DEVICE))
         plan = twin.run(torch.empty((4, 64), dtype=dtype, device="meta"), accumulation)
     return plan.total, plan.elsewhere
 

@@ -17,13 +17,13 @@ from shardwise.comm.agreement import check_agreement
 from shardwise.comm.coded import coded, decoded
 from shardwise.comm.communicator import _DIGEST, _INLINE, _LENGTH, Communicator, head_of
 from shardwise.comm.domain import Domain, Domains
-from shardwise.comm.imagined import ImaginedCommunicator
+from shardwise.comm.imagined import FakeCommunicator
 from shardwise.memory import Accountant
 from shardwise.registry import Registry, declare_part
+from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.layout import lay_out
-from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.partition import find_units
-from shardwise.zero.updates.cut import CutTensors
+from shardwise.zero.updates.tp_split import SplitTensors
 from tests.device.recorded import imagined
 from tests.scale.test_groups import Net
 
@@ -32,7 +32,7 @@ WORLDS = (8, 256, 1024, 4096)
 TENSOR, LAYERS = 8, 12
 
 
-class Rank(ImaginedCommunicator):
+class Rank(FakeCommunicator):
     """One of many ranks; what the others say is known, or is what this one says.
 
     Attributes:
@@ -93,7 +93,7 @@ class Layers(nn.Module):
             self.layers.append(layer)
 
 
-def set_up(comm: Rank) -> tuple[Numbering, CutTensors]:
+def set_up(comm: Rank) -> tuple[GlobalTensorIds, SplitTensors]:
     """Number the tensors of a model, and find out where parts lie."""
     world, rank = comm.world, comm.rank
     model = Layers(world, rank)
@@ -102,13 +102,13 @@ def set_up(comm: Rank) -> tuple[Numbering, CutTensors]:
     registry = Registry.of(model, groups=groups)
     specs = find_units(model, registry, 1 << 20)
     lines = [list(range(place, world, TENSOR)) for place in range(TENSOR)]
-    part = ImaginedCommunicator(world // TENSOR, CPU, rank=rank // TENSOR)
+    part = FakeCommunicator(world // TENSOR, CPU, rank=rank // TENSOR)
     main = Domain(comm)
     domains = Domains(main, {(tuple(lines[rank % TENSOR]), world // TENSOR): Domain(part, like=main)})
-    numbering = Numbering(registry, specs, domains, comm)
+    numbering = GlobalTensorIds(registry, specs, domains, comm)
     cut = {index for index, place in enumerate(numbering.places) if place in numbering.cut}
     layouts = [lay_out(spec.tensors, domains.of(spec.domain).sizes, "cpu", {0}, cut) for spec in specs]
-    parts = CutTensors(registry, numbering, specs, layouts, domains, Accountant())
+    parts = SplitTensors(registry, numbering, specs, layouts, domains, Accountant())
     parts.own({place: place % world for place in parts.known})
     return numbering, parts
 

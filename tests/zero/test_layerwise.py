@@ -23,7 +23,7 @@ from shardwise.errors import ConfigError
 from shardwise.memory import Category
 from shardwise.optim import Lamb, Muon
 from shardwise.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-from shardwise.zero.updates.owned import owners
+from shardwise.zero.updates.owner_sharded import owners
 from tests.harness import run_ranks
 from tests.models import CASES, Case, regression, squared
 from tests.optim.reference import Written, WrittenLamb, WrittenMuon

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.registry import LogicalTensor
-from shardwise.zero.units.layout import Section, alignment, lay_out, round_up
+from shardwise.zero.units.layout import FlatParam, alignment, lay_out, round_up
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
 
@@ -24,7 +24,7 @@ def parameters(draw: st.DrawFn) -> list[LogicalTensor]:
     return tensors
 
 
-def sections_of(tensors: list[LogicalTensor], world: int, device: str) -> tuple[Section, ...]:
+def sections_of(tensors: list[LogicalTensor], world: int, device: str) -> tuple[FlatParam, ...]:
     return lay_out(tensors, [world], device)
 
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.comm import links, stalls
+from shardwise.comm import links, stall_watchdog
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.positions import Here
+from shardwise.comm.rank_status import Here
 from shardwise.device.recording import recording
 from shardwise.device.streams import streams_of
 from shardwise.errors import PeerLostError, ShardwiseError, UsageError
@@ -450,7 +450,9 @@ def destroys_first() -> tuple[str, bool]:
     engine = start(CASES["gpt"], Setting(stage=3))
     step(engine, 0)
     here, found = Here(thread=threading.get_ident()), []
-    look = threading.Timer(0.5, lambda: found.append((str(here()), any(one.running for one in stalls._watching))))
+    look = threading.Timer(
+        0.5, lambda: found.append((str(here()), any(one.running for one in stall_watchdog._watching)))
+    )
     if dist.get_rank():
         time.sleep(1.0)
     else:
@@ -458,7 +460,7 @@ def destroys_first() -> tuple[str, bool]:
     engine.destroy()
     if dist.get_rank() == 0:
         look.join()
-    assert not stalls._watching
+    assert not stall_watchdog._watching
     return found[0] if found else ("", False)
 
 

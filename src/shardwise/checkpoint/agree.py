@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardwise.checkpoint.blocks import in_words
+from shardwise.checkpoint.checksums import in_words
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, ShardwiseError
 

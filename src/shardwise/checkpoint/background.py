@@ -33,13 +33,13 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint import directory, patience
+from shardwise.checkpoint import directory, slow_io
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import Part, TrainingState, add_shared
-from shardwise.checkpoint.patience import Progress
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import FACTS, FAILURE, LOCK, Whole, beside, stands
-from shardwise.checkpoint.save import Drafted, SaveRequest, drafted, names_of, whole_of
+from shardwise.checkpoint.save import PendingSave, SaveRequest, drafted, names_of, whole_of
+from shardwise.checkpoint.slow_io import Progress
 from shardwise.checkpoint.snapshot import Snapshot
 from shardwise.checkpoint.writer import LIMIT, NOT_FOR_US, Outcome, WriteJob
 from shardwise.comm.communicator import Communicator
@@ -258,7 +258,7 @@ def _bereaved(job: WriteJob, code: int) -> Outcome:
 def _abandoned(job: WriteJob, words: str) -> Outcome:
     """Return the outcome of a save that nobody goes on with; `words` say why."""
     if job.rank == 0:
-        draft = directory.Draft.taken_over(job.parent, job.tag, job.token, None)
+        draft = directory.StagingDirectory.taken_over(job.parent, job.tag, job.token, None)
         if stands(draft):
             words += (
                 f" at the very end: {draft.target} is complete, but "
@@ -289,7 +289,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.began = self.last = time.monotonic()
-        self.tell = patience.TELL_S
+        self.tell = slow_io.TELL_S
         self._seen: object = None
 
     def see(self, progress: object, now: float) -> None:
@@ -362,7 +362,7 @@ class Background:
         """Behind the copies of what only the optimizer writes; None: they have been made."""
         return self._snapshot.copied
 
-    def prepare(self, made: Drafted, later: Collection[str]) -> None:
+    def prepare(self, made: PendingSave, later: Collection[str]) -> None:
         """Take the snapshot, have a process, and lock this rank's file in the draft. Nothing may be pending.
 
         Args:
@@ -403,7 +403,7 @@ class Background:
             os.close(self._lock)
             self._lock = None
 
-    def launch(self, job: WriteJob, draft: directory.Draft | None, report: SaveReport) -> None:
+    def launch(self, job: WriteJob, draft: directory.StagingDirectory | None, report: SaveReport) -> None:
         """Hand everything to the process; what becomes of it is known later."""
         assert self._process is not None
         given = {"part": self._lock, "draft": None if draft is None else draft.hand_over()}
@@ -419,7 +419,7 @@ class Background:
             # Not by this thread, which trains on, and not by one that keeps the engine alive.
             threading.Thread(target=hand_over, name="shardwise-snapshot", daemon=True).start()
 
-    def job(self, made: Drafted, request: SaveRequest, rank: int, world: int) -> WriteJob:
+    def job(self, made: PendingSave, request: SaveRequest, rank: int, world: int) -> WriteJob:
         """Return what the process is to do with the snapshot."""
         parent = os.path.abspath(request.directory)  # the process has another working directory
         return WriteJob(rank, world, parent, made.tag, made.token, self._ends, self.size, direct=request.direct)
@@ -445,7 +445,7 @@ class Background:
         """Wait until nothing is being written: say so when it takes long, and give up when nothing happens."""
         watch = self._watch = self._watch or _Watch()
         until = time.monotonic() + seconds
-        while not self._desk.wait(min(_LOOK_S, patience.TELL_S)):
+        while not self._desk.wait(min(_LOOK_S, slow_io.TELL_S)):
             job, process, now = self._desk.job, self._process, time.monotonic()
             if now >= until:
                 return
@@ -462,7 +462,7 @@ class Background:
                 watch.tell *= 4
                 if job.rank == 0 or found.stuck:
                     logger.warning("%s: waiting for %.0f s until it is written: %s", path, now - watch.began, words)
-            if now - watch.last >= self._limit + job.ends[0] / patience.SLOWEST:
+            if now - watch.last >= self._limit + job.ends[0] / slow_io.SLOWEST:
                 process.give_up()
                 self._desk.end(
                     Outcome(

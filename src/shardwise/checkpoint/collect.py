@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from shardwise.boxes import Region, ranges
-from shardwise.checkpoint import codec
+from shardwise.checkpoint import nested_json
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Slice, StoredTensor, name_of
 from shardwise.checkpoint.protocols import Bring, CheckpointedModel, Run, at_hand
-from shardwise.checkpoint.tensorfile import bytes_of
+from shardwise.checkpoint.safetensors_reader import bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
 
@@ -88,7 +88,7 @@ class Part:
         return unique
 
     def put_aside(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
-        """Store a tensor of a tree (`shardwise.checkpoint.codec.PutAside`)."""
+        """Store a tensor of a tree (`shardwise.checkpoint.nested_json.PutAside`)."""
         return {"file": self.file, "key": self.put(path, tensor.contiguous())}
 
     def add_runs(self, tensor: StoredTensor, runs: list[Run], box: Region | None = None) -> None:
@@ -171,7 +171,7 @@ def collect(
                 part.add_runs(_described(tensor, tensor.dtype), [])
             if own and model.update is not None:
                 _add_optimizer_state(part, model, tensor, own)
-    part.trees["rank"] = codec.encode(state.rank, "state of the rank", part.put_aside)
+    part.trees["rank"] = nested_json.encode(state.rank, "state of the rank", part.put_aside)
     if model.comm.rank == 0:
         _add_common(part, model, state)
     return part
@@ -227,16 +227,16 @@ def _add_optimizer_state(
                 part.add_whole(StoredTensor(tensor.name, kind, tuple(value.shape), name_of(value.dtype), ()), value)
         elif first:
             path = f"optimizer state {key!r} of {tensor.name!r}"
-            part.values.setdefault(tensor.name, {})[key] = codec.encode(value, path, part.put_aside)
+            part.values.setdefault(tensor.name, {})[key] = nested_json.encode(value, path, part.put_aside)
 
 
 def _add_common(part: Part, model: CheckpointedModel, state: TrainingState) -> None:
     """Add what is the same on all ranks."""
     trees = part.trees
-    trees["client"] = codec.encode(state.client, "client_state", part.put_aside)
-    trees["scheduler"] = codec.encode(state.scheduler, "state of the learning-rate schedule", part.put_aside)
+    trees["client"] = nested_json.encode(state.client, "client_state", part.put_aside)
+    trees["scheduler"] = nested_json.encode(state.scheduler, "state of the learning-rate schedule", part.put_aside)
     trees["counters"] = state.counters
-    trees["scaler"] = codec.encode(state.scaler, "state of the loss scaler", part.put_aside)
+    trees["scaler"] = nested_json.encode(state.scaler, "state of the loss scaler", part.put_aside)
 
 
 def holdings(model: CheckpointedModel) -> dict[str, Any]:
@@ -267,13 +267,13 @@ def add_shared(part: Part, model: CheckpointedModel, told: list[dict[str, Any]])
             part.add_whole(StoredTensor(name, BUFFER, shape, dtype, (), also, rank=own), buffer)
     written = {name for said in before for name in said["extra"]}
     part.trees["extra"] = {
-        name: codec.encode(module.get_extra_state(), f"extra state of module {name!r}", part.put_aside)
+        name: nested_json.encode(module.get_extra_state(), f"extra state of module {name!r}", part.put_aside)
         for name, module in extra_states(model.module)
         if name not in written
     }
     groups = [] if model.optimizer is None else model.optimizer.param_groups
     part.trees["groups"] = [
-        codec.encode(
+        nested_json.encode(
             {name: value for name, value in group.items() if name != "params"},
             f"optimizer.param_groups[{number}]",
             part.put_aside,

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from shardwise._version import __version__
-from shardwise.checkpoint import codec, directory, manifest, manifestfile
+from shardwise.checkpoint import directory, manifest, manifestfile, nested_json
 from shardwise.checkpoint.collect import Part
 from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, recognised
 from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor
 from shardwise.checkpoint.newest import StateNumbers
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.tensorfile import FileFacts, Spec
-from shardwise.checkpoint.tensorwriter import TensorWriter, file_order
+from shardwise.checkpoint.safetensors_reader import FileFacts, Spec
+from shardwise.checkpoint.safetensors_writer import TensorWriter, file_order
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 
@@ -73,9 +73,9 @@ def convert(
     described = _optimizer(saved, optimizer) if with_optimizer else None
     tensors = [t for t in saved.manifest.tensors if described is not None or not t.kind.startswith(OPTIMIZER)]
     path = os.path.join(target, directory.check_tag(tag))
-    draft: directory.Draft | None = None
+    draft: directory.StagingDirectory | None = None
     try:
-        draft = directory.Draft(directory.check_directory(target, "target"), tag)
+        draft = directory.StagingDirectory(directory.check_directory(target, "target"), tag)
         part = Part(f"rank00000of00001-{draft.token}.safetensors")
         trees = _trees(saved, part, described)
         stored, facts = _write(saved, draft.path, part, tensors)
@@ -122,12 +122,12 @@ def _trees(saved: Checkpoint, part: Part, optimizer: dict[str, Any] | None) -> d
         optimizer = {
             "class": optimizer["class"],
             "groups": [
-                codec.encode(group, f"optimizer.param_groups[{number}]", part.put_aside)
+                nested_json.encode(group, f"optimizer.param_groups[{number}]", part.put_aside)
                 for number, group in enumerate(optimizer["groups"])
             ],
             "values": {
                 name: {
-                    key: codec.encode(value, f"optimizer state {key!r} of {name!r}", part.put_aside)
+                    key: nested_json.encode(value, f"optimizer state {key!r} of {name!r}", part.put_aside)
                     for key, value in values.items()
                 }
                 for name, values in optimizer["values"].items()
@@ -135,13 +135,13 @@ def _trees(saved: Checkpoint, part: Part, optimizer: dict[str, Any] | None) -> d
         }
     return {
         "optimizer": optimizer,
-        "scheduler": codec.encode(old.scheduler, "state of the learning-rate schedule", part.put_aside),
-        "scaler": codec.encode(old.scaler, "state of the loss scaler", part.put_aside),
+        "scheduler": nested_json.encode(old.scheduler, "state of the learning-rate schedule", part.put_aside),
+        "scaler": nested_json.encode(old.scaler, "state of the loss scaler", part.put_aside),
         "extra": {
-            name: codec.encode(value, f"extra state of module {name!r}", part.put_aside)
+            name: nested_json.encode(value, f"extra state of module {name!r}", part.put_aside)
             for name, value in old.extra.items()
         },
-        "client": codec.encode(old.client, "client_state", part.put_aside),
+        "client": nested_json.encode(old.client, "client_state", part.put_aside),
     }
 
 

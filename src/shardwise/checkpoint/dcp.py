@@ -25,9 +25,9 @@ import torch
 
 from shardwise.boxes import misfit
 from shardwise.checkpoint import directory
+from shardwise.checkpoint.safetensors_reader import bytes_of
+from shardwise.checkpoint.sharded_weights import Entry
 from shardwise.checkpoint.source import PIECE, Source, SourceTensor
-from shardwise.checkpoint.tensorfile import bytes_of
-from shardwise.checkpoint.weightfiles import Entry
 from shardwise.errors import CheckpointError, CheckpointPathError
 
 METADATA = ".metadata"
@@ -371,7 +371,7 @@ def write(path: str, entries: Iterable[Entry], read: Callable[[Entry], torch.Ten
             return read(held[index.fqn])
 
     described = {name: torch.empty(e.spec.shape, dtype=e.spec.dtype, device="meta") for name, e in held.items()}
-    draft = directory.Draft(os.path.dirname(path), os.path.basename(path), tidy=False)
+    draft = directory.StagingDirectory(os.path.dirname(path), os.path.basename(path), tidy=False)
     try:
         # A file for each tensor: torch's writer holds all tensors of a file until the file is complete.
         writer = dcp.FileSystemWriter(draft.path, single_file_per_rank=False, thread_count=1, per_thread_copy_ahead=0)

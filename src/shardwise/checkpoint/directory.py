@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.checkpoint import manifest as manifests
-from shardwise.checkpoint.blocks import open_to_read
+from shardwise.checkpoint.checksums import open_to_read
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 
@@ -92,7 +92,7 @@ def check_directory(path: Any, argument: str) -> str:
     return text
 
 
-class Draft:
+class StagingDirectory:
     """A checkpoint that is being written (made by rank 0; other ranks write files into `path`).
 
     Args:
@@ -125,7 +125,7 @@ class Draft:
         self._moved: list[str] = []
 
     @classmethod
-    def taken_over(cls, parent: str, tag: str, token: str, lock: int | None) -> Draft:
+    def taken_over(cls, parent: str, tag: str, token: str, lock: int | None) -> StagingDirectory:
         """Return a draft that another process has made and handed over, with the descriptor of its lock."""
         draft = cls.__new__(cls)
         draft.parent, draft.token, draft.published = parent, token, False

@@ -17,13 +17,13 @@ from shardwise.boxes import Patch, Region, overlap, region, whole
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffer_names, within
 from shardwise.checkpoint.directory import check_directory
+from shardwise.checkpoint.hf_config import config_files
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
-from shardwise.checkpoint.modelconfig import config_files
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.protocols import CheckpointedModel
+from shardwise.checkpoint.safetensors_reader import Spec
+from shardwise.checkpoint.sharded_weights import FORMATS, Entry, WeightFiles, parse_size, replace_file
 from shardwise.checkpoint.source import PIECE, Progress, Source
-from shardwise.checkpoint.tensorfile import Spec
-from shardwise.checkpoint.weightfiles import FORMATS, Entry, WeightFiles, parse_size, replace_file
 from shardwise.checkpoint.weights import WholeTensor, gathered_buffers, whole_parameters
 from shardwise.errors import CheckpointError
 from shardwise.registry import taken

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.manifest import outline
+from shardwise.checkpoint.safetensors_reader import TensorFile
+from shardwise.checkpoint.sharded_weights import PICKLED
 from shardwise.checkpoint.source import PIECE, Source, SourceTensor
-from shardwise.checkpoint.tensorfile import TensorFile
-from shardwise.checkpoint.weightfiles import PICKLED
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 

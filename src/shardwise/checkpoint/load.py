@@ -32,9 +32,9 @@ from shardwise.checkpoint.deepspeed.directory import recognised
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, Manifest, StoredTensor
 from shardwise.checkpoint.match import (
     PARAM_NAMES,
-    Elsewhere,
-    Matched,
-    StateOf,
+    LoadPlan,
+    OptimizerStatePlan,
+    RemoteNames,
     match_module,
     match_optimizer,
     names_of,
@@ -116,7 +116,7 @@ def find(
     options: Options,
     opened: Callable[[str], Checkpoint] = Checkpoint,
     check: Callable[[Checkpoint], None] = lambda saved: None,
-) -> tuple[Checkpoint, Matched] | None:
+) -> tuple[Checkpoint, LoadPlan] | None:
     """Choose, open, match and verify a checkpoint; all ranks call this together.
 
     Args:
@@ -179,10 +179,10 @@ def _try(
     options: Options,
     opened: Callable[[str], Checkpoint],
     check: Callable[[Checkpoint], None],
-) -> tuple[Checkpoint, Matched] | CheckpointError:
+) -> tuple[Checkpoint, LoadPlan] | CheckpointError:
     """Open, match and verify one checkpoint; return the error if it is incomplete or damaged."""
     saved: Checkpoint | None = None
-    matched: Matched | None = None
+    matched: LoadPlan | None = None
     try:
         try:
             with phase(model.comm, what) as opening:
@@ -228,22 +228,22 @@ def _groups(model: CheckpointedModel) -> int:
     return 0 if model.optimizer is None else len(model.optimizer.param_groups)
 
 
-def _elsewhere(model: CheckpointedModel, what: str, groups: int, alike: bool) -> Elsewhere:
+def _elsewhere(model: CheckpointedModel, what: str, groups: int, alike: bool) -> RemoteNames:
     """Return what other ranks have; all ranks call this together, and names travel only if they are not the same."""
     if alike:
-        return Elsewhere(groups=groups)
+        return RemoteNames(groups=groups)
     with phase(model.comm, what) as told:
         told.said = names_of(model)
     others = (names for rank, names in enumerate(told.heard) if rank != model.comm.rank)
-    return Elsewhere(frozenset(name for names in others for name in names), groups)
+    return RemoteNames(frozenset(name for names in others for name in names), groups)
 
 
-def _match(model: CheckpointedModel, saved: Checkpoint, options: Options, elsewhere: Elsewhere) -> Matched:
+def _match(model: CheckpointedModel, saved: Checkpoint, options: Options, elsewhere: RemoteNames) -> LoadPlan:
     """Find what goes where."""
     renamed = rename(saved.manifest, options.selection, saved.path)
     if options.custom:
         names = [tensor.name for tensor in saved.manifest.of_module() if tensor.rank is None]
-        matched = Matched(LoadReport(saved.path, loaded=tuple(names)))
+        matched = LoadPlan(LoadReport(saved.path, loaded=tuple(names)))
     else:
         matched = match_module(model, renamed, saved.path, options.selection, elsewhere, strict=options.strict)
     if options.with_optimizer and model.optimizer is not None:
@@ -254,7 +254,7 @@ def _match(model: CheckpointedModel, saved: Checkpoint, options: Options, elsewh
     return matched
 
 
-def _facts(model: CheckpointedModel, matched: Matched) -> dict[str, Any]:
+def _facts(model: CheckpointedModel, matched: LoadPlan) -> dict[str, Any]:
     """Return what this rank loads of each name that it has; values of buffers may be each rank's own."""
     facts: dict[str, Any] = dict.fromkeys(names_of(model))
     facts.update(dict.fromkeys((*matched.report.loaded, *matched.buffer_names), True))
@@ -294,7 +294,7 @@ def _candidates(parent: str, tag: str | None) -> list[str]:
 
 
 def _verify(
-    model: CheckpointedModel, saved: Checkpoint, matched: Matched, options: Options, what: str, alike: bool
+    model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options, what: str, alike: bool
 ) -> None:
     """Check this rank's share of the files and blocks, and put into place what may be put there already.
 
@@ -348,7 +348,7 @@ def _share(blocks: Sequence[tuple[str, int]], wanted: Sequence[list[list[Any]]],
     return sorted(own)
 
 
-def _wanted(saved: Manifest, matched: Matched, options: Options) -> list[StoredTensor]:
+def _wanted(saved: Manifest, matched: LoadPlan, options: Options) -> list[StoredTensor]:
     """Return the tensors that any rank will read."""
     if options.custom:
         wanted = saved.of_module()
@@ -373,7 +373,7 @@ def _trees(saved: Manifest, options: Options) -> list[Any]:
     return trees
 
 
-def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options: Options) -> Loaded:
+def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options) -> Loaded:
     """Read a checkpoint that `find` has returned into the model and its optimizer; all ranks call this together.
 
     Raises:
@@ -418,7 +418,11 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: Matched, options:
 
 
 def _read_optimizer(
-    model: CheckpointedModel, saved: Checkpoint, states: dict[int, StateOf], left: list[Run] | None, options: Options
+    model: CheckpointedModel,
+    saved: Checkpoint,
+    states: dict[int, OptimizerStatePlan],
+    left: list[Run] | None,
+    options: Options,
 ) -> None:
     update, optimizer = model.update, model.optimizer
     assert update is not None and optimizer is not None and saved.manifest.optimizer is not None
@@ -448,7 +452,7 @@ class _StateMaker:
         states: of which parameters there will be state, and which.
     """
 
-    def __init__(self, model: CheckpointedModel, states: dict[int, StateOf]) -> None:
+    def __init__(self, model: CheckpointedModel, states: dict[int, OptimizerStatePlan]) -> None:
         update, optimizer = model.update, model.optimizer
         assert update is not None and optimizer is not None
         self._model, self._states = model, states

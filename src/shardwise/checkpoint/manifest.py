@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise import boxes
 from shardwise.boxes import Patch, Region
-from shardwise.checkpoint.blocks import FileFacts
+from shardwise.checkpoint.checksums import FileFacts
 from shardwise.errors import CheckpointError
 
 if TYPE_CHECKING:  # imported where it is needed: the process that writes in the background does without
@@ -211,7 +211,7 @@ class StoredPart(StoredTensor):
 class Manifest:
     """Everything a checkpoint holds besides the values of tensors.
 
-    Trees are JSON as `shardwise.checkpoint.codec` makes it; references to tensors in them are
+    Trees are JSON as `shardwise.checkpoint.nested_json` makes it; references to tensors in them are
     {"file": ..., "key": ...}.
 
     Attributes:

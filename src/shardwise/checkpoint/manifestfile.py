@@ -11,7 +11,7 @@ import os
 import re
 from typing import Any
 
-from shardwise.checkpoint.blocks import BLOCK, FileFacts, open_to_read
+from shardwise.checkpoint.checksums import BLOCK, FileFacts, open_to_read
 from shardwise.checkpoint.manifest import BEGINNING, NAME, Manifest, tensor_from_json
 from shardwise.errors import CheckpointError
 

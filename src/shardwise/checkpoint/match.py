@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint import codec
+from shardwise.checkpoint import nested_json
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
 from shardwise.checkpoint.protocols import CheckpointedModel, OptimizerShards
@@ -23,7 +23,7 @@ from shardwise.registry import LogicalTensor
 
 
 @dataclass
-class StateOf:
+class OptimizerStatePlan:
     """The saved optimizer state of one parameter: tensors with one value per element, other tensors, other values."""
 
     elementwise: dict[str, StoredTensor] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class StateOf:
 
 
 @dataclass
-class Matched:
+class LoadPlan:
     """What will be read into what.
 
     Attributes:
@@ -51,12 +51,12 @@ class Matched:
     buffers: list[tuple[torch.Tensor, StoredTensor]] = field(default_factory=list)
     buffer_names: set[str] = field(default_factory=set)
     extra: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    states: dict[int, StateOf] | None = None
+    states: dict[int, OptimizerStatePlan] | None = None
     left: list[Run] | None = None
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemoteNames:
     """What other ranks have: each may have its own part of the model.
 
     Attributes:
@@ -81,8 +81,8 @@ class _Found:
 
 
 def match_module(
-    model: CheckpointedModel, renamed: Renamed, path: str, selection: Selection, elsewhere: Elsewhere, *, strict: bool
-) -> Matched:
+    model: CheckpointedModel, renamed: Renamed, path: str, selection: Selection, elsewhere: RemoteNames, *, strict: bool
+) -> LoadPlan:
     """Find the saved tensor of every parameter and buffer that is wanted.
 
     What only other ranks have is theirs to load, and not looked at here.
@@ -91,7 +91,7 @@ def match_module(
         CheckpointError: names, patterns or rules (if `strict`) or shapes do not fit; it has the report.
     """
     found = _Found()
-    matched = Matched(LoadReport(path))
+    matched = LoadPlan(LoadReport(path))
     own = names_of(model)
     here = _without(renamed.manifest, elsewhere.names.difference(own))
     _match_parameters(matched, found, model, here, selection)
@@ -132,7 +132,7 @@ def names_of(model: CheckpointedModel) -> list[str]:
 
 
 def _match_parameters(
-    matched: Matched, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
+    matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
 ) -> None:
     saved = by_any_name(manifest.of_kind(PARAMETER))
     excluded = set(manifest.excluded)
@@ -159,7 +159,7 @@ def _match_parameters(
 
 
 def _match_buffers(
-    matched: Matched, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
+    matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
 ) -> None:
     everybodys: dict[str, StoredTensor] = {}
     own: dict[str, StoredTensor] = {}
@@ -188,7 +188,7 @@ def _match_buffers(
 
 
 def _match_extra(
-    matched: Matched, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
+    matched: LoadPlan, found: _Found, model: CheckpointedModel, manifest: Manifest, selection: Selection
 ) -> None:
     modules = dict(extra_states(model.module))
     for name in (extra_name(module) for module in manifest.extra if module not in modules):
@@ -243,10 +243,10 @@ def match_optimizer(
     manifest: Manifest,
     path: str,
     selection: Selection,
-    elsewhere: Elsewhere,
+    elsewhere: RemoteNames,
     *,
     settings: bool,
-) -> tuple[dict[int, StateOf], list[str]]:
+) -> tuple[dict[int, OptimizerStatePlan], list[str]]:
     """Find the saved optimizer state of every trained parameter.
 
     Args:
@@ -288,15 +288,15 @@ def match_optimizer(
     if settings:
         groups = max(elsewhere.groups, len(model.optimizer.param_groups))
         _compare_groups(trained, owner, len(saved["groups"]), groups, path)
-    by_name: dict[str, StateOf] = {}
+    by_name: dict[str, OptimizerStatePlan] = {}
     for stored in manifest.of_kind(OPTIMIZER):
-        state = by_name.setdefault(stored.name, StateOf())
+        state = by_name.setdefault(stored.name, OptimizerStatePlan())
         key = stored.kind.removeprefix(OPTIMIZER)
         cut = stored.name in owner and stored.shape == owner[stored.name].shape
         (state.elementwise if cut else state.whole)[key] = stored
     for parameter, values in saved["values"].items():
-        by_name.setdefault(parameter, StateOf()).values.update(values)
-    states: dict[int, StateOf] = {}
+        by_name.setdefault(parameter, OptimizerStatePlan()).values.update(values)
+    states: dict[int, OptimizerStatePlan] = {}
     without, used = [], set()
     for tensor in trained:
         found = next((owner[known].name for known in (tensor.name, *tensor.aliases) if known in owner), tensor.name)
@@ -348,7 +348,9 @@ def _compare_groups(
 def _compare_settings(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], path: str) -> None:
     """Raise if a setting of a parameter group is of another kind than this engine's."""
     for number, (group, tree) in enumerate(zip(groups, saved, strict=False)):
-        found = codec.decode(tree, lambda reference: torch.zeros((), device="cpu"))  # tensors are not looked at here
+        found = nested_json.decode(
+            tree, lambda reference: torch.zeros((), device="cpu")
+        )  # tensors are not looked at here
         for name in found.keys() & group.keys() - {"params", PARAM_NAMES}:
             if not _alike(group[name], found[name]):
                 raise CheckpointError(
@@ -372,11 +374,11 @@ def _is_infinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _check_steps(model: CheckpointedModel, states: Mapping[int, StateOf], path: str) -> None:
+def _check_steps(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], path: str) -> None:
     """Raise for step counts that are none."""
     for index, state in states.items():
         if "step" in state.values:
-            step = codec.decode(state.values["step"], lambda reference: torch.zeros((), device="cpu"))
+            step = nested_json.decode(state.values["step"], lambda reference: torch.zeros((), device="cpu"))
             step = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 else step
             if not (isinstance(step, (int, float)) and 0 <= step <= _MOST_STEPS):
                 raise CheckpointError(
@@ -385,7 +387,7 @@ def _check_steps(model: CheckpointedModel, states: Mapping[int, StateOf], path: 
                 )
 
 
-def _check_complete(model: CheckpointedModel, states: Mapping[int, StateOf], path: str) -> None:
+def _check_complete(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], path: str) -> None:
     """Raise if parameters lack optimizer state that the optimizer is known to keep of each of them."""
     needed = set(getattr(model.optimizer, "state_names", ()))
     for index, kinds, usual in _compared(model, states, needed):
@@ -403,7 +405,7 @@ def _treats_alike(optimizer: object) -> bool:
 
 
 def _compared(
-    model: CheckpointedModel, states: Mapping[int, StateOf], needed: set[str]
+    model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], needed: set[str]
 ) -> Iterator[tuple[int, frozenset[str], frozenset[str]]]:
     """Yield each parameter with the names of its state, and the names that most parameters like it have.
 
@@ -421,7 +423,7 @@ def _compared(
             yield index, own, frozenset(usual)
 
 
-def _uneven(model: CheckpointedModel, states: Mapping[int, StateOf]) -> list[str]:
+def _uneven(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan]) -> list[str]:
     """Tell of parameters that have other optimizer state than those like them, of an optimizer that may keep it so."""
     notes = []
     for index, own, usual in _compared(model, states, set()):
@@ -433,7 +435,9 @@ def _uneven(model: CheckpointedModel, states: Mapping[int, StateOf]) -> list[str
     return notes if len(notes) <= _MOST_NOTES else [*notes[:_MOST_NOTES], f"... ({len(notes)} parameters in all)"]
 
 
-def _compare_shared(model: CheckpointedModel, update: OptimizerShards, states: dict[int, StateOf], path: str) -> None:
+def _compare_shared(
+    model: CheckpointedModel, update: OptimizerShards, states: dict[int, OptimizerStatePlan], path: str
+) -> None:
     """Raise if parameters that have one state here, such as one step count, were saved with different values."""
     for key in {key: None for state in states.values() for key in state.values}:
         for together in update.stepped_together(key):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.checkpoint import directory, manifest, manifestfile
-from shardwise.checkpoint.blocks import FileFacts, free_space, write_advice
+from shardwise.checkpoint.checksums import FileFacts, free_space, write_advice
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.checkpoint.retention import prune
 from shardwise.errors import CheckpointError
@@ -76,7 +76,7 @@ def unwritable(error: OSError, path: str, file: str, size: int) -> CheckpointErr
     )
 
 
-def publish(draft: directory.Draft, whole: Whole) -> list[str]:
+def publish(draft: directory.StagingDirectory, whole: Whole) -> list[str]:
     """Join the ranks' parts into the manifest and let the checkpoint appear (one process does this).
 
     Returns:
@@ -126,7 +126,7 @@ def publish(draft: directory.Draft, whole: Whole) -> list[str]:
     return prune(whole.directory, whole.tag, joined.counters, whole.keep_last, whole.keep_every, finite=joined.finite)
 
 
-def stands(draft: directory.Draft) -> bool:
+def stands(draft: directory.StagingDirectory) -> bool:
     """Whether a draft whose writer has ended without a word has become the checkpoint of its tag."""
     try:
         found = manifestfile.load(draft.target, read_later=False)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint import codec, manifest, manifestfile
+from shardwise.checkpoint import manifest, manifestfile, nested_json
 from shardwise.checkpoint.directory import Hold
 from shardwise.checkpoint.manifest import Slice, StoredTensor
 from shardwise.checkpoint.parallel import divided, for_each
+from shardwise.checkpoint.safetensors_reader import BLOCK, STEP, Take, TensorFile
 from shardwise.checkpoint.strided import read_patch
-from shardwise.checkpoint.tensorfile import BLOCK, STEP, Take, TensorFile
 from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
 
@@ -162,7 +162,7 @@ class Checkpoint:
 
     def decode(self, tree: Any) -> Any:
         """Return the Python value of a tree in the manifest."""
-        return codec.decode(tree, lambda reference: self._file(reference["file"]).read(reference["key"]))
+        return nested_json.decode(tree, lambda reference: self._file(reference["file"]).read(reference["key"]))
 
     def _stored(self, tensor: StoredTensor, part: Slice) -> TensorFile:
         """Return the file of a slice, which must be there as the manifest says."""
@@ -217,7 +217,7 @@ class Checkpoint:
                 for n in range(len(self.manifest.files[name].checksums))
             ]
         wanted = [(part.file, part.key) for tensor in tensors for part in tensor.slices]
-        wanted += [(ref["file"], ref["key"]) for tree in trees for ref in codec.references(tree)]
+        wanted += [(ref["file"], ref["key"]) for tree in trees for ref in nested_json.references(tree)]
         found: set[tuple[str, int]] = set()
         for name, key in wanted:
             file = self._file(name)

@@ -13,7 +13,7 @@ from shardwise.errors import CheckpointError
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Return the state of all generators as values that `shardwise.checkpoint.codec` can write."""
+    """Return the state of all generators as values that `shardwise.checkpoint.nested_json` can write."""
     version, internal, gauss = random.getstate()
     return {
         "python": (version, numpy.array(internal, dtype=numpy.int64), gauss),

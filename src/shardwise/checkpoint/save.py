@@ -30,10 +30,10 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import Part, TrainingState, add_shared, collect, holdings
 from shardwise.checkpoint.manifest import outline
 from shardwise.checkpoint.newest import StateNumbers, latest_head
-from shardwise.checkpoint.patience import told_if_long
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import FACTS, Whole, beside, file_name, publish, unwritable
-from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.checkpoint.safetensors_writer import write_tensors
+from shardwise.checkpoint.slow_io import told_if_long
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 
@@ -88,7 +88,7 @@ class SaveRequest:
 
 
 @dataclass
-class Drafted:
+class PendingSave:
     """A checkpoint that is about to be written.
 
     Attributes:
@@ -103,7 +103,7 @@ class Drafted:
     path: str
     token: str
     tag: str
-    draft: directory.Draft | None
+    draft: directory.StagingDirectory | None
     part: Part
     told: list[dict[str, Any]]
 
@@ -135,18 +135,18 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
 
 
 @contextmanager
-def drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> Iterator[Drafted]:
+def drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> Iterator[PendingSave]:
     """Make a draft, and find what this rank writes into it; if the block raises, the draft is removed again.
 
     Raises:
         CheckpointError: the directory cannot be made, or something cannot be saved; on all ranks alike.
     """
     comm, what = model.comm, request.what
-    draft: directory.Draft | None = None
+    draft: directory.StagingDirectory | None = None
     try:
         with phase(comm, what) as begin:
             if comm.rank == 0:
-                draft = directory.Draft(request.directory, request.tag)
+                draft = directory.StagingDirectory(request.directory, request.tag)
                 _tell_of_another_job(request.directory)
             number = request.numbers.after(request.directory) if draft else 0
             begin.said = {"tag": request.tag, "draft": [draft.path, draft.token, number] if draft else None}
@@ -158,7 +158,7 @@ def drafted(model: CheckpointedModel, request: SaveRequest, state: TrainingState
             file = file_name(comm.rank, comm.world, token)
             part = collect(model, file, state, request.excluded, check_finite=request.check_finite)
             collected.said = holdings(model)
-        yield Drafted(path, token, begin.heard[0]["tag"], draft, part, collected.heard)
+        yield PendingSave(path, token, begin.heard[0]["tag"], draft, part, collected.heard)
     except BaseException:
         if draft is not None:
             draft.discard()

@@ -21,8 +21,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from shardwise.checkpoint.protocols import Bring, at_hand
-from shardwise.checkpoint.tensorfile import Spec
-from shardwise.checkpoint.tensorwriter import layout_of
+from shardwise.checkpoint.safetensors_reader import Spec
+from shardwise.checkpoint.safetensors_writer import layout_of
 from shardwise.device.pinned import pin, unpin
 from shardwise.device.staging import Copied, CopyStream, copy_stream, is_far
 from shardwise.errors import CheckpointError

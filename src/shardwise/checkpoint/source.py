@@ -20,8 +20,8 @@ from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.checkpoint.manifest import BUFFER, PARAMETER, StoredTensor
 from shardwise.checkpoint.newest import listing
 from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.strided import read_patch
-from shardwise.checkpoint.tensorfile import Spec
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.utils.logging import logger
 

@@ -13,8 +13,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from shardwise import boxes
-from shardwise.checkpoint import codec
-from shardwise.checkpoint.tensorfile import BLOCK, DTYPE_NAMES, FileFacts, check_shape
+from shardwise.checkpoint import nested_json
+from shardwise.checkpoint.safetensors_reader import BLOCK, DTYPE_NAMES, FileFacts, check_shape
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.manifest import Manifest, Slice, StoredTensor
@@ -42,7 +42,7 @@ def check(manifest: Manifest) -> None:
     _expect(all(_natural(number) and number <= _MOST for number in numbers), "numbers of states", numbers)
     countable = all(_natural(count) and count <= _MOST for count in manifest.counters.values())
     _expect(countable, "counters", manifest.counters)
-    _expect(codec.is_mapping(manifest.client), "client: expected a dictionary", manifest.client)
+    _expect(nested_json.is_mapping(manifest.client), "client: expected a dictionary", manifest.client)
     _expect(isinstance(manifest.ranks, list), "ranks", manifest.ranks)
     _expect(_strings(manifest.excluded), "excluded", manifest.excluded)
     for name, facts in manifest.files.items():
@@ -136,7 +136,7 @@ def _check_trees(manifest: Manifest) -> None:
     """Every tensor belongs to one place: a file's bytes cannot be asked for again and again."""
     used = {(part.file, part.key) for tensor in manifest.tensors for part in tensor.slices}
     _expect(len(used) == sum(len(tensor.slices) for tensor in manifest.tensors), "a tensor of a file", "used twice")
-    for reference in codec.references(trees(manifest)):
+    for reference in nested_json.references(trees(manifest)):
         plain = isinstance(reference, dict) and all(isinstance(reference.get(name), str) for name in ("file", "key"))
         _expect(plain and reference["file"] in manifest.files, "a reference to a tensor", reference)
         place = (reference["file"], reference["key"])

@@ -21,9 +21,9 @@ from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
 from shardwise.checkpoint.protocols import CheckpointedModel
+from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.selection import EXTRA, extra_name
-from shardwise.checkpoint.tensorfile import Spec
-from shardwise.checkpoint.weightfiles import PICKLED, Entry, WeightFiles
+from shardwise.checkpoint.sharded_weights import PICKLED, Entry, WeightFiles
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.registry import HeldPart, cut, paste
 

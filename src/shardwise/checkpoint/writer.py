@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from shardwise.checkpoint import directory
-from shardwise.checkpoint.blocks import in_words, write_bytes
+from shardwise.checkpoint.checksums import in_words, write_bytes
 from shardwise.checkpoint.publish import FACTS, FAILURE, LOCK, Whole, beside, file_name, publish, unwritable
 from shardwise.errors import CheckpointError
 
@@ -63,7 +63,7 @@ class WriteJob:
     Attributes:
         rank: the rank.
         world: number of ranks that write.
-        parent, tag, token: they name the draft; see `shardwise.checkpoint.directory.Draft`.
+        parent, tag, token: they name the draft; see `shardwise.checkpoint.directory.StagingDirectory`.
         ends: in the shared memory: of this rank's file, with which it begins; of its part as JSON; on rank 0 of what is
             known of the whole as JSON.
         memory: bytes of the shared memory.
@@ -84,7 +84,7 @@ class WriteJob:
     @property
     def path(self) -> str:
         """Directory of the draft."""
-        return directory.Draft.taken_over(self.parent, self.tag, self.token, None).path
+        return directory.StagingDirectory.taken_over(self.parent, self.tag, self.token, None).path
 
     def file(self, rank: int, ending: str) -> str:
         """Return the path of a file that a rank leaves in the draft."""
@@ -143,7 +143,7 @@ def perform(
         if part_lock is not None:
             os.close(part_lock)
     if job.rank == 0:
-        draft = directory.Draft.taken_over(job.parent, job.tag, job.token, draft_lock)
+        draft = directory.StagingDirectory.taken_over(job.parent, job.tag, job.token, draft_lock)
         try:
             failed = _await_parts(job, await_told)
             if outcome.error is None and failed is not None:

@@ -21,7 +21,7 @@ from shardwise.comm.calls import check_call
 from shardwise.comm.clocks import measure_by
 from shardwise.comm.ledger import user_line
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.positions import WaitingForWork
+from shardwise.comm.rank_status import WaitingForWork
 from shardwise.comm.stragglers import Stragglers, blame
 from shardwise.compat import all_gather_single, reduce_scatter_single
 from shardwise.errors import UsageError

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.ledger import user_line
-from shardwise.comm.stallreport import ranks_in_words
+from shardwise.comm.stall_report import ranks_in_words
 from shardwise.compat import all_gather_single, backend_of
 from shardwise.errors import DesyncError
 

@@ -30,13 +30,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import groups, native
+from shardwise.comm.desync_report import Whereabouts, describe
 from shardwise.comm.entry import enter
 from shardwise.comm.groups import GroupCache
 from shardwise.comm.ledger import Ledger, Record, user_line
-from shardwise.comm.positions import Waiting, follow, is_following
+from shardwise.comm.rank_status import Waiting, follow, is_following
 from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
-from shardwise.comm.whereabouts import Whereabouts, describe
 from shardwise.compat import backend_of, timeout_of
 from shardwise.device.clock import now
 from shardwise.device.streams import Streams, streams_of

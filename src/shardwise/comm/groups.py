@@ -25,7 +25,7 @@ import torch.distributed as dist
 from shardwise import compat
 from shardwise.comm.ledger import Record, user_line
 from shardwise.comm.meeting import meet
-from shardwise.comm.positions import Waiting
+from shardwise.comm.rank_status import Waiting
 from shardwise.comm.wire import CPU, Deadline, Message
 from shardwise.errors import PeerLostError
 

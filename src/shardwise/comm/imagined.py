@@ -20,7 +20,7 @@ from shardwise.comm.setup import timeout_from_environment
 from shardwise.device.streams import HostStreams, Streams
 
 
-class ImaginedCommunicator(Communicator):
+class FakeCommunicator(Communicator):
     """One of several ranks of which no other exists; see the module docstring.
 
     Args:
@@ -66,7 +66,7 @@ class ImaginedCommunicator(Communicator):
         """See `Communicator.part`."""
         members = list(next((members for members in parts if self.rank in members), parts[0]))
         rank = members.index(self.rank) if self.rank in members else 0
-        part = ImaginedCommunicator(len(members), self.device, rank=rank, name=name)
+        part = FakeCommunicator(len(members), self.device, rank=rank, name=name)
         part.members = [self.members[place] for place in members]
         part._connected = self._connected
         part._gloo, part._ordered = self._gloo, self._ordered

@@ -7,13 +7,13 @@ to be looked up.
 """
 
 from .arguments import CONFIG_ARGUMENTS, config_arguments, config_path, config_source
-from .assume import assume
 from .deepspeed import accept
 from .export import KeyRow, describe, effective, json_schema
-from .facts import Facts
+from .placeholders import assume
 from .problems import Note
 from .read import load
 from .resolve import Resolution, resolve
+from .runtime_facts import Facts
 from .schema import Config
 
 __all__ = [

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from . import names
-from .facts import Facts
+from .normalize import Scan, put
 from .problems import Note, Path, Problem, dotted
-from .scan import Scan, put
+from .runtime_facts import Facts
 from .schema.base import AUTO, ConfigSection
 from .schema.gradients import METHODS, canonical_method
-from .tree import Key, keys_of, takes_any_key
+from .schema_index import Key, keys_of, takes_any_key
 
 Choice = tuple[Any, str] | None
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from shardwise.errors import BatchSizeError, ConflictError
 
-from .facts import Facts
+from .normalize import Scan
 from .problems import Problem
 from .read import Document
-from .scan import Scan
+from .runtime_facts import Facts
 from .schema.root import Config
 
 TRAIN = "train_batch_size"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from shardwise.errors import ConflictError
 
 from . import names
+from .normalize import Scan
 from .problems import Problem, dotted
-from .scan import Scan
 from .schema.root import Config
 from .schema.zero import ZeroConfig
 

@@ -19,7 +19,7 @@ from .read import Document, read
 from .schema.base import AUTO, ConfigSection
 from .schema.root import Config
 from .schema.zero import ZeroConfig
-from .tree import Key, keys_of, known_reason, place_of, takes_any_key
+from .schema_index import Key, keys_of, known_reason, place_of, takes_any_key
 
 _SHORTEST = 4
 """Letters of the longer of two names from which on one edit is a misspelling."""

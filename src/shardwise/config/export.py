@@ -7,12 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .compression import method_parameters
+from .gradient_compression import method_parameters
 from .resolve import Resolution
 from .schema.base import AUTO, MASK, ConfigSection
 from .schema.gradients import METHODS
 from .schema.root import Config
-from .tree import Key, keys_of, raw_json_schema, walk
+from .schema_index import Key, keys_of, raw_json_schema, walk
 
 _PASSWORD = re.compile(r"(://)[^/@\s]*:[^/@\s]*@")
 """User and password in an address, as `mlflow.tracking_uri` may have them."""

@@ -15,7 +15,7 @@ from .schema.base import Anything, Arguments, Betas, Flag, NotNegative, Number
 from .schema.optimizers import NATIVE_OPTIMIZERS, Mup
 from .schema.optimizers import ONEBIT_OPTIMIZERS as ONEBIT_OPTIMIZERS
 from .schema.schedules import NATIVE_SCHEDULES
-from .tree import nearest
+from .schema_index import nearest
 from .validate import show
 
 ONEBIT_STAGES = {"onebitadam": 1, "onebitlamb": 1, "zerooneadam": 0}

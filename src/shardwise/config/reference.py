@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .built import UNBUILT, UNHEARD
 from .schema.base import ConfigSection
 from .schema.gradients import METHODS
 from .schema.optimizers import NATIVE_OPTIMIZERS
 from .schema.schedules import NATIVE_SCHEDULES
-from .tree import Key, expected, walk
+from .schema_index import Key, expected, walk
+from .unsupported import IGNORED, UNSUPPORTED
 
 BEGIN = "<!-- keys: made by python -m shardwise.config.reference -->"
 END = "<!-- end of keys -->"
@@ -100,7 +100,7 @@ def _row(path: tuple[str, ...], key: Key, skip: int) -> str:
     note = key.extra.get("x-default-note")
     if note:
         meaning.append(f"Default: {note}.")
-    if any(".".join(path).startswith(entry.path) for entry in UNHEARD):
+    if any(".".join(path).startswith(entry.path) for entry in IGNORED):
         meaning.append("**Warning**.")
     default = "required" if key.field.is_required() else f"`{_default(key)}`"
     cells = [f"`{name}`{names}", f"{_type(key)}, {default}", " ".join(meaning)]
@@ -132,9 +132,9 @@ def _default(key: Key) -> str:
 def _unbuilt(path: tuple[str, ...]) -> bool:
     """Whether the key, or the switch of its section, asks for something that this version does not have."""
     dots = ".".join(path)
-    sections = [entry.path.removesuffix(".enabled").removesuffix(".deepcompile") for entry in UNBUILT]
+    sections = [entry.path.removesuffix(".enabled").removesuffix(".deepcompile") for entry in UNSUPPORTED]
     sections += _PARAMETERS
-    return any(dots == entry.path for entry in UNBUILT) or any(dots.startswith(f"{name}.") for name in sections)
+    return any(dots == entry.path for entry in UNSUPPORTED) or any(dots.startswith(f"{name}.") for name in sections)
 
 
 def update(text: str) -> str:

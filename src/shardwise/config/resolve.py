@@ -16,17 +16,17 @@ from shardwise.errors import ConflictError
 from . import names
 from .auto import resolve_autos
 from .batch import MICRO, STEPS, TRAIN, ResolvedBatch, solve
-from .built import check_built, unheard, value_at
 from .checks import check_combinations, check_worth_a_warning
-from .compression import check_compression, doubtful_compression, method_name
 from .deepspeed import warning
-from .effects import without_effect
-from .facts import Facts
-from .params import check_optimizer, check_scheduler, settle
+from .gradient_compression import check_compression, doubtful_compression, method_name
+from .normalize import Scan, scan
+from .optimizer_params import check_optimizer, check_scheduler, settle
 from .problems import Note, Path, Problem, dotted, raise_problems
 from .read import read
-from .scan import Scan, scan
+from .runtime_facts import Facts
 from .schema.root import Config
+from .unsupported import check_built, unheard, value_at
+from .unused_keys import without_effect
 from .validate import validate
 
 _BATCH_KEYS = (TRAIN, MICRO, STEPS)

@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from .normalize import Scan, put
 from .problems import Note, Path, Problem, dotted
-from .scan import Scan, put
 from .schema.base import LARGEST_INT, ConfigSection
 from .schema.root import Config
-from .tree import Key, expected, keys_of, nearest
+from .schema_index import Key, expected, keys_of, nearest
 
 
 def validate(found: Scan) -> tuple[Config, list[Note], list[Problem]]:

@@ -11,7 +11,7 @@ Kind = Literal["class", "exception", "function", "value", "module", "member"]
 
 
 @dataclass(frozen=True)
-class Served:
+class Alias:
     """A name that is there.
 
     Attributes:
@@ -28,7 +28,7 @@ class Served:
 
 
 @dataclass(frozen=True)
-class StandIn:
+class Stub:
     """A name that can be imported, passed on and derived from, and raises when it is used.
 
     Attributes:
@@ -41,7 +41,7 @@ class StandIn:
 
 
 @dataclass(frozen=True)
-class Absent:
+class Missing:
     """A name that is not there: importing it is an ImportError, reading it an AttributeError.
 
     Attributes:
@@ -54,7 +54,7 @@ class Absent:
     asked: str = ""
 
 
-Entry = Served | StandIn | Absent
+Entry = Alias | Stub | Missing
 Entries = Mapping[str, Entry]
 
 _KINDS: tuple[Kind, ...] = ("class", "exception", "function", "value")
@@ -69,7 +69,7 @@ def _served(kind: Kind, home: str, declarations: Iterable[str]) -> dict[str, Ent
         match = _DECLARATION.fullmatch(declaration)
         if match is None:
             raise ValueError(f"not `name`, `name(arguments)` or either followed by `= other_name`: {declaration!r}")
-        made[match["name"]] = Served(kind, f"{home}:{match['target'] or match['name']}", match["signature"])
+        made[match["name"]] = Alias(kind, f"{home}:{match['target'] or match['name']}", match["signature"])
     return made
 
 
@@ -93,7 +93,7 @@ def modules(*declarations: str) -> dict[str, Entry]:
     made: dict[str, Entry] = {}
     for declaration in declarations:
         name, _, target = declaration.partition(" = ")
-        made[name] = Served("module", target)
+        made[name] = Alias("module", target)
     return made
 
 
@@ -106,7 +106,7 @@ def raising(reason: str, names: str) -> dict[str, Entry]:
     made: dict[str, Entry] = {}
     for declaration in names.split():
         name, _, kind = declaration.partition(":")
-        made[name] = StandIn(_kind(kind) if kind else _spelled(name), reason)
+        made[name] = Stub(_kind(kind) if kind else _spelled(name), reason)
     return made
 
 
@@ -128,7 +128,7 @@ def _spelled(name: str) -> Kind:
 
 def absent(reason: str, names: str, asked: str = "") -> dict[str, Entry]:
     """Names, separated by spaces, that are not there, and who asks whether they are ("*": the whole module)."""
-    return dict.fromkeys(names.split(), Absent(reason, asked))
+    return dict.fromkeys(names.split(), Missing(reason, asked))
 
 
 def joined(*parts: Entries) -> dict[str, Entry]:
@@ -152,6 +152,6 @@ def members(*declarations: str) -> dict[str, Entry]:
     for declaration in declarations:
         plain, opened, arguments = declaration.partition("(")
         *others, last = plain.split()
-        made.update({name: Served("member", "") for name in others})
-        made[last] = Served("member", "", f"({arguments}" if opened else None)
+        made.update({name: Alias("member", "") for name in others})
+        made[last] = Alias("member", "", f"({arguments}" if opened else None)
     return made

@@ -7,7 +7,7 @@ sharded and not here.
 from __future__ import annotations
 
 from shardwise.absent import ENGINE, OPS
-from shardwise.dropin.entries import Absent, Entry, absent, joined, members
+from shardwise.dropin.entries import Entry, Missing, absent, joined, members
 from shardwise.engine.getters import GETTERS
 
 PARAMETER = "a released parameter of ZeRO stage 3"
@@ -65,7 +65,7 @@ MEMBERS: dict[str, dict[str, Entry]] = {
         members(" ".join(GETTERS)),
         members("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps get_lr get_mom get_type"),
         members("get_data_parallel_rank get_tensor_parallel_rank get_model_parallel_rank"),
-        {name: Absent(reason) for name, reason in ENGINE.items()},
+        {name: Missing(reason) for name, reason in ENGINE.items()},
     ),
     "deepspeed.accelerator.DeepSpeedAccelerator": joined(
         members("is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure"),

@@ -23,7 +23,7 @@ from typing import Any
 
 from shardwise._version import __version__
 from shardwise.dropin import standins
-from shardwise.dropin.entries import Absent, Served, StandIn
+from shardwise.dropin.entries import Alias, Missing, Stub
 from shardwise.dropin.table import MAINS, TABLE
 from shardwise.dropin.version import VERSION
 from shardwise.errors import AbsentAttributeError, AbsentImportError
@@ -33,7 +33,7 @@ from shardwise.launch.detect import DROP_IN, ROOT, installed
 def _paths() -> frozenset[str]:
     """Modules that exist: those that have a name or can be run, and the packages above them."""
     found: set[str] = {ROOT}
-    having = (p for p, entries in TABLE.items() if any(not isinstance(entry, Absent) for entry in entries.values()))
+    having = (p for p, entries in TABLE.items() if any(not isinstance(entry, Missing) for entry in entries.values()))
     for path in (*having, *MAINS):
         parts = path.split(".")
         found.update(".".join(parts[:count]) for count in range(1, len(parts) + 1))
@@ -55,7 +55,7 @@ def absence(path: str, name: str) -> str | None:
         # A module is absent with all that it would have.
         below = (entries for key, entries in TABLE.items() if key == whole or key.startswith(f"{whole}."))
         found = [entry for entries in below for entry in entries.values()]
-    reasons = dict.fromkeys(entry.reason for entry in found if isinstance(entry, Absent))
+    reasons = dict.fromkeys(entry.reason for entry in found if isinstance(entry, Missing))
     return _sentence(whole, "; ".join(reasons)) if reasons else None
 
 
@@ -63,12 +63,12 @@ def _sentence(name: str, reason: str) -> str:
     return f"{name} is not in shardwise {__version__} ({ROOT} {VERSION}): {reason}"
 
 
-def _homes() -> dict[tuple[str, StandIn], str]:
+def _homes() -> dict[tuple[str, Stub], str]:
     """Return the first module of the table that has a name, so that all paths to it lead to one object."""
-    found: dict[tuple[str, StandIn], str] = {}
+    found: dict[tuple[str, Stub], str] = {}
     for path, entries in TABLE.items():
         for name, entry in entries.items():
-            if isinstance(entry, StandIn):
+            if isinstance(entry, Stub):
                 found.setdefault((name, entry), path)
     return found
 
@@ -77,12 +77,12 @@ _HOMES = _homes()
 
 
 @functools.cache
-def _standing_in(name: str, entry: StandIn) -> Any:
+def _standing_in(name: str, entry: Stub) -> Any:
     home = _HOMES[name, entry]
     return standins.make(name, home, entry, _sentence(f"{home}.{name}", entry.reason))
 
 
-def resolve(entry: Served) -> Any:
+def resolve(entry: Alias) -> Any:
     """Return what a name stands for."""
     if entry.kind == "module":
         return importlib.import_module(entry.target)
@@ -99,9 +99,9 @@ class DropInModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         path = self.__name__
         entry = TABLE.get(path, {}).get(name)
-        if isinstance(entry, Served):
+        if isinstance(entry, Alias):
             return resolve(entry)
-        if isinstance(entry, StandIn):
+        if isinstance(entry, Stub):
             return _standing_in(name, entry)
         if f"{path}.{name}" in PATHS:
             return importlib.import_module(f"{path}.{name}")
@@ -116,7 +116,7 @@ class DropInModule(ModuleType):
         entry = TABLE.get(self.__name__, {}).get(name)
         if entry is not None and isinstance(value, DropInModule) and value.__name__ == f"{self.__name__}.{name}":
             return  # the import system puts a module into its parent; a name of the table comes first
-        if not isinstance(entry, Served) or entry.kind == "module":
+        if not isinstance(entry, Alias) or entry.kind == "module":
             return super().__setattr__(name, value)
         home, _, attribute = entry.target.partition(":")
         module = importlib.import_module(home)
@@ -126,7 +126,7 @@ class DropInModule(ModuleType):
     def __delattr__(self, name: str) -> None:
         """Take an assignment back; names of the table cannot be removed."""
         entry = TABLE.get(self.__name__, {}).get(name)
-        if not isinstance(entry, Served) or entry.kind == "module":
+        if not isinstance(entry, Alias) or entry.kind == "module":
             return super().__delattr__(name)
         home, _, attribute = entry.target.partition(":")
         if (home, attribute) in _originals:
@@ -134,7 +134,7 @@ class DropInModule(ModuleType):
 
     def __dir__(self) -> list[str]:
         path = self.__name__
-        had = {name for name, entry in TABLE.get(path, {}).items() if not isinstance(entry, Absent)}
+        had = {name for name, entry in TABLE.get(path, {}).items() if not isinstance(entry, Missing)}
         children = {child.rpartition(".")[2] for child in PATHS if child.rpartition(".")[0] == path}
         return sorted({*super().__dir__(), *had, *children})
 

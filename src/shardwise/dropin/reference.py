@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from shardwise.config.reference import fill
-from shardwise.dropin.entries import Absent, Entry, Served, StandIn
+from shardwise.dropin.entries import Alias, Entry, Missing, Stub
 from shardwise.dropin.members import MEMBERS
 from shardwise.dropin.table import TABLE
 
@@ -22,7 +22,7 @@ END = "<!-- end of names -->"
 def counts(table: Mapping[str, Mapping[str, Entry]]) -> tuple[int, int, int]:
     """Return (names that are served, that raise when they are used, that cannot be imported)."""
     entries = [entry for entries in table.values() for entry in entries.values()]
-    served, raising = (sum(isinstance(entry, kind) for entry in entries) for kind in (Served, StandIn))
+    served, raising = (sum(isinstance(entry, kind) for entry in entries) for kind in (Alias, Stub))
     return served, raising, len(entries) - served - raising
 
 
@@ -40,16 +40,16 @@ def page() -> str:
     ]
     first: dict[str, str] = {}
     for path, entries in sorted(TABLE.items()):
-        found = {name: entry for name, entry in sorted(entries.items()) if isinstance(entry, Served)}
+        found = {name: entry for name, entry in sorted(entries.items()) if isinstance(entry, Alias)}
         if not found:
             continue
         same = first.setdefault(repr(found), path)
         parts.append(f"### `{path}`\n\n{_numbers({path: entries})}\n")
         parts.append(f"As `{same}`.\n" if same != path else "\n".join(_by_home(found)) + "\n")
     parts.append("## Names that raise when they are used\n\n| Reason | Names |\n|---|---|")
-    parts.extend(_by_reason(TABLE, StandIn))
+    parts.extend(_by_reason(TABLE, Stub))
     parts.append("\n## Names that cannot be imported\n\n| Reason | Why not a name that raises | Names |\n|---|---|---|")
-    parts.extend(_by_reason(TABLE, Absent))
+    parts.extend(_by_reason(TABLE, Missing))
     parts.append("\n## Members of classes\n")
     for path, entries in MEMBERS.items():
         inside, _, outside = counts({path: entries})
@@ -58,11 +58,11 @@ def page() -> str:
         parts.append(", ".join(f"`{name}`" for name, entry in sorted(entries.items()) if _is(entry)) + "\n")
         if outside:
             parts.append("| Reason | Absent |\n|---|---|")
-            parts.extend([*_by_reason({"": entries}, Absent), ""])
+            parts.extend([*_by_reason({"": entries}, Missing), ""])
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _by_home(entries: Mapping[str, Served]) -> Iterable[str]:
+def _by_home(entries: Mapping[str, Alias]) -> Iterable[str]:
     """Give a line of a list for each module in which names live; a name that has another there says which."""
     found: dict[str, list[str]] = {}
     for name, entry in entries.items():
@@ -72,20 +72,20 @@ def _by_home(entries: Mapping[str, Served]) -> Iterable[str]:
 
 
 def _is(entry: Entry) -> bool:
-    return isinstance(entry, Served)
+    return isinstance(entry, Alias)
 
 
 def _numbers(table: Mapping[str, Mapping[str, Entry]]) -> str:
     return " / ".join(map(str, counts(table)))
 
 
-def _by_reason(table: Mapping[str, Mapping[str, Entry]], kind: type[StandIn] | type[Absent]) -> Iterable[str]:
+def _by_reason(table: Mapping[str, Mapping[str, Entry]], kind: type[Stub] | type[Missing]) -> Iterable[str]:
     """Give rows of reasons, each with its names."""
     found: dict[str, list[str]] = {}
     for path, entries in sorted(table.items()):
         for name, entry in sorted(entries.items()):
-            if isinstance(entry, (StandIn, Absent)) and isinstance(entry, kind):
-                asked = entry.asked if isinstance(entry, Absent) else ""
+            if isinstance(entry, (Stub, Missing)) and isinstance(entry, kind):
+                asked = entry.asked if isinstance(entry, Missing) else ""
                 whole = path if name == "*" else f"{path}.{name}".lstrip(".")
                 found.setdefault(f"{entry.reason} | {asked}" if asked else entry.reason, []).append(f"`{whole}`")
     return (f"| {reason} | {', '.join(names)} |" for reason, names in found.items())

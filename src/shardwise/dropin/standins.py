@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABCMeta
 from typing import Any, NoReturn
 
-from shardwise.dropin.entries import StandIn
+from shardwise.dropin.entries import Stub
 from shardwise.errors import AbsentAttributeError, AbsentNameError
 
 
@@ -57,7 +57,7 @@ class _Value:
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __or__ = __and__ = _refuse
 
 
-def make(name: str, home: str, entry: StandIn, text: str) -> Any:
+def make(name: str, home: str, entry: Stub, text: str) -> Any:
     """Return what stands in for a name.
 
     Args:

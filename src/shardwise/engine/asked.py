@@ -32,7 +32,7 @@ _MPU = "initialize(mpu=...)"
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestedParallelism:
     """What a caller asks for.
 
     Attributes:
@@ -58,7 +58,7 @@ class Asked:
     meshed: bool = False
 
 
-def asked_by(mpu: Any, mesh: Any, model: nn.Module, members: Sequence[int]) -> Asked | None:
+def asked_by(mpu: Any, mesh: Any, model: nn.Module, members: Sequence[int]) -> RequestedParallelism | None:
     """Return what `initialize(mpu=..., mesh_param=..., model=...)` says besides the configuration; None: nothing.
 
     Args:
@@ -80,7 +80,7 @@ def asked_by(mpu: Any, mesh: Any, model: nn.Module, members: Sequence[int]) -> A
     if size is None:
         return found
     if found is None:
-        return Asked(None, what, tensor=size, own_tensor=line)
+        return RequestedParallelism(None, what, tensor=size, own_tensor=line)
     if found.tensor not in (None, size):
         raise ConflictError(
             f"{found.where} says that {found.tensor} ranks have a copy of the model, and the model is divided over "
@@ -89,7 +89,7 @@ def asked_by(mpu: Any, mesh: Any, model: nn.Module, members: Sequence[int]) -> A
     return replace(found, tensor=size, own_tensor=line or found.own_tensor)
 
 
-def _of_arguments(mpu: Any, mesh: Any, members: Sequence[int]) -> Asked | None:
+def _of_arguments(mpu: Any, mesh: Any, members: Sequence[int]) -> RequestedParallelism | None:
     if isinstance(mesh, (tuple, list)):
         return _numbers(mesh, len(members))
     names = set(mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else set()
@@ -100,18 +100,22 @@ def _of_arguments(mpu: Any, mesh: Any, members: Sequence[int]) -> Asked | None:
     size = int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)())
     tensor = model_parallel_size(mpu)
     if size == 1:
-        return None if tensor == 1 else Asked(None, _MPU, tensor=tensor, own_tensor=model_parallel_ranks(mpu))
+        return (
+            None
+            if tensor == 1
+            else RequestedParallelism(None, _MPU, tensor=tensor, own_tensor=model_parallel_ranks(mpu))
+        )
     if tensor > 1:
         raise NotBuiltError(
             f"{_MPU}: ranks share sequences ({size}) and a copy of the model ({tensor}), which an mpu cannot say here. "
             "Pass a mesh with the dimensions dp, sp and tp as mesh_param"
         )
     if isinstance(mpu, SequenceGroup):
-        return Asked(size, _MPU, own=mpu.members, group=mpu)
-    return Asked(size, _MPU, own=members_of(mpu.get_sequence_parallel_group()))
+        return RequestedParallelism(size, _MPU, own=mpu.members, group=mpu)
+    return RequestedParallelism(size, _MPU, own=members_of(mpu.get_sequence_parallel_group()))
 
 
-def _numbers(mesh: Sequence[Any], world: int) -> Asked:
+def _numbers(mesh: Sequence[Any], world: int) -> RequestedParallelism:
     what = f"initialize(mesh_param={tuple(mesh)!r})"
     whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in mesh)
     if len(mesh) not in (2, 3) or not whole:
@@ -121,10 +125,10 @@ def _numbers(mesh: Sequence[Any], world: int) -> Asked:
         )
     if math.prod(mesh) != world:
         raise ConflictError(f"{what}: {' x '.join(map(str, mesh))} ranks, but there are {world}")
-    return Asked(mesh[1], what, tensor=mesh[2] if len(mesh) == 3 else None, meshed=True)
+    return RequestedParallelism(mesh[1], what, tensor=mesh[2] if len(mesh) == 3 else None, meshed=True)
 
 
-def _of_mesh(mesh: DeviceMesh, members: Sequence[int]) -> Asked:
+def _of_mesh(mesh: DeviceMesh, members: Sequence[int]) -> RequestedParallelism:
     names = mesh.mesh_dim_names or ()
     what = _described(mesh)
     others = [name for name in names if name not in NAMES["sequence"]]
@@ -139,10 +143,10 @@ def _of_mesh(mesh: DeviceMesh, members: Sequence[int]) -> Asked:
     lines = [[own[rank] for rank in row] for row in ranks.tolist()]
     if any(line != sorted(line) for line in lines):
         raise UsageError(f"{what}: ranks must ascend along the dimension of sequences, found {ranks.tolist()}")
-    return Asked(ranks.shape[1], what, lines, meshed=True)
+    return RequestedParallelism(ranks.shape[1], what, lines, meshed=True)
 
 
-def _of_tensor_mesh(mesh: DeviceMesh, members: Sequence[int]) -> Asked:
+def _of_tensor_mesh(mesh: DeviceMesh, members: Sequence[int]) -> RequestedParallelism:
     """Read a mesh with a dimension of ranks that have a copy of the model, which have to be neighbours."""
     names, what = list(mesh.mesh_dim_names or ()), _described(mesh)
     kinds = [next((kind for kind, known in NAMES.items() if name in known), None) for name in names]
@@ -157,7 +161,7 @@ def _of_tensor_mesh(mesh: DeviceMesh, members: Sequence[int]) -> Asked:
     if len(names) == 1 and tensor < len(members):  # a slice of a larger mesh: other ranks have theirs
         own = next((list(members[n : n + tensor]) for n in range(0, len(members), tensor) if ranks[0] == members[n]), 0)
         if ranks == own:
-            return Asked(None, what, tensor=tensor, meshed=True)
+            return RequestedParallelism(None, what, tensor=tensor, meshed=True)
         raise UsageError(
             f"{what} has ranks {ranks} of {len(members)}, which have to be neighbours, from a multiple of {tensor} on. "
             f"{_would_do(mesh, ['dp', 'tp'], [max(1, len(members) // tensor), tensor])}"
@@ -169,7 +173,9 @@ def _of_tensor_mesh(mesh: DeviceMesh, members: Sequence[int]) -> Asked:
             "are neighbours, then those that share a sequence, then the others. "
             + _would_do(mesh, [names[place] for place in order], [mesh.mesh.shape[place] for place in order])
         )
-    return Asked(sizes.get("sequence", 1), what, tensor=tensor, replicas=sizes.get("replicate", 1), meshed=True)
+    return RequestedParallelism(
+        sizes.get("sequence", 1), what, tensor=tensor, replicas=sizes.get("replicate", 1), meshed=True
+    )
 
 
 def _would_do(mesh: DeviceMesh, names: Sequence[str], sizes: Sequence[int]) -> str:
@@ -267,7 +273,9 @@ def told_lines(job: Communicator, own: Sequence[int], where: str, what: str) -> 
     return lines
 
 
-def tensor_lines(job: Communicator, size: int, sequence: int, asked: Asked | None, mpu: Any) -> list[list[int]] | int:
+def tensor_lines(
+    job: Communicator, size: int, sequence: int, asked: RequestedParallelism | None, mpu: Any
+) -> list[list[int]] | int:
     """Return which ranks have copies of the model among them, if a caller has made groups of them, else how many.
 
     Args:

@@ -23,9 +23,9 @@ from shardwise.engine.plans import (
     MemoryPlans,
     Offload,
     Planner,
+    PlanningTarget,
     Room,
     SettingPlan,
-    Subject,
     offloads,
     search,
 )
@@ -153,7 +153,7 @@ def wanted(config: Config, places: Iterable[str]) -> bool:
     return any(place != "device" for place in places) or _by_hand(config) or config.memory_limits.watchdog is True
 
 
-def make(subject: Subject, job: Communicator) -> Budget:
+def make(subject: PlanningTarget, job: Communicator) -> Budget:
     """Plan, and compare with what there is (all ranks call).
 
     Args:
@@ -199,7 +199,7 @@ def make(subject: Subject, job: Communicator) -> Budget:
 
 
 def _planned(
-    subject: Subject, planner: Planner, job: Communicator, nodes: Sequence[str]
+    subject: PlanningTarget, planner: Planner, job: Communicator, nodes: Sequence[str]
 ) -> tuple[MemoryPlan | None, str]:
     """Return the plan of this rank, or why there is none (all ranks call).
 
@@ -219,7 +219,7 @@ def _planned(
     return None if told is None else MemoryPlan.of_json(told), str(why)
 
 
-def _parts(subject: Subject, rank: int) -> str:
+def _parts(subject: PlanningTarget, rank: int) -> str:
     """Return what is equal on ranks whose plans are equal."""
     groups = {id(p): number for number, group in enumerate(subject.groups) for p in group}
     sizes = [
@@ -302,7 +302,7 @@ class Watched:
 # -- what there is -----------------------------------------------------------------------------------------------------
 
 
-def claims_of(subject: Subject, plan: MemoryPlan, rank: int, node: str) -> list[Claim]:
+def claims_of(subject: PlanningTarget, plan: MemoryPlan, rank: int, node: str) -> list[Claim]:
     """Return what this rank needs of everything that has a limit here.
 
     Args:
@@ -382,7 +382,7 @@ def checks_of(claims: Sequence[Sequence[Claim]]) -> list[Check]:
 
 
 def _refusal(
-    subject: Subject, job: Communicator, planner: Planner, checks: Sequence[Check], short: Sequence[Check]
+    subject: PlanningTarget, job: Communicator, planner: Planner, checks: Sequence[Check], short: Sequence[Check]
 ) -> OutOfMemoryError:
     """Return the error that all ranks raise; rank 0 looks for settings that fit, the others wait for it."""
     said: Any = None
@@ -394,7 +394,9 @@ def _refusal(
     return error
 
 
-def _refused(subject: Subject, planner: Planner, checks: Sequence[Check], short: Sequence[Check]) -> dict[str, Any]:
+def _refused(
+    subject: PlanningTarget, planner: Planner, checks: Sequence[Check], short: Sequence[Check]
+) -> dict[str, Any]:
     now = Offload.of(subject.resolution.config)
     lines = [
         "initialize(): this does not fit. Planned by a dry run, before any weight was spread, without activations "
@@ -418,7 +420,7 @@ def _refused(subject: Subject, planner: Planner, checks: Sequence[Check], short:
     return {"text": "\n".join(lines), "suggestion": None if found is None else found.setting.config}
 
 
-def _advised(found: SettingPlan | None, plans: Sequence[SettingPlan], subject: Subject) -> str:
+def _advised(found: SettingPlan | None, plans: Sequence[SettingPlan], subject: PlanningTarget) -> str:
     if found is None:
         for plan in plans:
             if plan.fits is None and plan.elsewhere.get(Tier.DISK.value):
@@ -428,7 +430,7 @@ def _advised(found: SettingPlan | None, plans: Sequence[SettingPlan], subject: S
     return _advice(found, subject)
 
 
-def _advice(found: SettingPlan | None, subject: Subject) -> str:
+def _advice(found: SettingPlan | None, subject: PlanningTarget) -> str:
     """Return which setting to take: the cheapest that fits, if one is known."""
     if found is None:
         return (

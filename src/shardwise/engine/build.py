@@ -42,7 +42,7 @@ from shardwise.engine.advice import (
     warn_of_clipping,
     warn_of_memory_format,
 )
-from shardwise.engine.asked import Asked, asked_by, group_of, model_parallel_size, tensor_lines
+from shardwise.engine.asked import RequestedParallelism, asked_by, group_of, model_parallel_size, tensor_lines
 from shardwise.engine.batch import Batches
 from shardwise.engine.budget import Watched, watches
 from shardwise.engine.budget import make as make_budget
@@ -50,7 +50,7 @@ from shardwise.engine.budget import wanted as budget_wanted
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.engine import Engine
 from shardwise.engine.exchanges import exchanges_in_backward, exchanges_of
-from shardwise.engine.exhausted import Circumstances, explaining
+from shardwise.engine.exhausted import OomContext, explaining
 from shardwise.engine.experts import divide_experts
 from shardwise.engine.facts import agree_on_arguments, facts_of, facts_of_arguments
 from shardwise.engine.faults import FaultTolerance
@@ -68,7 +68,7 @@ from shardwise.engine.modules import (
     place_buffers,
 )
 from shardwise.engine.monitoring import StepEvents
-from shardwise.engine.plans import Subject
+from shardwise.engine.plans import PlanningTarget
 from shardwise.engine.profiling import Profiling
 from shardwise.engine.ranks import RankGrid
 from shardwise.engine.recovery import note_ready
@@ -301,14 +301,14 @@ def _build(
     check_agreement(job, {**facts_of(model, stepped, resolution), "torch": torch.__version__})
 
     # What all this takes is compared with what there is while nothing has been spread yet, and is watched from then on.
-    subject = Subject.of(model, stepped, resolution, domain)
+    subject = PlanningTarget.of(model, stepped, resolution, domain)
     budget = make_budget(subject, job) if budget_wanted(settings, plan.where.names) else None
     watched = None
     if budget is not None and watches(settings, plan.where.names):
         watched = Watched(budget, job.rank, accountant)
 
     # Sharding frees the model unit by unit, so it must be the last one to hold whole parameters.
-    with explaining(lambda: Circumstances("initialize()", subject, accountant, job.rank)):
+    with explaining(lambda: OomContext("initialize()", subject, accountant, job.rank)):
         sharded = ShardedModel(
             model,
             stepped,
@@ -417,7 +417,9 @@ def refusing(mpu: Any) -> Iterator[None]:
         raise
 
 
-def _resolve(source: Any, ranks: Sequence[int], client_optimizer: Any, asked: Asked | None) -> Resolution:
+def _resolve(
+    source: Any, ranks: Sequence[int], client_optimizer: Any, asked: RequestedParallelism | None
+) -> Resolution:
     """Read the configuration, and log its warnings as loudly as it asks for.
 
     Args:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.domain import Domain
-from shardwise.comm.imagined import ImaginedCommunicator
+from shardwise.comm.imagined import FakeCommunicator
 from shardwise.engine.activations import Activations
 from shardwise.engine.batch import Batches
 from shardwise.engine.experts import divide_experts
@@ -123,7 +123,7 @@ class MemoryPlan:
         )
 
 
-class Twin:
+class DryRunEngine:
     """A model's engine on fake tensors.
 
     Args:
@@ -165,7 +165,7 @@ class Twin:
             options = zip(optimizer.param_groups, members, strict=True)
             own = twin_of(optimizer, [{**group, "params": params} for group, params in options])
         with self._computing():
-            comm = ImaginedCommunicator(world, device, rank=like.rank if like is not None else 0, like=like)
+            comm = FakeCommunicator(world, device, rank=like.rank if like is not None else 0, like=like)
             self._comm = comm
             domain = domain_of(config, comm) if grid is None else Domain(comm, grid)
             lines = RankGrid.of(world, tensor=config.tensor_parallel.size, sequence=config.sequence_parallel_size)

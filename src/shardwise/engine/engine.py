@@ -23,7 +23,7 @@ from shardwise.absent import COMPILER, ENGINE
 from shardwise.checkpoint.exporting import KEEP
 from shardwise.checkpoint.report import LoadReport
 from shardwise.compat import never_compiled, transforming
-from shardwise.config.compression import sends_values
+from shardwise.config.gradient_compression import sends_values
 from shardwise.data import EngineDataLoader
 from shardwise.device.ranges import named
 from shardwise.engine.advice import explain_dtype
@@ -37,7 +37,7 @@ from shardwise.engine.states import check_device, give_methods, kinds_of, take_m
 from shardwise.engine.step import StepReport, TrainStep
 from shardwise.errors import AbsentAttributeError, NotScalarError, OffloadError, UsageError
 from shardwise.memory import is_out_of_memory
-from shardwise.moe.exchange import Divided
+from shardwise.moe.exchange import ExpertParallelModule
 from shardwise.precision.autocast import autocast, autocast_dtype, described
 from shardwise.precision.dtypes import parse_dtype
 from shardwise.precision.scaler import LossScaler
@@ -45,9 +45,9 @@ from shardwise.trees import tensors_in
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.background import SaveReport
-    from shardwise.checkpoint.copies import MemoryCopy
     from shardwise.checkpoint.importing import LoadedWeights
     from shardwise.checkpoint.importing import Rename as RenameWeights
+    from shardwise.checkpoint.peer_replicas import MemoryCopy
     from shardwise.checkpoint.selection import Patterns, Rename
     from shardwise.comm.communicator import Communicator
     from shardwise.comm.ledger import Ledger, Totals
@@ -289,9 +289,9 @@ class Engine(ConfigGetters, nn.Module):
         return bool(self.moe_layers)
 
     @property
-    def moe_layers(self) -> list[Divided]:
+    def moe_layers(self) -> list[ExpertParallelModule]:
         """Layers of experts, in the model's order."""
-        return [module for module in self.module.modules() if isinstance(module, Divided)]
+        return [module for module in self.module.modules() if isinstance(module, ExpertParallelModule)]
 
     @property
     def num_experts(self) -> list[int]:

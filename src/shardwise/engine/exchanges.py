@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardwise.moe.exchange import Divided
+from shardwise.moe.exchange import ExpertParallelModule
 from shardwise.parallel.attention import DistributedAttention
 from shardwise.parallel.ring import RingAttention
 from shardwise.parallel.tensor.layers import NormParallel, Parallel, RowParallel
@@ -50,8 +50,10 @@ def exchanges_of(model: nn.Module, lines: RankGrid) -> str:
         said.append(f"{tensor} ranks have a copy of the model: {how} forward, and as many backward")
     if sequence > 1:
         said.append(f"{sequence} ranks have a sequence: 4 all-to-alls an attention forward, and 4 backward")
-    for size in sorted({module.ep_size for module in modules if isinstance(module, Divided) and module.ep_size > 1}):
-        count = sum(isinstance(module, Divided) and module.ep_size == size for module in modules)
+    for size in sorted(
+        {module.ep_size for module in modules if isinstance(module, ExpertParallelModule) and module.ep_size > 1}
+    ):
+        count = sum(isinstance(module, ExpertParallelModule) and module.ep_size == size for module in modules)
         said.append(f"{size} ranks have experts: 2 all-to-alls in each of {count} layers forward, and 2 backward")
     if not said:
         return ""

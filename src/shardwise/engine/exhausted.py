@@ -15,8 +15,8 @@ import torch
 
 from shardwise.engine.plans import (
     Planner,
+    PlanningTarget,
     Room,
-    Subject,
 )
 from shardwise.memory import (
     Accountant,
@@ -46,7 +46,7 @@ _ADVICE = (
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class OomContext:
     """Where memory has run out.
 
     Attributes:
@@ -61,7 +61,7 @@ class Circumstances:
     """
 
     where: str
-    subject: Subject
+    subject: PlanningTarget
     accountant: Accountant
     rank: int
     batch: Any = None
@@ -71,7 +71,7 @@ class Circumstances:
 
 
 @contextlib.contextmanager
-def explaining(circumstances: Callable[[], Circumstances]) -> Iterator[None]:
+def explaining(circumstances: Callable[[], OomContext]) -> Iterator[None]:
     """Turn an error that says that memory has run out into an `OutOfMemoryError`.
 
     Args:
@@ -88,7 +88,7 @@ def explaining(circumstances: Callable[[], Circumstances]) -> Iterator[None]:
         raise explained(error, circumstances()) from error
 
 
-def explained(error: BaseException, at: Circumstances) -> OutOfMemoryError:
+def explained(error: BaseException, at: OomContext) -> OutOfMemoryError:
     """Return the error to be raised from one that says that memory has run out."""
     live = at.accountant.live
     # The pass is over. What its calls held is given back before the search, which needs a little memory itself.
@@ -112,7 +112,7 @@ def explained(error: BaseException, at: Circumstances) -> OutOfMemoryError:
     return raised
 
 
-def over_limit(at: Circumstances, limit: int) -> OutOfMemoryError:
+def over_limit(at: OomContext, limit: int) -> OutOfMemoryError:
     """Return the error to be raised when more was held on the device than it may be, though there was memory for it.
 
     Args:
@@ -130,7 +130,7 @@ def over_limit(at: Circumstances, limit: int) -> OutOfMemoryError:
     return OutOfMemoryError("\n".join(lines))
 
 
-def rooms_at(at: Circumstances, room: int | None) -> list[Room]:
+def rooms_at(at: OomContext, room: int | None) -> list[Room]:
     """Return the bytes that there are for the engine of this process.
 
     Args:
@@ -144,7 +144,7 @@ def rooms_at(at: Circumstances, room: int | None) -> list[Room]:
     return [Room((Tier.DEVICE,), room), *_host_room(at)]
 
 
-def _host_room(at: Circumstances) -> list[Room]:
+def _host_room(at: OomContext) -> list[Room]:
     """Return what there is on the host for what does not live on the device."""
     limit = min(host_limits(_processes(at)), key=lambda limit: limit.share, default=None)
     if limit is None:
@@ -156,11 +156,11 @@ def _host_room(at: Circumstances) -> list[Room]:
     return [Room(tiers, max(0, limit.share - limit.own + ours))]
 
 
-def _processes(at: Circumstances) -> int:
+def _processes(at: OomContext) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or at.subject.setting.ranks)
 
 
-def room_for(at: Circumstances, planner: Planner) -> tuple[MemoryLimit | None, int | None]:
+def room_for(at: OomContext, planner: Planner) -> tuple[MemoryLimit | None, int | None]:
     """Return the limit of this process, and what of it there is for the engine and its activations.
 
     The rest is the process's own: what it had before the engine, or, if that is more now, what it has beyond all that
@@ -206,7 +206,7 @@ def _limit_line(limit: MemoryLimit | None, room: int | None) -> str:
     )
 
 
-def _table(at: Circumstances, live: dict[Category, int]) -> str:
+def _table(at: OomContext, live: dict[Category, int]) -> str:
     if at.report is None:
         held = ", ".join(f"{category.value} {readable(size)}" for category, size in live.items() if size)
         return f"Held when it happened: {held or 'nothing'}."

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.errors import UsageError
 from shardwise.moe import ExpertGroup, bind_experts
-from shardwise.moe.exchange import Divided
+from shardwise.moe.exchange import ExpertParallelModule
 from shardwise.moe.huggingface import convert
 from shardwise.moe.layer import MoE
 from shardwise.parallel.sequence import across
@@ -53,11 +53,11 @@ def divide_experts(model: nn.Module, config: Config, comm: Communicator, lines: 
 def release_experts(model: nn.Module, groups: Mapping[int, ExpertGroup]) -> None:
     """Take groups that are about to end off the layers that still have them."""
     for layer in model.modules():
-        if isinstance(layer, Divided) and layer.group in groups.values():
+        if isinstance(layer, ExpertParallelModule) and layer.group in groups.values():
             layer.group = None
 
 
-def _make_whole(layer: Divided) -> None:
+def _make_whole(layer: ExpertParallelModule) -> None:
     """Take single experts that were built under zero.Init out of it: ranks have different ones from here on."""
     if layer.ep_size == 1:
         return

@@ -15,7 +15,7 @@ from shardwise.comm.agreement import check_agreement, difference
 from shardwise.comm.communicator import named_ranks
 from shardwise.config import Resolution, effective
 from shardwise.errors import DesyncError
-from shardwise.moe.exchange import Divided
+from shardwise.moe.exchange import ExpertParallelModule
 from shardwise.parallel.tensor.entry import divided_over
 from shardwise.registry import part_of
 from shardwise.zero.parameters.init import PartStore
@@ -87,7 +87,7 @@ def facts_of_arguments(model: nn.Module, resolution: Resolution, mesh: Any, mpu:
     built = any(isinstance(owner_of(parameter), PartStore) for parameter in model.parameters())
     facts["parameters built under zero.Init"] = "some or all" if built else "none"
     for name, module in model.named_modules():
-        if isinstance(module, Divided):
+        if isinstance(module, ExpertParallelModule):
             facts[f"layer of experts {name or '(root)'}"] = f"{module.num_experts} experts, ep_size {module.ep_size}"
     return facts
 

@@ -18,11 +18,11 @@ import torch
 
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import phase
-from shardwise.checkpoint.copies import GENERATIONS, Generation, MemoryCopies, MemoryCopy
 from shardwise.checkpoint.load import NoCompleteCheckpointError, Options
 from shardwise.checkpoint.newest import Head, Listing, listing
+from shardwise.checkpoint.peer_replicas import GENERATIONS, Generation, InMemoryCheckpoints, MemoryCopy
 from shardwise.comm.environment import MEMORY_DIRECTORY
-from shardwise.comm.stalls import StallWatch, stop_watching, watch
+from shardwise.comm.stall_watchdog import StallWatch, stop_watching, watch
 from shardwise.config import effective
 from shardwise.engine.anomalies import Anomaly
 from shardwise.engine.background import saved_bytes
@@ -84,7 +84,7 @@ class FaultTolerance:
         signals: SignalWatch,
     ) -> None:
         self.resumed: Resumed | None = None
-        self.copies: MemoryCopies | None = None
+        self.copies: InMemoryCheckpoints | None = None
         self._sharded = sharded
         self._resolution = resolution
         self._job = job
@@ -113,7 +113,7 @@ class FaultTolerance:
             self.checkpoint_on_signal(asked.save_dir, exit_on=asked.exit_on, save_on=asked.save_on)
         if section.memory_copies is not None:
             wanted = section.memory_copies
-            self.copies = MemoryCopies(
+            self.copies = InMemoryCheckpoints(
                 self._sharded,
                 os.path.join(self._memory_directory(wanted.directory), f"engine{next(_engines)}"),
                 wanted.every,
@@ -443,7 +443,7 @@ class FaultTolerance:
             )
         return None
 
-    def _load_generation(self, copies: MemoryCopies, generation: Generation, name: str) -> dict[str, Any]:
+    def _load_generation(self, copies: InMemoryCheckpoints, generation: Generation, name: str) -> dict[str, Any]:
         _, client = self._checkpoints.restore(copies.path, name, Options(verify=False))
         assert self._step.global_steps == generation.steps
         return {} if client is None else client

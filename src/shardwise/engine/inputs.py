@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.tensorfile import bytes_of
+from shardwise.checkpoint.safetensors_reader import bytes_of
 from shardwise.compat import has_values, transforming
 from shardwise.device import Later
 from shardwise.trees import tensors_in

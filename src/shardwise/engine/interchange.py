@@ -15,7 +15,7 @@ from shardwise.checkpoint import directory, weights
 from shardwise.checkpoint.agree import phase
 from shardwise.checkpoint.exporting import KEEP, export_model, request_of
 from shardwise.checkpoint.importing import LoadedWeights, Rename, load_weights
-from shardwise.checkpoint.weightfiles import parse_size
+from shardwise.checkpoint.sharded_weights import parse_size
 from shardwise.errors import UsageError
 from shardwise.memory import Category
 

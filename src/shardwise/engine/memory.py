@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.compat import never_compiled, transforming
-from shardwise.engine.exhausted import Circumstances, over_limit, room_for, rooms_at
-from shardwise.engine.plans import MemoryPlans, Planner, Setting, Subject
+from shardwise.engine.exhausted import OomContext, over_limit, room_for, rooms_at
+from shardwise.engine.plans import MemoryPlans, Planner, PlanningTarget, Setting
 from shardwise.errors import UsageError
 from shardwise.memory import (
     Call,
@@ -215,8 +215,8 @@ class MemoryReporting:
         sequence, tensor = config.sequence_parallel_size, config.tensor_parallel.size
         return Setting(self.sharded.plan.stage, micro, steps, self._comm.world, sequence=sequence, tensor=tensor)
 
-    def _subject(self) -> Subject:
-        return Subject(
+    def _subject(self) -> PlanningTarget:
+        return PlanningTarget(
             self.sharded.module,
             self.sharded.optimizer,
             self.sharded.client_groups,
@@ -236,13 +236,13 @@ class MemoryReporting:
             self._last_call = shapes_of(Call(args, kwargs))
             self._last_signature = (len(args), *kwargs, signature)
 
-    def circumstances(self, where: str, **more: Any) -> Circumstances:
+    def circumstances(self, where: str, **more: Any) -> OomContext:
         """Return what is known if memory has run out; `where`: in which call of the user's."""
 
         def report() -> MemoryReport:
             return self.memory_report(self._last_call, loss=like_cross_entropy)
 
-        return Circumstances(
+        return OomContext(
             where, self._subject(), self.accountant, self._job.rank, self._last_call, report=report, **more
         )
 

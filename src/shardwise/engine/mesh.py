@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.coded import coded, decoded
 from shardwise.comm.domain import Arrangement, Domain, Domains
 from shardwise.config.checks import not_in_groups
-from shardwise.engine.asked import NAMES, Asked, check_ranks
+from shardwise.engine.asked import NAMES, RequestedParallelism, check_ranks
 from shardwise.engine.zeropp import node_size
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.registry import DomainKey, part_of
@@ -154,7 +154,7 @@ def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Ar
     return None if grid.shape[0] == 1 else Arrangement.of([[row] for row in grid.tolist()])
 
 
-def replicas_of(asked: Asked, zero: ZeroConfig, world: int) -> Arrangement | None:
+def replicas_of(asked: RequestedParallelism, zero: ZeroConfig, world: int) -> Arrangement | None:
     """Return that of a client's mesh which has been read (`shardwise.engine.asked`): None for one copy of all state.
 
     Raises:

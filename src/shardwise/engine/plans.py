@@ -17,10 +17,10 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Arrangement, Domain
-from shardwise.comm.imagined import ImaginedCommunicator
+from shardwise.comm.imagined import FakeCommunicator
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
-from shardwise.engine.dryrun import MemoryPlan, Twin
+from shardwise.engine.dryrun import DryRunEngine, MemoryPlan
 from shardwise.engine.mesh import domain_of
 from shardwise.engine.stepping import make_optimizer, prepare_optimizer
 from shardwise.errors import ConfigError, UsageError
@@ -297,7 +297,7 @@ def _places(offload: Offload | None) -> str:
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanningTarget:
     """What is planned: a model, what trains it, and how it is configured now.
 
     Attributes:
@@ -330,7 +330,7 @@ class Subject:
         optimizer: torch.optim.Optimizer | None,
         resolution: Resolution,
         domain: Domain,
-    ) -> Subject:
+    ) -> PlanningTarget:
         """Return what is configured to be trained, before there is an engine."""
         config = resolution.config
         micro, steps = int(config.train_micro_batch_size_per_gpu or 1), int(config.gradient_accumulation_steps or 1)
@@ -350,7 +350,9 @@ class Planner:
         loss: makes a scalar of the module's output; see `shardwise.memory.dryrun.loss_of`.
     """
 
-    def __init__(self, subject: Subject, batch: Any = None, loss: Callable[[Any], torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, subject: PlanningTarget, batch: Any = None, loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> None:
         self.subject = subject
         self._loss = loss
         self._batch = None if batch is None else shapes_of(batch)
@@ -414,12 +416,12 @@ class Planner:
             raise UsageError(f"the batch's first dimension is not a multiple of the {now} samples of a micro-batch")
         return shapes_of(self._batch, sizes[0], sizes[0] // now * micro_batch)
 
-    def _twin(self, setting: Setting) -> Twin:
+    def _twin(self, setting: Setting) -> DryRunEngine:
         """Build the subject's engine under a setting."""
         subject = self.subject
         raw = _merged(subject.resolution.raw, setting)
         same = setting.ranks == subject.setting.ranks
-        return Twin(
+        return DryRunEngine(
             subject.module,
             subject.optimizer,
             subject.groups,
@@ -454,7 +456,7 @@ def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
     return {**raw, **own}
 
 
-def _facts(subject: Subject) -> Facts:
+def _facts(subject: PlanningTarget) -> Facts:
     groups = subject.optimizer.param_groups if subject.optimizer is not None else []
     lr = groups[0].get("lr") if groups else None
     sequence, tensor = (
@@ -500,11 +502,11 @@ def plan_model(
     """
     device = torch.device("cpu")
     resolution = resolve(config, world_size=ranks, facts=Facts(lr=None))
-    comm = ImaginedCommunicator(ranks, device)
+    comm = FakeCommunicator(ranks, device)
     policy = policy_from_config(resolution.config)
     optimizer = make_optimizer(resolution.config, None, None, model, device, policy.compute_dtype)
     prepare_optimizer(optimizer, resolution, masters=policy.masters)
-    planner = Planner(Subject.of(model, optimizer, resolution, domain_of(resolution.config, comm)), batch)
+    planner = Planner(PlanningTarget.of(model, optimizer, resolution, domain_of(resolution.config, comm)), batch)
     now = planner.subject.setting
     room = min((room.size for room in rooms if Tier.DEVICE in room.tiers), default=None)
     return MemoryPlans(tuple(planner.plan(replace(now, stage=stage), rooms) for stage in stages), room)

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import has_values
-from shardwise.engine.asked import Asked, told_lines
+from shardwise.engine.asked import RequestedParallelism, told_lines
 from shardwise.engine.ranks import RankGrid
 from shardwise.errors import UsageError
 from shardwise.parallel.proof import difference
@@ -40,7 +40,7 @@ class SharedSequences:
         job: Communicator,
         lines: Sequence[Sequence[int]],
         data: Communicator,
-        asked: Asked | None,
+        asked: RequestedParallelism | None,
         *,
         divided: bool = False,
     ) -> None:
@@ -144,7 +144,9 @@ class OwnSequences:
         let_go(self.group)
 
 
-def sequence_lines(job: Communicator, size: int, tensor: int, asked: Asked | None) -> list[list[int]] | int:
+def sequence_lines(
+    job: Communicator, size: int, tensor: int, asked: RequestedParallelism | None
+) -> list[list[int]] | int:
     """Return which ranks share sequences, if a caller has said, else how many (all ranks call).
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.config import Resolution
-from shardwise.config.compression import method_parameters
+from shardwise.config.gradient_compression import method_parameters
 from shardwise.config.schema.gradients import DGCOptions
 from shardwise.errors import ConfigError, UsageError
 from shardwise.optim import ElementwiseOptimizer, Sharding, group_shardings

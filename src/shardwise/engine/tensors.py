@@ -18,7 +18,7 @@ from shardwise.parallel.tensor.entry import divide_model, divided_over, let_go, 
 from shardwise.parallel.tensor.group import NAME, TensorGroup, fingerprint
 from shardwise.parallel.tensor.guard import GradientGuard
 from shardwise.parallel.tensor.layers import Parallel
-from shardwise.parallel.tensor.marked import declare_marked
+from shardwise.parallel.tensor.registry_marks import declare_marked
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.modulehook import ModuleHook, weakly
 

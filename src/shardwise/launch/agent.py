@@ -31,7 +31,7 @@ from shardwise.comm.rendezvous import serve
 from shardwise.comm.setup import DEFAULT_PORT, DEFAULT_TIMEOUT
 from shardwise.errors import LaunchError
 from shardwise.launch.attempt import Attempt
-from shardwise.launch.failure import Ending, Failure, ranks_in_words
+from shardwise.launch.failure import Failure, ShutdownResult, ranks_in_words
 from shardwise.launch.recovery import Recovery
 
 GRACE_S = 5.0
@@ -65,7 +65,7 @@ class EndedOnRequest(Exception):
         self.signal = asked
 
 
-class OneMachine(RendezvousHandler):
+class LocalRendezvousHandler(RendezvousHandler):
     """The meeting of a single agent with itself.
 
     Args:
@@ -314,8 +314,8 @@ class Agent(SimpleElasticAgent):
             self._given = grace
         self.attempt.end(death_sig, grace)
 
-    def stopped(self, sig: signal.Signals) -> Ending:
+    def stopped(self, sig: signal.Signals) -> ShutdownResult:
         """How the ranks ended after the signal that has ended `run`."""
         if self.attempt is None:
-            return Ending(sig, {}, {}, 0.0)
-        return Ending(sig, self.attempt.gang.exits, self.attempt.gang.killed, self._given)
+            return ShutdownResult(sig, {}, {}, 0.0)
+        return ShutdownResult(sig, self.attempt.gang.exits, self.attempt.gang.killed, self._given)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from shardwise.launch.cores import Cores
 from shardwise.launch.failure import Failure, first_failure
-from shardwise.launch.output import OutputChannel, Pump, Screen, Tags, is_raw, open_log, open_pipe, prefix
-from shardwise.launch.processes import Gang, Streams, Worker
+from shardwise.launch.output import OutputChannel, OutputReader, Tags, Terminal, is_raw, open_log, open_pipe, prefix
+from shardwise.launch.processes import Streams, Worker, WorkerGroup
 
 DRAIN_S = 2.0
 """How long to wait for the end of the output after the processes' end: one that left its session may hold
@@ -37,9 +37,9 @@ class Display:
         log_dir: directory for one file a rank and stream, or None.
     """
 
-    pump: Pump
-    out: Screen
-    err: Screen
+    pump: OutputReader
+    out: Terminal
+    err: Terminal
     tags: Tags
     log_dir: Path | None
 
@@ -76,7 +76,7 @@ class Attempt:
         for rank in argv:
             variables = {**env[rank], "TORCHELASTIC_ERROR_FILE": str(self._error_files[rank])}
             workers.append(Worker(rank, argv[rank], variables, None if cores is None else cores[rank]))
-        self.gang = Gang(workers)
+        self.gang = WorkerGroup(workers)
 
     def start(self) -> dict[int, int]:
         """Start all workers; their process ids by rank."""

@@ -187,7 +187,7 @@ def first_failure(
 
 
 @dataclass(frozen=True)
-class Ending:
+class ShutdownResult:
     """How a job ended that was asked to end by a signal.
 
     Attributes:

@@ -248,10 +248,10 @@ def _supervise(job: Job, placement: Placement, cores: Cores | None) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    from shardwise.launch.agent import Agent, EndedOnRequest, OneMachine
+    from shardwise.launch.agent import Agent, EndedOnRequest, LocalRendezvousHandler
     from shardwise.launch.attempt import Attempt, Display
     from shardwise.launch.interrupts import Interrupts
-    from shardwise.launch.output import Pump, standard_screens
+    from shardwise.launch.output import OutputReader, standard_screens
 
     _silence_torch()
     out, err = standard_screens()
@@ -276,7 +276,7 @@ def _supervise(job: Job, placement: Placement, cores: Cores | None) -> int:
             raise LaunchError(f"Cannot make a directory in {tempfile.gettempdir()}. Set TMPDIR to a writable one.")
         # Without, a job that asks for copies in memory says so.
         added = {} if memory.path is None else {MEMORY_DIRECTORY: str(memory.path)}
-        display = Display(Pump(), out, err, job.tags, log_dir)
+        display = Display(OutputReader(), out, err, job.tags, log_dir)
         interrupts = Interrupts(
             lambda sig: SignalException(f"received {sig.name}", sig), hurry, lambda sig: agent.forward(sig)
         )
@@ -296,7 +296,7 @@ def _supervise(job: Job, placement: Placement, cores: Cores | None) -> int:
         spec = WorkerSpec(
             role="default",
             local_world_size=placement.nproc,
-            rdzv_handler=OneMachine(uuid.uuid4().hex, job.master_addr, job.master_port),
+            rdzv_handler=LocalRendezvousHandler(uuid.uuid4().hex, job.master_addr, job.master_port),
             entrypoint=job.script,
             max_restarts=job.max_restarts,
             monitor_interval=0.05,

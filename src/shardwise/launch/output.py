@@ -51,7 +51,7 @@ class Cursor:
     bar: bool = False
 
 
-class Screen:
+class Terminal:
     """Where lines go: standard output or error of the launcher.
 
     Args:
@@ -121,7 +121,7 @@ class OutputChannel:
     """
 
     def __init__(
-        self, rank: int, screen: Screen, prefix: bytes = b"", raw: bool = False, log: BinaryIO | None = None
+        self, rank: int, screen: Terminal, prefix: bytes = b"", raw: bool = False, log: BinaryIO | None = None
     ) -> None:
         self.closed = threading.Event()
         self.traceback_at: float | None = None
@@ -233,7 +233,7 @@ def interrupted_at(tracebacks: str) -> str | None:
     return f"{frame['file']}:{frame['line']} in {frame['function']}"
 
 
-class Pump:
+class OutputReader:
     """Reads all channels in one thread, each until its end."""
 
     def __init__(self) -> None:
@@ -319,12 +319,12 @@ def prefix(tags: Tags, rank: int, world_size: int) -> bytes:
     return f"[rank {rank:>{len(str(world_size - 1))}}] ".encode()
 
 
-def standard_screens() -> tuple[Screen, Screen]:
+def standard_screens() -> tuple[Terminal, Terminal]:
     """The launcher's standard output and error."""
     if sys.stdout.isatty() and sys.stderr.isatty():
         cursor = Cursor()
-        return Screen(sys.stdout.buffer, cursor), Screen(sys.stderr.buffer, cursor)
-    return Screen(sys.stdout.buffer), Screen(sys.stderr.buffer)
+        return Terminal(sys.stdout.buffer, cursor), Terminal(sys.stderr.buffer, cursor)
+    return Terminal(sys.stdout.buffer), Terminal(sys.stderr.buffer)
 
 
 def open_log(directory: Path, rank: int, stream: str) -> BinaryIO:

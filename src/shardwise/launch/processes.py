@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.errors import LaunchError
-from shardwise.launch import leash
+from shardwise.launch import pdeathsig_exec
 from shardwise.launch.cores import Cores, bound
 
 POLL_S = 0.02
@@ -63,7 +63,7 @@ class Exit:
         pid: its process id.
         code: exit code; negative for the signal that killed it.
         at: when, in seconds since the epoch.
-        stopped: whether it ended because of a signal that `Gang.stop` had sent.
+        stopped: whether it ended because of a signal that `WorkerGroup.stop` had sent.
     """
 
     rank: int
@@ -74,7 +74,7 @@ class Exit:
 
 
 @dataclass
-class Gang:
+class WorkerGroup:
     """The workers of one attempt. Start once, stop once."""
 
     workers: Sequence[Worker]
@@ -103,7 +103,7 @@ class Gang:
         """
         for worker in self.workers:
             given = streams[worker.rank]
-            leashed = [sys.executable, "-I", "-S", str(leash.__file__), str(os.getpid()), *worker.argv]
+            leashed = [sys.executable, "-I", "-S", str(pdeathsig_exec.__file__), str(os.getpid()), *worker.argv]
             try:
                 with bound(worker.cores):
                     process = subprocess.Popen(

@@ -10,6 +10,6 @@ from __future__ import annotations
 
 from shardwise.moe.exchange import ExpertGroup, bind_experts
 from shardwise.moe.layer import MoE
-from shardwise.moe.load import ExpertLoad
+from shardwise.moe.load import ExpertUtilization
 
-__all__ = ["ExpertGroup", "ExpertLoad", "MoE", "bind_experts"]
+__all__ = ["ExpertGroup", "ExpertUtilization", "MoE", "bind_experts"]

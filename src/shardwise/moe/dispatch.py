@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True)
-class Order:
+class DispatchPlan:
     """How rows for experts and the choices of tokens correspond.
 
     Attributes:
@@ -75,7 +75,7 @@ def counted(experts: torch.Tensor, count: int) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def in_slots(experts: torch.Tensor, number: torch.Tensor, count: int, capacity: int) -> Order:
+def in_slots(experts: torch.Tensor, number: torch.Tensor, count: int, capacity: int) -> DispatchPlan:
     """Return the order in which each expert has as many places: what finds none is left out.
 
     Args:
@@ -89,10 +89,10 @@ def in_slots(experts: torch.Tensor, number: torch.Tensor, count: int, capacity: 
     place = torch.where(fits, experts * capacity + number, total)
     source = torch.full((total + 1,), experts.numel(), dtype=torch.int64, device=experts.device)
     source[place.reshape(-1)] = torch.arange(experts.numel(), device=experts.device)
-    return Order(source[:total], place, whole=False)
+    return DispatchPlan(source[:total], place, whole=False)
 
 
-def in_turn(experts: torch.Tensor, rows: int | None = None) -> Order:
+def in_turn(experts: torch.Tensor, rows: int | None = None) -> DispatchPlan:
     """Return the order in which the choices of each expert follow those of the one before.
 
     Args:
@@ -104,8 +104,8 @@ def in_turn(experts: torch.Tensor, rows: int | None = None) -> Order:
     place = torch.empty_like(source)
     place[source] = torch.arange(len(flat), device=flat.device)
     if rows is None:
-        return Order(source, place.view_as(experts), whole=True)
-    return Order(source[:rows], place.view_as(experts).clamp(max=rows), whole=False)
+        return DispatchPlan(source, place.view_as(experts), whole=True)
+    return DispatchPlan(source[:rows], place.view_as(experts).clamp(max=rows), whole=False)
 
 
 def by_expert(sizes: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -217,7 +217,7 @@ def _all_to_all(
     return output
 
 
-class Divided(nn.Module):
+class ExpertParallelModule(nn.Module):
     """A module whose experts may be divided over ranks.
 
     Attributes:
@@ -277,7 +277,7 @@ def bind_experts(
     *,
     apart: Sequence[Sequence[int]] | None = None,
     data_first: bool = False,
-    prepare: Callable[[Divided], None] | None = None,
+    prepare: Callable[[ExpertParallelModule], None] | None = None,
 ) -> dict[int, ExpertGroup]:
     """Make the groups for a model's experts, one for each `ep_size`, and declare each rank's part (all ranks call).
 
@@ -299,7 +299,7 @@ def bind_experts(
     """
     groups: dict[int, ExpertGroup] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Divided):
+        if isinstance(module, ExpertParallelModule):
             if module.ep_size not in groups:
                 groups[module.ep_size] = _group(path, module.ep_size, comm, apart or [range(comm.world)], data_first)
             if prepare is not None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.errors import UsageError
-from shardwise.moe.dispatch import Order, counted, in_slots, ranked
+from shardwise.moe.dispatch import DispatchPlan, counted, in_slots, ranked
 
 JITTER = 1e-2
 """Of the policy "Jitter": tokens are multiplied by numbers from 1 - this to 1 + this before they are judged."""
@@ -39,7 +39,7 @@ class Routing:
     weights: torch.Tensor
     l_aux: torch.Tensor
     exp_counts: torch.Tensor
-    order: Order | None
+    order: DispatchPlan | None
     capacity: int
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.compat import has_values
 from shardwise.errors import ConfigError, UsageError
 from shardwise.moe.dispatch import counted, in_turn
-from shardwise.moe.exchange import ALONE, Divided, ExpertGroup, mark_experts
+from shardwise.moe.exchange import ALONE, ExpertGroup, ExpertParallelModule, mark_experts
 from shardwise.moe.experts import GroupSizes, grouped_linear, in_turn_of
 from shardwise.names import name_search
 
@@ -98,7 +98,7 @@ class Form:
         return [n for name in self.names.parameters for n in ([name, f"{name}_bias"] if self.bias else [name])]
 
 
-class StackedExperts(Divided):
+class StackedExperts(ExpertParallelModule):
     """The experts of a block, in stacked tensors: y = (activation(x gate^T) * x up^T) down^T for each.
 
     Args:
@@ -130,7 +130,7 @@ class StackedExperts(Divided):
         self.train(given.training)
 
     def bind(self, path: str, group: ExpertGroup) -> None:
-        """See `Divided.bind`; the first time the experts of other ranks are given back."""
+        """See `ExpertParallelModule.bind`; the first time the experts of other ranks are given back."""
         self.group, self.path = group, path
         own = group.own(self.num_experts)
         if self._own is None:

@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.compat import has_values
 from shardwise.errors import NotBuiltError, UsageError
 from shardwise.moe.dispatch import in_turn
-from shardwise.moe.exchange import Divided, ExpertGroup, mark_experts
+from shardwise.moe.exchange import ExpertGroup, ExpertParallelModule, mark_experts
 from shardwise.moe.experts import Experts, GroupSizes, in_turn_of, through_slots
 from shardwise.moe.gates import Routing, TopKGate
 
@@ -52,7 +52,7 @@ class MOELayer(nn.Module):
         return torch.cat(self.experts(rows.split(sizes.on_host())))
 
 
-class MoE(Divided):
+class MoE(ExpertParallelModule):
     """A mixture of experts; see docs/moe.md.
 
     Args:
@@ -185,7 +185,7 @@ class MoE(Divided):
             )
 
     def bind(self, path: str, group: ExpertGroup) -> None:
-        """See `Divided.bind`."""
+        """See `ExpertParallelModule.bind`."""
         self.group, self.path, self._agreed = group, path or "MoE", False
         first, _ = group.own(self.num_experts)
         if self._first is not None and self._first != first and group.comm is not None and not group.comm.imagined:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from shardwise.moe.exchange import Divided
+from shardwise.moe.exchange import ExpertParallelModule
 
 
-class ExpertLoad:
+class ExpertUtilization:
     """Counts which part of this rank's tokens goes to each expert of each layer.
 
     Layers count from now on until `close()`. Nothing is waited for: what `events` returns lies on the device, and the
@@ -19,9 +19,9 @@ class ExpertLoad:
 
     Example:
         >>> from torch import nn
-        >>> from shardwise.moe import ExpertLoad, MoE
+        >>> from shardwise.moe import ExpertUtilization, MoE
         >>> model = nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2))
-        >>> load = ExpertLoad(model)
+        >>> load = ExpertUtilization(model)
         >>> _ = model(torch.ones(6, 4))
         >>> [(name, float(part)) for name, part, _ in load.events(0)][0][0]
         'Train/Experts/0/0'
@@ -30,7 +30,9 @@ class ExpertLoad:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = {path: module for path, module in model.named_modules() if isinstance(module, Divided)}
+        self._layers = {
+            path: module for path, module in model.named_modules() if isinstance(module, ExpertParallelModule)
+        }
         for module in self._layers.values():
             module.counts = None
             module.counting = True

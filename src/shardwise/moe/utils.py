@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import UsageError
-from shardwise.moe.exchange import Divided, expert_group_of
+from shardwise.moe.exchange import ExpertParallelModule, expert_group_of
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
@@ -33,7 +33,7 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
         ((True, 2), (False, 0))
     """
     _check("has_moe_layers", m.parameters())
-    counts = [module.num_experts for module in m.modules() if isinstance(module, Divided)]
+    counts = [module.num_experts for module in m.modules() if isinstance(module, ExpertParallelModule)]
     return bool(counts), counts[-1] if counts else 0
 
 

@@ -26,7 +26,7 @@ Taken = TypeVar("Taken", contravariant=True)
 Brought = TypeVar("Brought", covariant=True)
 
 
-class Handed(Protocol[Brought]):
+class EventBatch(Protocol[Brought]):
     """What is handed over at once; some of it may still be on its way from a device."""
 
     def __len__(self) -> int:

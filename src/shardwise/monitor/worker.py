@@ -21,7 +21,7 @@ from typing import Any
 
 from shardwise.utils.logging import logger
 
-from .service import Handed, Service
+from .service import EventBatch, Service
 
 PAUSE_S = 1.0
 """From one look at the queue to the next; as much is lost at most if the process is killed."""
@@ -51,7 +51,7 @@ class Worker:
         self.name = name
         self._service = service
         self._room = room
-        self._queue: deque[Handed[Any]] = deque()
+        self._queue: deque[EventBatch[Any]] = deque()
         self._changed = threading.Condition()
         self._held = self._lost = self._told_lost = 0
         self._busy = self._closing = self._is_open = False
@@ -67,7 +67,7 @@ class Worker:
 
     # -- on the thread of training -------------------------------------------------------------------------------------
 
-    def put(self, events: Handed[Any], *, now: bool = False) -> None:
+    def put(self, events: EventBatch[Any], *, now: bool = False) -> None:
         """Hand events over; those that have waited longest are dropped where there is no room.
 
         Args:
@@ -150,19 +150,19 @@ class Worker:
             except (Exception, SystemExit) as error:
                 self._failed(error)
 
-    def _take(self) -> list[Handed[Any]]:
+    def _take(self) -> list[EventBatch[Any]]:
         """Return what is offered next; nothing if the end has come."""
         with self._changed:
             while not ((self._queue and self._asked) or self._closing):
                 if not self._changed.wait(PAUSE_S):
                     self._asked = True
-            taken: list[Handed[Any]] = []
+            taken: list[EventBatch[Any]] = []
             while self._queue and sum(map(len, taken)) < AT_ONCE:
                 taken.append(self._queue.popleft())
             self._busy, self._asked = bool(taken), bool(self._queue)
             return taken
 
-    def _deliver(self, taken: list[Handed[Any]]) -> None:
+    def _deliver(self, taken: list[EventBatch[Any]]) -> None:
         events: list[Any] = []
         for pending in taken:
             try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.config.options import called
+from shardwise.config.argument_models import called
 from shardwise.config.schema import optimizers as schema
 from shardwise.optim.layerwise import Layerwise, trust_ratio
 

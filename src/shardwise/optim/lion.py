@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardwise.config.options import called
+from shardwise.config.argument_models import called
 from shardwise.config.schema import optimizers as schema
 from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 

@@ -15,7 +15,7 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from shardwise.config.options import called
+from shardwise.config.argument_models import called
 from shardwise.config.schema import optimizers as schema
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.comm.compression.onebit import Scale
-from shardwise.config.options import called
+from shardwise.config.argument_models import called
 from shardwise.config.schema import optimizers as schema
 from shardwise.config.schema.base import Arguments
-from shardwise.config.tree import keys_of
+from shardwise.config.schema_index import keys_of
 from shardwise.optim.communicating import Block, Communicating, Segment, decay_rates, parts
 from shardwise.optim.layerwise import trust_ratio
 

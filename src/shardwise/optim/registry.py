@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from shardwise.config.argument_models import checked
 from shardwise.config.names import canonical_optimizer, optimizer_model, torch_optimizers, unknown_optimizer
-from shardwise.config.options import checked
 from shardwise.config.schema import optimizers as schema
 from shardwise.config.schema.optimizers import NATIVE_OPTIMIZERS
 from shardwise.errors import ConfigError

@@ -6,14 +6,14 @@ its configuration asks for besides.
 """
 
 from shardwise.recompute.checkpoint import checkpoint, non_reentrant_checkpoint
-from shardwise.recompute.generators import (
+from shardwise.recompute.options import configure, is_configured, partition_activations_in_checkpoint, reset
+from shardwise.recompute.rng_tracker import (
     CudaRNGStatesTracker,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
     model_parallel_reconfigure_tp_seed,
 )
-from shardwise.recompute.options import configure, is_configured, partition_activations_in_checkpoint, reset
-from shardwise.recompute.times import CheckpointTimes, times
+from shardwise.recompute.timing import CheckpointTimes, times
 
 __all__ = [
     "CheckpointTimes",

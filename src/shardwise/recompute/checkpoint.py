@@ -10,10 +10,10 @@ import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from shardwise.errors import UsageError
-from shardwise.recompute.divided import dividing
-from shardwise.recompute.generators import drawing_again, get_cuda_rng_tracker
+from shardwise.recompute.partitioned import dividing
+from shardwise.recompute.rng_tracker import drawing_again, get_cuda_rng_tracker
 from shardwise.recompute.settings import Settings, in_force, mover, sharing
-from shardwise.recompute.times import TIMER
+from shardwise.recompute.timing import TIMER
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 from shardwise.config.schema.schedules import NATIVE_SCHEDULES
-from shardwise.config.tree import Key, expected, keys_of
+from shardwise.config.schema_index import Key, expected, keys_of
 
 
 def _boolean(text: str) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from shardwise.config.argument_models import checked
 from shardwise.config.names import UNUSABLE_SCHEDULES, schedule_model, torch_schedules, unknown_schedule
-from shardwise.config.options import checked
 from shardwise.errors import ConfigError
 from shardwise.schedules.base import ARGUMENT, StepSchedule
 from shardwise.schedules.cycle import LRRangeTest, OneCycle

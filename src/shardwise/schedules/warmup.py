@@ -15,7 +15,7 @@ import math
 
 import torch
 
-from shardwise.config.options import called
+from shardwise.config.argument_models import called
 from shardwise.config.schema import schedules as schema
 from shardwise.schedules.base import ARGUMENT, Rates, StepSchedule
 

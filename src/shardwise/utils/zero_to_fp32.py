@@ -22,8 +22,8 @@ from shardwise.checkpoint.exporting import export
 from shardwise.checkpoint.manifest import Manifest, outline
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.reader import Checkpoint
+from shardwise.checkpoint.sharded_weights import FORMATS
 from shardwise.checkpoint.source import Source, SourceTensor
-from shardwise.checkpoint.weightfiles import FORMATS
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.utils.logging import logger
 

@@ -15,13 +15,13 @@ from shardwise.registry import Registry
 from shardwise.utils.logging import warn_once
 from shardwise.zero.parameters.init import whole_values
 from shardwise.zero.units import released
-from shardwise.zero.units.codes import UnitCodes
-from shardwise.zero.units.layout import Section
+from shardwise.zero.units.layout import FlatParam
 from shardwise.zero.units.partition import UnitSpec
 from shardwise.zero.units.peaks import Orders, best_whole
 from shardwise.zero.units.plan import Plan
-from shardwise.zero.units.unit import SectionMemory, Unit
-from shardwise.zero.updates.owned import WholeUpdate
+from shardwise.zero.units.quantized_weights import UnitCodes
+from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.updates.owner_sharded import WholeUpdate
 from shardwise.zero.updates.update import Update
 
 
@@ -98,7 +98,7 @@ class UnitBuilder:
             homes = replace(homes, optimizer=ON_DEVICE, whole=ON_DEVICE, gradients=ON_DEVICE)
         return replace(homes, parameters=homes.near) if number in self._near else homes
 
-    def stay_whole(self, specs: Sequence[UnitSpec], layouts: Sequence[Sequence[Section]], orders: Orders) -> set[int]:
+    def stay_whole(self, specs: Sequence[UnitSpec], layouts: Sequence[Sequence[FlatParam]], orders: Orders) -> set[int]:
         """Return the units that stay gathered: what the configuration asks for, and what saves no memory released."""
         plan = self._plan
         if not plan.releases:
@@ -121,14 +121,14 @@ class UnitBuilder:
             stay |= best_whole(orders, whole, shard, numels, plan.ahead, stay)
         return stay
 
-    def _kept(self, section: Section, domain: Domain) -> int:
+    def _kept(self, section: FlatParam, domain: Domain) -> int:
         """Return how many elements of a section a rank keeps on the device if it is released between uses."""
         if self._homes.parameters is not ON_DEVICE:
             return 0
         second = self._plan.secondary if self._update is not None else 1
         return section.size(self._plan.levels(domain).parameters) + (section.numel // second if second > 1 else 0)
 
-    def build(self, number: int, spec: UnitSpec, layouts: Sequence[Section], *, sharded: bool) -> Unit:
+    def build(self, number: int, spec: UnitSpec, layouts: Sequence[FlatParam], *, sharded: bool) -> Unit:
         """Lay a unit out in memory, fill it with its parameters' values, and release it."""
         sections = []
         domain = self._domains.of(spec.domain)
@@ -139,7 +139,7 @@ class UnitBuilder:
             homes = homes if sharded else replace(homes, parameters=ON_DEVICE)
             if self._owned(layout):
                 levels = replace(levels, optimizer=domain.depth)
-            section = SectionMemory(
+            section = FlatParamStorage(
                 layout,
                 domain=domain,
                 levels=levels,
@@ -188,11 +188,11 @@ class UnitBuilder:
             for unit in sharded:
                 unit.keep_second(group)
 
-    def _owned(self, layout: Section) -> bool:
+    def _owned(self, layout: FlatParam) -> bool:
         """Whether the section's tensors are stepped whole, each by the rank that owns it."""
         return layout.whole and self._owners is not None and (layout.cut or not self._owners.replicated)
 
-    def _fill(self, unit: Unit, section: SectionMemory) -> None:
+    def _fill(self, unit: Unit, section: FlatParamStorage) -> None:
         """Copy the initial values in; rank 0's are everybody's."""
         agreed = True
         for slot in section.layout.slots:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from shardwise.memory import Category
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.units.peaks import gathered_together
-from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.units.unit import FlatParamStorage, Unit
 
 
 def floor(
@@ -48,16 +48,16 @@ def floor(
     return {category: min(size, found.get(category, size)) for category, size in planned.items()}
 
 
-def _numel(section: SectionMemory) -> int:
+def _numel(section: FlatParamStorage) -> int:
     return sum(slot.numel for slot in section.layout.slots)
 
 
-def _bytes(section: SectionMemory, level: int, itemsize: int) -> int:
+def _bytes(section: FlatParamStorage, level: int, itemsize: int) -> int:
     """Bytes of this rank's range at a level."""
     return -(-_numel(section) // section.domain.parts(level)) * itemsize
 
 
-def _whole(sections: Iterable[SectionMemory]) -> int:
+def _whole(sections: Iterable[FlatParamStorage]) -> int:
     return sum(_bytes(section, 0, section.layout.dtype.itemsize) for section in sections)
 
 

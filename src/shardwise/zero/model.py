@@ -21,8 +21,8 @@ from torch import nn
 from shardwise.boxes import Region
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
+from shardwise.comm.desync_report import being_in, publish
 from shardwise.comm.domain import Domains
-from shardwise.comm.whereabouts import being_in, publish
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
 from shardwise.errors import ConflictError, DesyncError, PeerLostError, UsageError
@@ -45,7 +45,7 @@ from shardwise.zero.building import UnitBuilder
 from shardwise.zero.parameters.guards import Guards
 from shardwise.zero.parameters.init import PartStore
 from shardwise.zero.parameters.memoryguard import MemoryGuard
-from shardwise.zero.parameters.wholes import Shown, Wholes
+from shardwise.zero.parameters.unsharded_access import Shown, Wholes
 from shardwise.zero.passes.driver import Alone, Driver
 from shardwise.zero.passes.gather import Gatherer, Phase, Touch, backward_order
 from shardwise.zero.passes.hooks import Hooks
@@ -56,17 +56,17 @@ from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.passes.sums import GradientSums
 from shardwise.zero.states import MovingStates
 from shardwise.zero.units import released
+from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.layout import ShardSlice, lay_out
-from shardwise.zero.units.numbering import Numbering
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
-from shardwise.zero.units.unit import SectionMemory, Unit, UnitState
+from shardwise.zero.units.unit import FlatParamStorage, Unit, UnitState
 from shardwise.zero.updates.communicated import CommunicatedUpdate
-from shardwise.zero.updates.cut import CutTensors
 from shardwise.zero.updates.interrupted import Interruptions
-from shardwise.zero.updates.owned import MixedUpdate, WholeUpdate
+from shardwise.zero.updates.owner_sharded import MixedUpdate, WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
+from shardwise.zero.updates.tp_split import SplitTensors
 from shardwise.zero.updates.update import StateKind, Stepping, Update
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class ShardedModel:
         self.update: Update | None = None
         self.owners: WholeUpdate | None = None
         specs = find_units(module, self.registry, plan.unit_cap, leaves, self._sizes(domains))
-        self.numbering = Numbering(self.registry, specs, domains, self.comm)
+        self.numbering = GlobalTensorIds(self.registry, specs, domains, self.comm)
         self.wholes = Wholes(self.registry, self.numbering, self.comm, accountant)
         self.homes = homes
         self._check_domains(domains, compressor)
@@ -177,7 +177,7 @@ class ShardedModel:
         if optimizer is not None:
             parts = None
             if stepping.whole and self.numbering.cut:
-                parts = CutTensors(self.registry, self.numbering, specs, layouts, domains, accountant)
+                parts = SplitTensors(self.registry, self.numbering, specs, layouts, domains, accountant)
             self.update, self.owners = self._make_update(optimizer, is_elementwise, domains, parts)
         places = (homes.optimizer, homes.whole, homes.gradients, homes.parameters)
         self.interruptions = Interruptions(self.comm, on_disk=any(place.lags for place in places))
@@ -314,7 +314,7 @@ class ShardedModel:
         optimizer: torch.optim.Optimizer,
         is_elementwise: StateKind,
         domains: Domains,
-        parts: CutTensors | None,
+        parts: SplitTensors | None,
     ) -> tuple[Update, WholeUpdate | None]:
         """Return what steps the parameters, and that part of it which steps whole tensors, if there is one."""
         stepping, common = self.stepping, (optimizer, self.units, self.registry)
@@ -665,7 +665,7 @@ class ShardedModel:
 
     # -- access of single parameters ---------------------------------------------------------------------------------
 
-    def section_of(self, index: int) -> SectionMemory:
+    def section_of(self, index: int) -> FlatParamStorage:
         """Return the section that holds a parameter."""
         return self._section_of[index][1]
 
@@ -829,8 +829,8 @@ class ShardedModel:
         """
         return self.wholes.parts_of(index)
 
-    def _own_pieces(self) -> dict[int, tuple[SectionMemory, list[ShardSlice]]]:
-        found: dict[int, tuple[SectionMemory, list[ShardSlice]]] = {}
+    def _own_pieces(self) -> dict[int, tuple[FlatParamStorage, list[ShardSlice]]]:
+        found: dict[int, tuple[FlatParamStorage, list[ShardSlice]]] = {}
         for unit in self.units:
             for section in unit.sections:
                 found.update((slot.index, (section, [])) for slot in section.layout.slots)

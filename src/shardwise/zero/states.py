@@ -17,7 +17,7 @@ from shardwise.memory.stash import Stash
 from shardwise.zero.passes.gradients import UnitGradients
 from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
 from shardwise.zero.units.released import blank
-from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.units.unit import FlatParamStorage, Unit
 from shardwise.zero.updates.update import Update
 
 
@@ -62,7 +62,7 @@ class MovingStates:
         self._accountant = accountant
         self._presence = presence
         self._stash: Stash | None = None
-        self._whole: list[tuple[SectionMemory, torch.Tensor]] = []
+        self._whole: list[tuple[FlatParamStorage, torch.Tensor]] = []
 
     def offload(self, kinds: Collection[OffloadStateTypeEnum], *, pinned: bool, wait: bool) -> None:
         """Move what is on the device; nothing may be gathered but what always is.

@@ -21,8 +21,8 @@ from shardwise.config.schema.parallel import TensorParallel
 from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.huggingface import divide_model
-from shardwise.parallel.tensor.layers import Cut
-from shardwise.parallel.tensor.plan import Division, cuts_of
+from shardwise.parallel.tensor.layers import ShardSpec
+from shardwise.parallel.tensor.plan import TensorParallelPlan, cuts_of
 from tests.harness import run_ranks
 from tests.harness.pool import RankFailure
 from tests.parallel.tensor.models import check, trained
@@ -262,7 +262,9 @@ def test_rules(rules: str) -> None:
     assert compare(run_ranks(train, 2, family, settings, 3), alone(family, 3, 1)) < 0.95
 
 
-def planned(family: str, size: int = 2, prepare: Callable[[nn.Module], nn.Module] = itself, **more: Any) -> Division:
+def planned(
+    family: str, size: int = 2, prepare: Callable[[nn.Module], nn.Module] = itself, **more: Any
+) -> TensorParallelPlan:
     return cuts_of(prepare(build(family)), size, TensorParallel(autotp_size=size, **more))
 
 
@@ -330,8 +332,8 @@ def test_old_names_of_styles() -> None:
         layer.mlp.first, layer.mlp.second = nn.Linear(8, 6), nn.Linear(6, 8)  # type: ignore[union-attr]
     model._tp_plan = {"model.layers.*.mlp.first": "colwise_rep", "model.layers.*.mlp.second": "rowwise_rep"}
     found = cuts_of(model, 2, TensorParallel(autotp_size=2)).layers
-    assert found["model.layers.1.mlp.first"] == Cut("column", (((0, 3),), ((3, 6),)), whole_output=True)
-    assert found["model.layers.1.mlp.second"] == Cut("row", (((0, 3),), ((3, 6),)), whole_input=True)
+    assert found["model.layers.1.mlp.first"] == ShardSpec("column", (((0, 3),), ((3, 6),)), whole_output=True)
+    assert found["model.layers.1.mlp.second"] == ShardSpec("row", (((0, 3),), ((3, 6),)), whole_input=True)
 
 
 def test_copies_of_divided_models_keep_what_they_have() -> None:

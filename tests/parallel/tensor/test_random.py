@@ -16,7 +16,7 @@ import shardwise
 from shardwise import checkpointing
 from shardwise.errors import DesyncError, UsageError
 from shardwise.moe import MoE
-from shardwise.recompute import divided
+from shardwise.recompute import partitioned
 from shardwise.utils import safe_get_full_grad
 from tests.harness import run_ranks
 from tests.parallel.tensor.models import ROWS, RULES, TOKENS, WIDTH, WORDS, Block, Decoder, data
@@ -74,7 +74,7 @@ def config(**more: Any) -> dict[str, Any]:
 
 def step(rate: float, recompute: bool, **more: Any) -> Any:
     net = model(rate, recompute)
-    divided.LEAST = 64
+    partitioned.LEAST = 64
     torch.manual_seed(10 + dist.get_rank())  # as scripts do
     engine, *_ = shardwise.initialize(model=net, config=config(**more))
     copy = engine.get_data_parallel_rank()

@@ -215,7 +215,7 @@ def test_activations_outside_of_divided_layers_are_halved(kind: str) -> None:
 def test_models_without_norms_are_refused(specs: Any, said: str) -> None:
     from shardwise.config.schema.parallel import TensorParallel
     from shardwise.parallel.tensor.plan import cuts_of
-    from shardwise.parallel.tensor.tokens import tokens_of
+    from shardwise.parallel.tensor.sequence_parallel import tokens_of
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -236,7 +236,7 @@ def test_patterns_mean_names_as_they_are_without_adapters(wrapped: str) -> None:
     peft = pytest.importorskip("peft")
     from shardwise.config.schema.parallel import TensorParallel
     from shardwise.parallel.tensor.plan import cuts_of
-    from shardwise.parallel.tensor.tokens import tokens_of
+    from shardwise.parallel.tensor.sequence_parallel import tokens_of
 
     layer = r"^model\.layers\.\d+\."
     specs = [

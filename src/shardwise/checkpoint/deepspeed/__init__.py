@@ -14,7 +14,7 @@ The layout of the files was found by saving with DeepSpeed 0.19.8 and looking at
 
 from shardwise.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint
 from shardwise.checkpoint.deepspeed.directory import recognised
-from shardwise.checkpoint.deepspeed.joining import Whole
-from shardwise.checkpoint.deepspeed.numbered import Target
+from shardwise.checkpoint.deepspeed.stage0_optimizer import Target
+from shardwise.checkpoint.deepspeed.tp_merge import Whole
 
 __all__ = ["DeepSpeedCheckpoint", "Target", "Whole", "recognised"]

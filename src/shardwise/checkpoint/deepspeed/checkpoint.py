@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.deepspeed import training
+from shardwise.checkpoint.deepspeed import trainer_state
 from shardwise.checkpoint.deepspeed.directory import Files, check_parts, check_ranks, find_files
 from shardwise.checkpoint.deepspeed.experts import Experts
 from shardwise.checkpoint.deepspeed.files import TorchFile
-from shardwise.checkpoint.deepspeed.joining import Divisions, Whole, join
-from shardwise.checkpoint.deepspeed.layout import (
+from shardwise.checkpoint.deepspeed.stage0_optimizer import Numbered, Target
+from shardwise.checkpoint.deepspeed.tp_merge import Divisions, Whole, join
+from shardwise.checkpoint.deepspeed.zero_partitions import (
     DeepSpeedLayout,
     DeepSpeedPiece,
     Opened,
@@ -24,11 +25,10 @@ from shardwise.checkpoint.deepspeed.layout import (
     numbered_states,
     same,
 )
-from shardwise.checkpoint.deepspeed.numbered import Numbered, Target
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor, name_of, outline
 from shardwise.checkpoint.reader import Checkpoint, FilePlace, Run
+from shardwise.checkpoint.safetensors_reader import FileFacts
 from shardwise.checkpoint.strided import read_patch
-from shardwise.checkpoint.tensorfile import FileFacts
 from shardwise.errors import CheckpointError
 
 _EXTRA = "_extra_state"
@@ -218,9 +218,9 @@ class DeepSpeedCheckpoint(Checkpoint):
             else:
                 config = model.get("ds_config")
                 counts = self._counts(ranks[0], len(shapes))
-                first_data = training.data_before_experts(config)
+                first_data = trainer_state.data_before_experts(config)
                 holders = experts.holders(shapes, counts, world, data_first=first_data)
-                layout = flat_partitions(shapes, ranks, holders, reordered=training.reordered(config))
+                layout = flat_partitions(shapes, ranks, holders, reordered=trainer_state.reordered(config))
                 self._compare_experts(experts, layout)
             layout.check()
             scaler = ranks[0].content.get("loss_scaler")
@@ -377,7 +377,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             created=max(opened.modified for opened in self._opened.values()),
             versions={"deepspeed": str(model["ds_version"])},
             layout={"world": world, "stage": self.stage, "library": "deepspeed"},
-            config=training.plain_json(config) if isinstance(config, Mapping) else {},
+            config=trainer_state.plain_json(config) if isinstance(config, Mapping) else {},
             files={name: FileFacts(opened.size, ()) for name, opened in self._opened.items()},
             tensors=[],
         )
@@ -501,7 +501,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         except CheckpointError as error:
             return self._refused(held, error), wrapped
         check_ranks(self.path, ranks, max([len(ranks), *sizes.values()]), "experts' optimizer")
-        data_first = training.data_before_experts(self.manifest.config)
+        data_first = trainer_state.data_before_experts(self.manifest.config)
         try:
             for rank, numbered in [(0, held), *apart.items()]:
                 own = experts.own(sizes, rank, max(1, len(ranks)), data_first=data_first)
@@ -566,16 +566,16 @@ class DeepSpeedCheckpoint(Checkpoint):
         refused = (self.manifest.optimizer or {}).get("refused")
         entries = {kind.removeprefix(OPTIMIZER) for _, kind in layout.pieces if kind != PARAMETER}
         config, target = model.get("ds_config"), self._target
-        name = training.class_of(config, entries, layout.settings)
+        name = trainer_state.class_of(config, entries, layout.settings)
         if target is not None:
-            refused = refused or training.refusal(config, entries, target.optimizer) or self._other_groups(layout)
+            refused = refused or trainer_state.refusal(config, entries, target.optimizer) or self._other_groups(layout)
             name = target.optimizer
         groups = []
         if self.stage and not any(layout.settings):
             self.notes.append("settings of parameter groups, which elastic checkpoints do not have")
         for number, settings in enumerate(layout.settings):
             here = target.settings[number] if target is not None and number < len(target.settings) else None
-            kept, left = training.fitting_settings(settings, here)
+            kept, left = trainer_state.fitting_settings(settings, here)
             groups.append(kept)
             if left:
                 self.notes.append(
@@ -615,11 +615,11 @@ class DeepSpeedCheckpoint(Checkpoint):
         self.manifest = Manifest(
             **{
                 **vars(self.manifest),
-                "scheduler": training.schedule_state(model.get("lr_scheduler")),
-                "scaler": training.scaler_state(scaler),
-                "counters": training.counters(model, self.manifest.layout["world"]),
+                "scheduler": trainer_state.schedule_state(model.get("lr_scheduler")),
+                "scaler": trainer_state.scaler_state(scaler),
+                "counters": trainer_state.counters(model, self.manifest.layout["world"]),
                 "ranks": [dict(_OF_A_RANK) for _ in range(self.manifest.layout["world"])],
-                "client": {key: value for key, value in model.items() if key not in training.OWN_KEYS},
+                "client": {key: value for key, value in model.items() if key not in trainer_state.OWN_KEYS},
             }
         )
 

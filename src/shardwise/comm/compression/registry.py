@@ -12,7 +12,7 @@ from shardwise.comm.compression.base import Compressor
 from shardwise.comm.compression.powersgd import PowerSGD
 from shardwise.comm.compression.quantized import in_blocks
 from shardwise.comm.compression.sparse import DGC, TopK
-from shardwise.config.compression import method_name, method_parameters
+from shardwise.config.gradient_compression import method_name, method_parameters
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator

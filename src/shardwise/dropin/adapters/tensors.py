@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardwise.errors import UsageError
-from shardwise.parallel.tensor.marked import is_marked
+from shardwise.parallel.tensor.registry_marks import is_marked
 from shardwise.registry import part_of
 
 

@@ -61,7 +61,7 @@ def export(
     must_exist(checkpoint)
     from shardwise.checkpoint.exporting import export as write
     from shardwise.checkpoint.exporting import parse_export_dtype, parse_format
-    from shardwise.checkpoint.weightfiles import parse_size, replace_file
+    from shardwise.checkpoint.sharded_weights import parse_size, replace_file
     from shardwise.errors import CheckpointError, CommandLineError
 
     try:

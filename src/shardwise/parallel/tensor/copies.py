@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.layers import Parallel
-from shardwise.parallel.tensor.tokens import for_copy, takes_tokens
+from shardwise.parallel.tensor.sequence_parallel import for_copy, takes_tokens
 from shardwise.registry import part_of
 
 _BEHIND = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")

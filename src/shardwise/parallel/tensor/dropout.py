@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.compat import backward_pass, keep_with_graph
 from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.layers import ColumnParallel, NormParallel, PickedColumns, RowParallel
-from shardwise.parallel.tensor.tokens import takes_tokens_before, takes_tokens_behind
+from shardwise.parallel.tensor.sequence_parallel import takes_tokens_before, takes_tokens_behind
 from shardwise.trees import tensors_in
 
 _BITS = 63

@@ -21,8 +21,8 @@ from shardwise.parallel.tensor.check import watch_division
 from shardwise.parallel.tensor.copies import snapshot
 from shardwise.parallel.tensor.group import NAME, TensorGroup
 from shardwise.parallel.tensor.layers import Parallel
-from shardwise.parallel.tensor.plan import Division, cuts_of
-from shardwise.parallel.tensor.tokens import tokens_of
+from shardwise.parallel.tensor.plan import TensorParallelPlan, cuts_of
+from shardwise.parallel.tensor.sequence_parallel import tokens_of
 from shardwise.registry import part_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def divide_model(
     return []
 
 
-def facts_of(division: Division) -> dict[str, str]:
+def facts_of(division: TensorParallelPlan) -> dict[str, str]:
     """Return what all ranks have to divide alike, by what it is."""
     divided = {
         **division.layers,

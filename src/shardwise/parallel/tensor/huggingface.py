@@ -12,16 +12,16 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.parallel.tensor import mappings
-from shardwise.parallel.tensor.families import BIASES, Block, Stacked
 from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.heads import HEADS, KEY_HEADS, Heads
-from shardwise.parallel.tensor.inventory import Inventory
-from shardwise.parallel.tensor.layers import Cut, Parallel, class_of, divide, len_of, narrow, take_parts
+from shardwise.parallel.tensor.layers import Parallel, ShardSpec, class_of, divide, len_of, narrow, take_parts
 from shardwise.parallel.tensor.loss import words_cross_entropy
-from shardwise.parallel.tensor.plan import Division
+from shardwise.parallel.tensor.model_families import BIASES, Block, Stacked
+from shardwise.parallel.tensor.module_index import Inventory
+from shardwise.parallel.tensor.plan import TensorParallelPlan
 
 
-def divide_model(model: nn.Module, division: Division, group: TensorGroup) -> None:
+def divide_model(model: nn.Module, division: TensorParallelPlan, group: TensorGroup) -> None:
     """Divide a model, of which this rank keeps its part.
 
     Args:
@@ -38,7 +38,7 @@ def divide_model(model: nn.Module, division: Division, group: TensorGroup) -> No
         _divide_experts(modules[path], stacked, group, path)
     for path, runs in division.vectors.items():
         parent, _, name = path.rpartition(".")
-        narrow(modules[parent].get_parameter(name), 0, Cut("column", runs), group, path)
+        narrow(modules[parent].get_parameter(name), 0, ShardSpec("column", runs), group, path)
     for path in division.summands:
         for parameter in modules[path].parameters(recurse=False):
             group.declare_summands(parameter)
@@ -53,7 +53,7 @@ def divide_model(model: nn.Module, division: Division, group: TensorGroup) -> No
         _replace_loss(modules[path], cast(Parallel, modules[head]).cut, group)
 
 
-def divided_parameters(model: nn.Module, division: Division) -> Iterator[tuple[str, nn.Parameter]]:
+def divided_parameters(model: nn.Module, division: TensorParallelPlan) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters, with their names, that `divide_model` declares to be parts."""
     modules = Inventory(model).modules
     for path in division.layers:
@@ -124,9 +124,9 @@ _INNER = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "exp
 
 def _divide_experts(module: nn.Module, stacked: Stacked, group: TensorGroup, path: str) -> None:
     for name, (dim, runs) in stacked.first.items():
-        narrow(module.get_parameter(name), dim, Cut("column", runs), group, f"{path}.{name}")
+        narrow(module.get_parameter(name), dim, ShardSpec("column", runs), group, f"{path}.{name}")
     name, dim = stacked.last
-    cut = Cut("row", stacked.runs)
+    cut = ShardSpec("row", stacked.runs)
     narrow(module.get_parameter(name), dim, cut, group, f"{path}.{name}")
     if stacked.last_bias is not None:
         group.declare_summands(module.get_parameter(stacked.last_bias))
@@ -182,7 +182,7 @@ def _tell_heads(modules: dict[str, nn.Module], block: Block, group: TensorGroup)
             cast(Any, module).config = OwnConfig(config, own)
     name = type(modules[block.path]).__name__
     if name in BIASES:
-        part = _become(modules[block.path], OwnBiases, Cut("column", heads.own), group)
+        part = _become(modules[block.path], OwnBiases, ShardSpec("column", heads.own), group)
         part.names = BIASES[name]
 
 
@@ -237,7 +237,7 @@ class WordsLoss(Parallel):
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def _replace_loss(model: nn.Module, cut: Cut, group: TensorGroup) -> None:
+def _replace_loss(model: nn.Module, cut: ShardSpec, group: TensorGroup) -> None:
     key = "tensor_parallel.vocab_parallel_lm_head"
     kind = getattr(model, "loss_type", None) or "ForCausalLM"
     if kind not in _SHIFTED or not _uses_loss_function(type(model)):
@@ -256,7 +256,7 @@ def _uses_loss_function(kind: type[nn.Module]) -> bool:
         return False
 
 
-def _become(module: nn.Module, parallel: type[Parallel], cut: Cut, group: TensorGroup) -> Any:
+def _become(module: nn.Module, parallel: type[Parallel], cut: ShardSpec, group: TensorGroup) -> Any:
     """Have a module be of the subclass of its class that knows of parts."""
     module.__class__ = class_of(type(module), parallel)
     part: Any = module

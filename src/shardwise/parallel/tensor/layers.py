@@ -27,7 +27,7 @@ Kind = Literal["column", "picked", "latent", "row", "words", "width", "norm"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """How a layer is divided.
 
     Attributes:
@@ -65,7 +65,7 @@ class Parallel:
     """
 
     group: TensorGroup
-    cut: Cut
+    cut: ShardSpec
 
     def extra_repr(self) -> str:
         """Describe the layer, and which part of it this is."""
@@ -139,7 +139,7 @@ class RowParallel(Parallel):
         return y if self.bias is None else y + self.bias.to(y.dtype)  # as F.linear under autocast
 
 
-class WordsParallel(Parallel):
+class VocabParallelEmbedding(Parallel):
     """An embedding with some of the words: the others are zero, and the sum over ranks has all.
 
     `padding_idx` goes on counting all words.
@@ -161,7 +161,7 @@ class WordsParallel(Parallel):
         return mappings.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
 
-class WidthParallel(Parallel):
+class EmbedDimParallelEmbedding(Parallel):
     """An embedding with a part of every vector."""
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ def take_parts(module: nn.Module, slices: dict[str, tuple[int, tuple[Runs, ...]]
     module.__class__ = class_of(type(module), OwnParts)
     part: Any = module
     part.slices, part.group = kept, group
-    part.cut = Cut("column", next(iter(kept.values()))[1])
+    part.cut = ShardSpec("column", next(iter(kept.values()))[1])
 
 
 _CLASSES: dict[str, type[Parallel]] = {
@@ -239,15 +239,15 @@ _CLASSES: dict[str, type[Parallel]] = {
     "picked": PickedColumns,
     "latent": LatentColumns,
     "row": RowParallel,
-    "words": WordsParallel,
-    "width": WidthParallel,
+    "words": VocabParallelEmbedding,
+    "width": EmbedDimParallelEmbedding,
     "norm": NormParallel,
 }
 
 _made: dict[tuple[type, type], type] = {}
 
 
-def divide(layer: nn.Module, cut: Cut, group: TensorGroup, path: str) -> None:
+def divide(layer: nn.Module, cut: ShardSpec, group: TensorGroup, path: str) -> None:
     """Make a layer one of which each rank has its part.
 
     Parameters that are shared with a layer that has been divided before (tied embeddings) are that rank's part already;
@@ -297,7 +297,7 @@ def divide(layer: nn.Module, cut: Cut, group: TensorGroup, path: str) -> None:
     _become(layer, cut, group)
 
 
-def _become(layer: nn.Module, cut: Cut, group: TensorGroup) -> None:
+def _become(layer: nn.Module, cut: ShardSpec, group: TensorGroup) -> None:
     layer.__class__ = class_of(type(layer), _CLASSES[cut.kind])
     part = cast(Parallel, layer)
     part.cut, part.group = cut, group
@@ -332,7 +332,7 @@ def stores_inputs_first(layer: nn.Module) -> bool:
     return hasattr(layer, "nf") and hasattr(layer, "nx")
 
 
-def narrow(parameter: nn.Parameter, dim: int, cut: Cut, group: TensorGroup, name: str) -> None:
+def narrow(parameter: nn.Parameter, dim: int, cut: ShardSpec, group: TensorGroup, name: str) -> None:
     """Keep this rank's part of a parameter, wherever its values are, and declare it."""
     known = part_of(parameter)
     if known.box is not None and known.shape is not None:
@@ -356,7 +356,7 @@ def len_of(runs: Sequence[Runs]) -> int:
     return max(end for own in runs for _, end in own)
 
 
-def _tell_sizes(layer: nn.Module, cut: Cut, own: int) -> None:
+def _tell_sizes(layer: nn.Module, cut: ShardSpec, own: int) -> None:
     """Have a layer's attributes say what it has."""
     names = {"column": ("out_features", "nf"), "row": ("in_features", "nx"), "words": ("num_embeddings",)}
     for name in names.get(cut.kind, ("embedding_dim",)):

@@ -5,7 +5,7 @@ What is said first holds:
 1. the rules of the configuration (`partition_config.layer_specs`), the first that matches a layer;
 2. names of layers whose outputs are summed (`injection_policy_tuple`), or the model's own plan (`tp_plan` of
    transformers), or neither for a family (`preset_model`);
-3. what the blocks of the model are, by the names and sizes of their layers (`shardwise.parallel.tensor.families`).
+3. the kind of each block, by the names and sizes of its layers (`shardwise.parallel.tensor.model_families`).
    Where that knows a block, heads stay whole, and fused projections are divided in each of their parts, also where
    the model's plan would put outputs together.
 """
@@ -22,11 +22,11 @@ from torch import nn
 
 from shardwise.errors import ConfigError
 from shardwise.names import name_search
-from shardwise.parallel.tensor.families import SIZE, Block, Finder, Slices, Stacked, even, stacked
 from shardwise.parallel.tensor.group import Runs
 from shardwise.parallel.tensor.heads import HEADS, KEY_HEADS, number, scaled
-from shardwise.parallel.tensor.inventory import Inventory, Layer, under
-from shardwise.parallel.tensor.layers import Cut, Kind, joined, stores_inputs_first
+from shardwise.parallel.tensor.layers import Kind, ShardSpec, joined, stores_inputs_first
+from shardwise.parallel.tensor.model_families import SIZE, Block, Finder, Slices, Stacked, even, stacked
+from shardwise.parallel.tensor.module_index import Inventory, Layer, under
 
 if TYPE_CHECKING:
     from shardwise.config.schema.parallel import LayerSpec, TensorParallel
@@ -67,7 +67,7 @@ PRESETS = {
 
 
 @dataclass
-class Division:
+class TensorParallelPlan:
     """How a model is divided.
 
     Attributes:
@@ -80,7 +80,7 @@ class Division:
         head: name of the model whose loss is that of divided logits, and of the layer that makes these.
     """
 
-    layers: dict[str, Cut] = field(default_factory=dict)
+    layers: dict[str, ShardSpec] = field(default_factory=dict)
     experts: dict[str, Stacked] = field(default_factory=dict)
     vectors: dict[str, tuple[Runs, ...]] = field(default_factory=dict)
     summands: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ class Division:
     head: tuple[str, str] | None = None
 
 
-def cuts_of(model: nn.Module, size: int, section: TensorParallel, *, experts: bool = True) -> Division:
+def cuts_of(model: nn.Module, size: int, section: TensorParallel, *, experts: bool = True) -> TensorParallelPlan:
     """Return how a model is divided.
 
     Args:
@@ -117,7 +117,7 @@ class _Planner:
         self._rules = [
             (i, rule)
             for i, rule in every
-            if rule.partition_type not in ("norm", "whole")  # see `shardwise.parallel.tensor.tokens`
+            if rule.partition_type not in ("norm", "whole")  # see `shardwise.parallel.tensor.sequence_parallel`
             and (rule.model_types is None or kinds & set(rule.model_types))
         ]
         self._defaults = rules is None or rules.use_default_specs
@@ -125,10 +125,10 @@ class _Planner:
         self._embedding_dim = rules.embedding_partition_dim if rules is not None else 1
         self._head_names = rules.lm_head_patterns if rules is not None else ["lm_head", "embed_out"]
         self._experts = experts
-        self._cuts: dict[str, Cut] = {}
+        self._cuts: dict[str, ShardSpec] = {}
         self._skipped: set[str] = set()
 
-    def division(self) -> Division:
+    def division(self) -> TensorParallelPlan:
         plan = self._plan() if self._defaults else {}
         finder = Finder(self._inventory, self._size, self._grain, plan.keys())
         blocks = list(finder.blocks())
@@ -136,7 +136,7 @@ class _Planner:
         self._by_rules(by_layer)
         ruled = {*self._cuts, *self._skipped}
         contradicted = {path for block in blocks if self._contradicted(block) for path in block.cuts}
-        found = Division()
+        found = TensorParallelPlan()
         if self._defaults:
             for block in self._chosen(blocks, plan):
                 if block.row not in contradicted:
@@ -195,14 +195,14 @@ class _Planner:
         """Return the first rule for a parameter."""
         return next((one for one in self._rules if self._finds(one[1].patterns, name)), None)
 
-    def _ruled(self, layer: Layer, rule: LayerSpec, key: str, block: Block | None) -> Cut:
+    def _ruled(self, layer: Layer, rule: LayerSpec, key: str, block: Block | None) -> ShardSpec:
         """Return how a rule divides a layer."""
         dim = rule.partition_dim
         if layer.is_embedding:
             words = (rule.partition_type == "column") if dim is None else dim == 0
             features = layer.weight.shape[0 if words else 1]
             runs = even(features, self._size, layer.path)
-            return Cut("words", runs) if words else Cut("width", runs, whole_output=True)
+            return ShardSpec("words", runs) if words else ShardSpec("width", runs, whole_output=True)
         kind: Kind = "row" if rule.partition_type == "row" else "column"
         if rule.shape is None and dim is not None:
             if dim not in (0, 1):
@@ -217,7 +217,7 @@ class _Planner:
             return known
         else:
             runs = even(features, self._size, layer.path)
-        return Cut(kind, runs, whole_output=rule.gather_output and kind == "column")
+        return ShardSpec(kind, runs, whole_output=rule.gather_output and kind == "column")
 
     def _fused(
         self, features: int, rule: LayerSpec, key: str, layer: Layer, kind: Kind, grain: int
@@ -321,7 +321,7 @@ class _Planner:
             if kind in ("words", "width") or layer.is_embedding:
                 dim = int(kind == "width")
                 runs = even(layer.weight.shape[dim], self._size, path)
-                self._cuts[path] = Cut("width", runs, whole_output=True) if dim else Cut("words", runs)
+                self._cuts[path] = ShardSpec("width", runs, whole_output=True) if dim else ShardSpec("words", runs)
             elif kind == "latent":
                 raise ConfigError(
                     f"{SIZE}: the plan of {type(self._model).__name__} has {path} as {style!r}, but the attention that "
@@ -330,17 +330,17 @@ class _Planner:
             else:
                 self._cuts[path] = self._planned(layer, kind, form)
 
-    def _planned(self, layer: Layer, kind: Kind, form: str) -> Cut:
+    def _planned(self, layer: Layer, kind: Kind, form: str) -> ShardSpec:
         features = layer.inputs if kind == "row" else layer.outputs
         if form == "packed":
             if features % 2:
                 raise ConfigError(f"{SIZE}: {layer.path} has {features} features, and should have two halves")
             runs = joined([(features // 2, even(features // 2, self._size, layer.path, self._grain))] * 2)
-            return Cut(kind, runs)
+            return ShardSpec(kind, runs)
         if form == "whole":
             runs = even(features, self._size, layer.path, self._grain)
-            return Cut(kind, runs, whole_output=kind == "column", whole_input=kind == "row")
-        return Cut(kind, self._by_head(layer, features))
+            return ShardSpec(kind, runs, whole_output=kind == "column", whole_input=kind == "row")
+        return ShardSpec(kind, self._by_head(layer, features))
 
     def _by_head(self, layer: Layer, features: int) -> tuple[Runs, ...]:
         """Return runs of whole heads where a layer is in attention, else of features."""
@@ -386,9 +386,9 @@ class _Planner:
                 if beside or not place:
                     break
                 place = place.rpartition(".")[0]
-            self._cuts[row.path] = Cut("row", self._by_head(row, row.inputs))
+            self._cuts[row.path] = ShardSpec("row", self._by_head(row, row.inputs))
             for layer in beside:
-                self._cuts[layer.path] = Cut("column", self._by_head(layer, layer.outputs))
+                self._cuts[layer.path] = ShardSpec("column", self._by_head(layer, layer.outputs))
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
@@ -401,7 +401,7 @@ class _Planner:
             is_head = named or any(layer.module is found for found in outputs)
             if is_head and not layer.is_embedding and path not in ruled:
                 runs = even(layer.outputs, self._size, path, self._grain)
-                self._cuts[path] = Cut("column", runs, whole_output=True)
+                self._cuts[path] = ShardSpec("column", runs, whole_output=True)
         words = [found.weight for model in models if (found := _embeddings(model, "get_input_embeddings")) is not None]
         shared, layers = self._sharing(), self._inventory.layers
         for path, layer in layers.items():
@@ -410,9 +410,9 @@ class _Planner:
             if tied or known or not layer.is_embedding or cast(nn.Embedding, layer.module).max_norm is not None:
                 continue
             if self._embedding_dim == 0:
-                self._cuts[path] = Cut("words", even(layer.weight.shape[0], self._size, path, self._grain))
+                self._cuts[path] = ShardSpec("words", even(layer.weight.shape[0], self._size, path, self._grain))
             else:
-                self._cuts[path] = Cut("width", even(layer.weight.shape[1], self._size, path), whole_output=True)
+                self._cuts[path] = ShardSpec("width", even(layer.weight.shape[1], self._size, path), whole_output=True)
 
     def _sharing(self) -> dict[int, list[str]]:
         """Return the names of the layers that have the same weight."""
@@ -435,7 +435,7 @@ class _Planner:
                         f"{_SECTION}: {', '.join(p for p in paths if p in self._cuts)} would be divided, and has the "
                         f"same weight as {path}, which would not. Divide both or neither ({_RULES})"
                     )
-                self._cuts[path] = Cut("words", cut.runs)
+                self._cuts[path] = ShardSpec("words", cut.runs)
 
     def _divided_head(self) -> tuple[str, str]:
         """Have the output head's output stay divided; return the model whose loss it is for, and the head."""
@@ -477,14 +477,14 @@ class _Planner:
             if "skip" not in named and (self._defaults or named):
                 yield path, found
 
-    def _placed(self) -> Iterator[tuple[str, Cut]]:
+    def _placed(self) -> Iterator[tuple[str, ShardSpec]]:
         """Yield cuts by the names that the model has layers by, those of their adapters among them."""
         for path, cut in self._cuts.items():
             for place in self._inventory.layers[path].places:
                 yield place, cut
                 yield from adapters(self._model, place, cut)
 
-    def _check(self, found: Division) -> None:
+    def _check(self, found: TensorParallelPlan) -> None:
         if not found.layers and not found.experts:
             raise ConfigError(
                 f"{SIZE}: no layer of {type(self._model).__name__} is divided: it has no plan of transformers, and no "
@@ -499,7 +499,7 @@ class _Planner:
             )
 
 
-def adapters(model: nn.Module, place: str, cut: Cut) -> Iterator[tuple[str, Cut]]:
+def adapters(model: nn.Module, place: str, cut: ShardSpec) -> Iterator[tuple[str, ShardSpec]]:
     """Yield how the matrices of low-rank adapters around a layer are divided.
 
     Columns of a layer are those of the second matrix, and rows of it are those of the first; the other one is whole.

@@ -42,7 +42,7 @@ from shardwise.trees import tensors_in
 from shardwise.zero.passes.calls import AtEnd, Use
 from shardwise.zero.passes.saved import SavedValues
 from shardwise.zero.units.presence import Presence
-from shardwise.zero.units.unit import Purpose, Unit, UnitState
+from shardwise.zero.units.unit import Unit, UnitState, UnshardReason
 
 _NOTHING = contextlib.nullcontext()
 
@@ -415,11 +415,11 @@ class Gatherer:
         return launched
 
     @property
-    def _purpose(self) -> Purpose:
+    def _purpose(self) -> UnshardReason:
         """What this pass gathers for, the same on all ranks."""
         if self.phase is Phase.BACKWARD:
-            return Purpose.BACKWARD
-        return Purpose.FORWARD if self.phase is Phase.FORWARD and self._with_graph else Purpose.PLAIN
+            return UnshardReason.BACKWARD
+        return UnshardReason.FORWARD if self.phase is Phase.FORWARD and self._with_graph else UnshardReason.PLAIN
 
     def launch_through(self, unit: Unit) -> None:
         """Launch the gathers up to a unit's place in the backward order, before its gradients are reduced."""

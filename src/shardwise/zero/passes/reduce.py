@@ -44,7 +44,7 @@ from shardwise.zero.passes.gradients import UnitGradients
 from shardwise.zero.units.peaks import ReductionSizes, reduced_alone
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import Presence
-from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.units.unit import FlatParamStorage, Unit
 from shardwise.zero.updates.update import Update
 
 
@@ -128,7 +128,7 @@ class Reducer:
         self._blocks_host = self.compressor is not None or any(unit.codes is not None for unit in units)
         self._next = 0
         self._in_flight: deque[_Flight] = deque()
-        self._onward: tuple[UnitGradients, Chain, Sequence[SectionMemory]] | None = None
+        self._onward: tuple[UnitGradients, Chain, Sequence[FlatParamStorage]] | None = None
         self._replicating: list[Link] = []
         self._returned: UnitGradients | None = None  # what has just been given back, and may still be being stored
         self._stretches = Stretches("backward")
@@ -268,7 +268,7 @@ class Reducer:
         self.partial = False
 
     def _make_hook(
-        self, gradients: UnitGradients, section: SectionMemory, number: int
+        self, gradients: UnitGradients, section: FlatParamStorage, number: int
     ) -> Callable[[nn.Parameter], None]:
         place = gradients.unit.sections.index(section)
         index = section.layout.slots[number].index
@@ -313,7 +313,7 @@ class Reducer:
         gradients.task = number_of_pass()
 
     def _collect(
-        self, gradients: UnitGradients, place: int, section: SectionMemory, number: int, grad: torch.Tensor
+        self, gradients: UnitGradients, place: int, section: FlatParamStorage, number: int, grad: torch.Tensor
     ) -> None:
         """Add one parameter's gradient to what is there of it."""
         if grad.is_sparse:
@@ -328,7 +328,7 @@ class Reducer:
             buffer[slot.offset : slot.offset + slot.numel].copy_(grad.reshape(-1))
         gradients.written.add(slot.index)
 
-    def _collected_as(self, section: SectionMemory) -> tuple[bool, torch.dtype]:
+    def _collected_as(self, section: FlatParamStorage) -> tuple[bool, torch.dtype]:
         """Return whether the gradients of one pass are reduced by themselves, and the dtype in which they are kept."""
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
         # without peers nothing travels. The choice depends on nothing that could differ between ranks.
@@ -340,7 +340,7 @@ class Reducer:
         """Whether this backward pass is the only one of its window."""
         return self.boundary and not self.partial and self.driver.begins_window()
 
-    def _buffer(self, gradients: UnitGradients, place: int, section: SectionMemory) -> torch.Tensor | Pieces:
+    def _buffer(self, gradients: UnitGradients, place: int, section: FlatParamStorage) -> torch.Tensor | Pieces:
         """Return what collects a section's gradients; if it is a flat buffer, it is new with undefined content.
 
         See `_fill_gaps`.
@@ -386,11 +386,11 @@ class Reducer:
             queue.append(ReductionSizes(gradients.unit.index, sent, received, own, whole))
         self.alone = reduced_alone(queue)
 
-    def wire_of(self, section: SectionMemory) -> torch.dtype | None:
+    def wire_of(self, section: FlatParamStorage) -> torch.dtype | None:
         """Return the dtype in which a section's gradients are sent; None: as they are."""
         return self.wire_dtype or section.layout.wire_dtype
 
-    def _cast_to(self, section: SectionMemory) -> torch.dtype | None:
+    def _cast_to(self, section: FlatParamStorage) -> torch.dtype | None:
         """Return `wire_of` a section, but lossy methods choose what they send by themselves."""
         return None if is_active(self.compressor) else self.wire_of(section)
 
@@ -434,7 +434,7 @@ class Reducer:
         accumulates = not self.boundary or self.local or gradients.accumulated
         return accumulates and any(flight.gradients.unit.index in self.alone for flight in self._in_flight)
 
-    def _prepare(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> torch.Tensor:
+    def _prepare(self, gradients: UnitGradients, section: FlatParamStorage, buffer: torch.Tensor) -> torch.Tensor:
         """Return a flat buffer, which is complete, as it is to be sent."""
         if self._prescale(section.domain) != 1.0:
             buffer.mul_(self._prescale(section.domain))
@@ -446,7 +446,7 @@ class Reducer:
             gradients.watch(buffer)
         return buffer
 
-    def _fill_gaps(self, gradients: UnitGradients, section: SectionMemory, buffer: torch.Tensor) -> None:
+    def _fill_gaps(self, gradients: UnitGradients, section: FlatParamStorage, buffer: torch.Tensor) -> None:
         """Put zeros where no gradient has arrived: absent parameters, and between parameters."""
         # Zeroing the whole buffer beforehand would write every byte once more.
         for start, stop in section.layout.gaps:
@@ -681,7 +681,7 @@ class Reducer:
             chain.wait()
         self._replicate(gradients, own_only)
 
-    def _replicate(self, gradients: UnitGradients, own_only: Sequence[SectionMemory]) -> None:
+    def _replicate(self, gradients: UnitGradients, own_only: Sequence[FlatParamStorage]) -> None:
         """Bring the reduced gradients to the ranks that step the same as this one does."""
         if not gradients.accumulated:
             return  # it is reduced over more ranks at the accumulation boundary
@@ -766,7 +766,7 @@ class Reducer:
                         buffer.mul_(self.prescale)
                     self._own[id(section)] = buffer
 
-    def own_gradient(self, section: SectionMemory) -> torch.Tensor:
+    def own_gradient(self, section: FlatParamStorage) -> torch.Tensor:
         """Return what has been added up locally for all of a section; `complete_window` has to come before."""
         return self._own[id(section)]
 
@@ -810,13 +810,13 @@ class _Flight(NamedTuple):
 
     gradients: UnitGradients
     handle: Link
-    own_only: Sequence[SectionMemory]
+    own_only: Sequence[FlatParamStorage]
     """Sections of which only this rank's own range is reduced then."""
     sent: Sequence[Any] = ()
     """What belongs to other streams, and must not be given back before the reduction has ended."""
 
 
-def _flat(unit: Unit, section: SectionMemory, buffer: torch.Tensor) -> Flat:
+def _flat(unit: Unit, section: FlatParamStorage, buffer: torch.Tensor) -> Flat:
     """Return a section's gradients as a compressor takes them."""
     whole = section.whole_gradient
     return Flat(

@@ -29,7 +29,7 @@ from shardwise.compat import (
     saved_hooks_in_force,
     version_counter,
 )
-from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.units.unit import FlatParamStorage, Unit
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -152,7 +152,7 @@ class _Place:
     __slots__ = ("counter", "section", "unit", "version", "view")
 
     def __init__(
-        self, unit: Unit, section: SectionMemory, view: tuple[Any, ...], counter: torch.Tensor, version: int
+        self, unit: Unit, section: FlatParamStorage, view: tuple[Any, ...], counter: torch.Tensor, version: int
     ) -> None:
         self.unit = unit
         self.section = section

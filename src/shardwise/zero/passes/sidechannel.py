@@ -45,9 +45,9 @@ import torch
 
 from shardwise.comm import links
 from shardwise.comm.communicator import Communicator
+from shardwise.comm.desync_report import describe, publish_end
 from shardwise.comm.ledger import Record, user_line
-from shardwise.comm.positions import Waiting
-from shardwise.comm.whereabouts import describe, publish_end
+from shardwise.comm.rank_status import Waiting
 from shardwise.compat import default_store
 from shardwise.device.streams import Mark, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError

@@ -13,15 +13,15 @@ from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Borrowed, in_turn
 from shardwise.precision.norms import Runs, total_of
 from shardwise.zero.passes.reduce import Reducer
-from shardwise.zero.units.numbering import Numbering
-from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.units.global_ids import GlobalTensorIds
+from shardwise.zero.units.unit import FlatParamStorage, Unit
 
 
 @dataclass
 class _Part:
     """Sections whose gradients are looked at together, their runs, and the gradients that those are of."""
 
-    sections: Sequence[SectionMemory]
+    sections: Sequence[FlatParamStorage]
     runs: Runs | None = None
     seen: Sequence[torch.Tensor] = ()
 
@@ -41,7 +41,7 @@ class GradientSums:
     def __init__(
         self,
         units: Sequence[Unit],
-        numbering: Numbering,
+        numbering: GlobalTensorIds,
         comm: Communicator,
         device: torch.device,
         accountant: Accountant,
@@ -56,7 +56,7 @@ class GradientSums:
         self._reducer = reducer
         # Gradients that are lent are lent unit after unit; the others are looked at in one go on each device.
         self._parts: list[tuple[_Part, list[Borrowed]]] = []
-        there: dict[torch.device, list[SectionMemory]] = {}
+        there: dict[torch.device, list[FlatParamStorage]] = {}
         for unit in units:
             lent = [section for section in unit.trainable if section.lends_gradient]
             if lent:

@@ -39,7 +39,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class Slot:
+class ParamSlot:
     """Place of one parameter in a section: `index` in the registry, first element and number of elements."""
 
     index: int
@@ -48,7 +48,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Lane:
+class GroupRange:
     """Range `[start, stop)` of a section that belongs to one optimizer parameter group (None: no optimizer)."""
 
     group: int | None
@@ -74,7 +74,7 @@ class ShardSlice:
 
 
 @dataclass(frozen=True)
-class Section:
+class FlatParam:
     """Parameters of one dtype and one dtype of gradients on the wire, all trainable or all frozen, laid out in one flat
     buffer of `numel` elements.
 
@@ -85,8 +85,8 @@ class Section:
 
     dtype: torch.dtype
     trainable: bool
-    slots: tuple[Slot, ...]
-    lanes: tuple[Lane, ...]
+    slots: tuple[ParamSlot, ...]
+    lanes: tuple[GroupRange, ...]
     numel: int
     sizes: tuple[int, ...]
     wire_dtype: torch.dtype | None = None
@@ -113,7 +113,7 @@ class Section:
         number = place // math.prod(self.sizes[level:])
         return number * self.size(level), (number + 1) * self.size(level)
 
-    def segments(self, start: int, stop: int) -> list[Lane]:
+    def segments(self, start: int, stop: int) -> list[GroupRange]:
         """Return the lanes that meet `[start, stop)`, cut to it, with positions counted from `start`.
 
         Padding at the end of the section belongs to the last lane.
@@ -122,7 +122,7 @@ class Section:
         for lane in self.lanes:
             first, last = max(lane.start, start), min(lane.stop, stop)
             if first < last:
-                cut.append(Lane(lane.group, first - start, last - start))
+                cut.append(GroupRange(lane.group, first - start, last - start))
         return cut
 
     @cached_property
@@ -155,7 +155,7 @@ def lay_out(
     device_type: str,
     whole: Collection[int] = (),
     cut: Collection[int] = (),
-) -> tuple[Section, ...]:
+) -> tuple[FlatParam, ...]:
     """Lay the parameters of one unit out in sections; trainable sections come first.
 
     Args:
@@ -178,15 +178,15 @@ def lay_out(
         members = sorted(members, key=lambda t: (-1 if t.group is None else t.group, t.index))
         slots, lanes, offset, lane_start = [], [], 0, 0
         for position, tensor in enumerate(members):
-            slots.append(Slot(tensor.index, offset, tensor.numel))
+            slots.append(ParamSlot(tensor.index, offset, tensor.numel))
             offset += round_up(tensor.numel, align)
             last = position + 1 == len(members)
             if last:
                 offset = round_up(offset, align * math.prod(sizes))
             if last or members[position + 1].group != tensor.group:
-                lanes.append(Lane(tensor.group, lane_start, offset))
+                lanes.append(GroupRange(tensor.group, lane_start, offset))
                 lane_start = offset
         wired = None if frozen else members[0].wire_dtype
         places = tuple(slots), tuple(lanes), offset, tuple(sizes)
-        sections.append(Section(members[0].dtype, not frozen, *places, wired, in_whole, in_parts))
+        sections.append(FlatParam(members[0].dtype, not frozen, *places, wired, in_whole, in_parts))
     return tuple(sections)

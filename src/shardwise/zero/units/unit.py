@@ -39,7 +39,7 @@ from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, Loans, StateHome, borrowed
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units import released
-from shardwise.zero.units.layout import Lane, Section
+from shardwise.zero.units.layout import FlatParam, GroupRange
 from shardwise.zero.units.plan import Levels
 
 
@@ -54,7 +54,7 @@ class UnitState(Enum):
     """`full` is valid on this rank; parameters are plain parameters."""
 
 
-class Purpose(Enum):
+class UnshardReason(Enum):
     """What values are gathered for."""
 
     FORWARD = "forward"
@@ -83,13 +83,13 @@ class GatherSource(Protocol):
 
 
 class Codes(GatherSource, Protocol):
-    """A source that loses digits (`shardwise.zero.units.codes.UnitCodes`)."""
+    """A source that loses digits (`shardwise.zero.units.quantized_weights.UnitCodes`)."""
 
     def round(self) -> None:
         """Make exact whole values what they would be had they been gathered so."""
 
 
-class SectionMemory:
+class FlatParamStorage:
     """The buffers of one section of a unit; see the module docstring.
 
     Args:
@@ -116,7 +116,7 @@ class SectionMemory:
 
     def __init__(
         self,
-        layout: Section,
+        layout: FlatParam,
         *,
         domain: Domain,
         levels: Levels,
@@ -346,7 +346,7 @@ class SectionMemory:
         self.full = torch.empty(self.layout.numel, dtype=self.layout.dtype, device=self.device)
         self._accountant.hold(Category.GATHERED, self.full)
 
-    def hand_on(self, heir: SectionMemory) -> None:
+    def hand_on(self, heir: FlatParamStorage) -> None:
         """Let a section that is gathered next have the memory of this one, if it is as large and nobody refers to it.
 
         New memory costs the processor the time to clear it. (The allocators of devices keep memory themselves.)
@@ -436,7 +436,7 @@ class _Coming:
 
     scratch: Sequence[torch.Tensor] = ()
 
-    def __init__(self, sections: Sequence[SectionMemory]) -> None:
+    def __init__(self, sections: Sequence[FlatParamStorage]) -> None:
         self._sections = sections
         for section in sections:
             section.begin_to_bring_shard()
@@ -457,7 +457,7 @@ class ShardSource:
 
     fills = True
 
-    def __init__(self, sections: Sequence[SectionMemory], domain: Domain) -> None:
+    def __init__(self, sections: Sequence[FlatParamStorage], domain: Domain) -> None:
         self._sections = sections
         self._domain = domain
         self._level = max((section.levels.parameters for section in sections), default=0)
@@ -495,7 +495,7 @@ class SecondShardSource:
 
     fills = True
 
-    def __init__(self, sections: Sequence[SectionMemory], comm: Communicator) -> None:
+    def __init__(self, sections: Sequence[FlatParamStorage], comm: Communicator) -> None:
         self._sections = sections
         self._comm = comm
         self.world = comm.world
@@ -535,7 +535,7 @@ class Unit:
         modules: Sequence[nn.Module],
         tensors: Sequence[LogicalTensor],
         registry: Registry,
-        sections: Sequence[SectionMemory],
+        sections: Sequence[FlatParamStorage],
         domain: Domain,
     ) -> None:
         self.index = index
@@ -623,7 +623,7 @@ class Unit:
             for parameter, blank in self._blanks:
                 parameter.data = blank
 
-    def start_gather(self, purpose: Purpose = Purpose.PLAIN) -> None:
+    def start_gather(self, purpose: UnshardReason = UnshardReason.PLAIN) -> None:
         """Launch the gather of the whole values of a sharded unit; the parameters are withheld until it ends."""
         with named("gather", self.name):
             self._handle = self._launch(purpose)
@@ -651,7 +651,7 @@ class Unit:
         else:
             self._spread(sections, kind)
 
-    def _spread(self, sections: Sequence[SectionMemory], kind: str) -> None:
+    def _spread(self, sections: Sequence[FlatParamStorage], kind: str) -> None:
         level = self.level
         moves = [(s.shard, s.written, s.written_level) for s in sections]
         self.domain.gathers.follow()  # the current stream has written, and has read what was there before
@@ -669,18 +669,18 @@ class Unit:
                 self._refreshing.wait()
             self._refreshing = None
 
-    def _source_for(self, purpose: Purpose) -> GatherSource:
+    def _source_for(self, purpose: UnshardReason) -> GatherSource:
         """Choose from what whole values are gathered, the same on all ranks."""
-        if self.second is not None and self.second_valid and purpose is Purpose.BACKWARD:
+        if self.second is not None and self.second_valid and purpose is UnshardReason.BACKWARD:
             return self.second
-        return self.exact if self.codes is None or purpose is Purpose.PLAIN else self.codes
+        return self.exact if self.codes is None or purpose is UnshardReason.PLAIN else self.codes
 
-    def _launch(self, purpose: Purpose, *, aside: bool = False) -> Link:
+    def _launch(self, purpose: UnshardReason, *, aside: bool = False) -> Link:
         """Launch the gather that a purpose asks for; `aside`: into memory that is given back when it has ended."""
         self.finish_spread()
-        self.rounded = self.codes is not None and purpose is not Purpose.PLAIN
+        self.rounded = self.codes is not None and purpose is not UnshardReason.PLAIN
         # What is released after a forward pass is what it has computed with.
-        self._second_follows = self.second is not None and purpose is Purpose.FORWARD
+        self._second_follows = self.second is not None and purpose is UnshardReason.FORWARD
         self._source = source = self._source_for(purpose)
         full = [section.full for section in self.sections]
         if source.fills and (aside or self.state is UnitState.RELEASED):
@@ -724,7 +724,7 @@ class Unit:
         if not self._source.fills:
             self.domain.gathers.follow()  # to which the memory of what has been gathered belongs
 
-    def join_gather(self, purpose: Purpose) -> None:
+    def join_gather(self, purpose: UnshardReason) -> None:
         """Take part in a gather of the others though the whole values are here already, or have been."""
         if self.domain.async_gathers and self.codes is None:
             self._launch(purpose, aside=True)
@@ -736,9 +736,9 @@ class Unit:
             link.wait()
         self._complete()
 
-    def fetched(self, purpose: Purpose) -> None:
+    def fetched(self, purpose: UnshardReason) -> None:
         """The exact whole values have come another way than by a gather; make them what the others compute with."""
-        if self.codes is not None and purpose is not Purpose.PLAIN:
+        if self.codes is not None and purpose is not UnshardReason.PLAIN:
             self.codes.round()
             self.rounded = True
         self.fill_done()
@@ -765,7 +765,7 @@ class Unit:
             self.exposed = False
             released.withhold_all(self._classes)
 
-    def owner_of(self, tensor: torch.Tensor) -> SectionMemory | None:
+    def owner_of(self, tensor: torch.Tensor) -> FlatParamStorage | None:
         """Return the section in the memory of whose whole values a tensor lies."""
         if tensor.layout is not torch.strided:
             return None
@@ -942,7 +942,7 @@ class Unit:
             for section in self.sections:
                 section.shard_loans.look_ahead(section.shard)
 
-    def segments(self) -> Iterator[tuple[SectionMemory, Lane]]:
+    def segments(self) -> Iterator[tuple[FlatParamStorage, GroupRange]]:
         """Yield the lanes of the range that this rank's optimizer updates."""
         for section in self.trainable:
             for lane in section.layout.segments(section.master_start, section.master_stop):

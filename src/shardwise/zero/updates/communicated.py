@@ -22,9 +22,9 @@ from shardwise.config.names import ONEBIT_STAGE_REASONS
 from shardwise.errors import ConflictError, UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
-from shardwise.zero.units.numbering import Numbering
+from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.plan import ALL_ON_DEVICE, Plan
-from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.units.unit import FlatParamStorage, Unit
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.update import StateKind, as_gradient
 
@@ -140,16 +140,16 @@ class CommunicatedUpdate(SegmentUpdate):
         units: Sequence[Unit],
         registry: Registry,
         domains: Domains,
-        numbering: Numbering,
+        numbering: GlobalTensorIds,
         accountant: Accountant,
         is_elementwise: StateKind,
         plan: Plan,
     ) -> None:
         super().__init__(optimizer, units, registry, domains.main.ranks, numbering, accountant, is_elementwise)
         self.asked: CommunicatingOptimizer = optimizer  # type: ignore[assignment]
-        self.own_gradient: Callable[[SectionMemory], torch.Tensor] = _none
+        self.own_gradient: Callable[[FlatParamStorage], torch.Tensor] = _none
         self.on_written: Callable[[], None] = _nothing
-        self._blocks: list[tuple[SectionMemory, SectionBlock]] = []
+        self._blocks: list[tuple[FlatParamStorage, SectionBlock]] = []
         self._segment_of: dict[int, BlockSegment] = {}
         name, most = type(optimizer).__name__, 0 if self.asked.ranks_differ else 1
         if plan.stage > most:
@@ -214,7 +214,7 @@ class CommunicatedUpdate(SegmentUpdate):
             if values:
                 self.asked.set_tensor_state(index, values)
 
-    def _block(self, name: str, section: SectionMemory) -> SectionBlock:
+    def _block(self, name: str, section: FlatParamStorage) -> SectionBlock:
         layout = section.layout
         return SectionBlock(
             name,
@@ -340,7 +340,7 @@ class CommunicatedUpdate(SegmentUpdate):
         return self.comm.world > 1
 
 
-def _none(section: SectionMemory) -> torch.Tensor:
+def _none(section: FlatParamStorage) -> torch.Tensor:
     raise AssertionError("nobody adds gradients up")
 
 

@@ -9,7 +9,7 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from shardwise.zero.units.unit import SectionMemory
+from shardwise.zero.units.unit import FlatParamStorage
 
 
 class FlatOptimizer(Protocol):
@@ -39,7 +39,7 @@ class FlatOptimizer(Protocol):
         """
 
 
-Segment = tuple[SectionMemory, slice, nn.Parameter]
+Segment = tuple[FlatParamStorage, slice, nn.Parameter]
 """A section, a range of its master, and what the optimizer has in its groups for it."""
 
 Origins = tuple[nn.Parameter, list[tuple[int, int, int, int]]]
@@ -49,7 +49,7 @@ Origins = tuple[nn.Parameter, list[tuple[int, int, int, int]]]
 class Part:
     """Segments of some sections, each with its place in the section's master, and where their elements come from."""
 
-    sections: list[SectionMemory]
+    sections: list[FlatParamStorage]
     segments: list[Segment]
     origins: list[Origins]
 

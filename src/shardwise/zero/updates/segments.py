@@ -25,11 +25,11 @@ from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use, unwritten
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
-from shardwise.zero.units.layout import Lane, ShardSlice
-from shardwise.zero.units.numbering import Numbering
-from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.units.global_ids import GlobalTensorIds
+from shardwise.zero.units.layout import GroupRange, ShardSlice
+from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.updates.parameter_writeback import Outputs
 from shardwise.zero.updates.parts import Origins, Part, Segment, flat_optimizer
-from shardwise.zero.updates.returning import Outputs
 from shardwise.zero.updates.update import (
     ReducedUpdate,
     StateKind,
@@ -67,7 +67,7 @@ class SegmentUpdate(ReducedUpdate):
         units: Sequence[Unit],
         registry: Registry,
         job: Communicator,
-        numbering: Numbering,
+        numbering: GlobalTensorIds,
         accountant: Accountant,
         is_elementwise: StateKind,
         *,
@@ -84,7 +84,7 @@ class SegmentUpdate(ReducedUpdate):
         self._is_elementwise = is_elementwise
         self._segments: list[Segment] = []
         self._origins: list[Origins] = []
-        self._runs: dict[int, list[tuple[SectionMemory, ShardSlice, nn.Parameter]]] = {}
+        self._runs: dict[int, list[tuple[FlatParamStorage, ShardSlice, nn.Parameter]]] = {}
         self._everything = Part([], self._segments, self._origins)
         self._parts: list[tuple[Part, list[Borrowed]]] = []  # of the same, unit by unit, with what has to be lent
         self._stepped: set[int] = set()  # numbers of parts, in a step that has not been ended
@@ -120,8 +120,8 @@ class SegmentUpdate(ReducedUpdate):
 
     def _place_lane(
         self,
-        section: SectionMemory,
-        lane: Lane,
+        section: FlatParamStorage,
+        lane: GroupRange,
         members: list[list[nn.Parameter]],
         old_state: dict[int, dict[str, Any]],
     ) -> None:
@@ -181,7 +181,7 @@ class SegmentUpdate(ReducedUpdate):
             sums.copy_(there)
 
     def _cut(
-        self, section: SectionMemory, lane: Lane, old_state: dict[int, dict[str, Any]]
+        self, section: FlatParamStorage, lane: GroupRange, old_state: dict[int, dict[str, Any]]
     ) -> Iterator[tuple[int, int, list[ShardSlice]]]:
         """Yield the segments of a lane: start and stop in the master, and pieces counted from the start.
 

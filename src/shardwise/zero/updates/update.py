@@ -1,8 +1,8 @@
-"""Where the optimizer meets the units: what it is given to step, and how its results come back.
+"""Steps of sharded parameters: the tensors that an optimizer is given, and the way of its results back.
 
-An elementwise optimizer steps segments (`shardwise.zero.updates.segments`), one that needs whole tensors those that a
-rank owns (`shardwise.zero.updates.owned`), and one optimizer may have groups of both kinds. The client's optimizer
-instance is kept: its parameter groups are edited in place and state that it already has goes with the parameters.
+An elementwise optimizer steps segments (`shardwise.zero.updates.segments`). One that needs whole tensors steps those
+that a rank owns (`shardwise.zero.updates.owner_sharded`). One optimizer may have groups of both kinds. The client's
+optimizer instance is kept: its parameter groups are edited in place, and its state goes with the parameters.
 """
 
 from __future__ import annotations

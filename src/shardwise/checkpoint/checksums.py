@@ -11,7 +11,7 @@ import stat
 import zlib
 from dataclasses import dataclass
 
-from shardwise.checkpoint.output import Output, create
+from shardwise.checkpoint.file_writer import Output, create
 from shardwise.errors import CheckpointError
 
 BLOCK = 4 << 20

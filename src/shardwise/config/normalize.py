@@ -14,7 +14,7 @@ from typing import Any
 from .problems import LISTED, Path, Problem, dotted
 from .schema.base import AUTO, ConfigSection
 from .schema.root import Config
-from .tree import Key, advise, expected, keys_of, lookup, takes_any_key, walk
+from .schema_index import Key, advise, expected, keys_of, lookup, takes_any_key, walk
 
 _OFFLOAD_FLAGS = ("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param")
 

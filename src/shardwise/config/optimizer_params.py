@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from . import names
-from .options import check
+from .argument_models import check
+from .normalize import Scan
 from .problems import Problem, dotted
-from .scan import Scan
 from .schema.base import Arguments
 from .schema.root import Config
 

@@ -1,11 +1,11 @@
-"""What this version does not have: two tables of keys whose features are still to be built.
+"""Two tables of keys whose features this version does not have.
 
-`UNBUILT`: the run would be another one without the feature, or would lack what it was started for. A configuration is
-refused if it asks for such a feature, with what to do instead. A section that is present but switched off, or holds
-only defaults, is accepted.
+`UNSUPPORTED`: without the feature the run would be another one, or would lack its purpose. A configuration that asks
+for such a feature is refused, and the message says what to do instead. A section that is present but switched off, or
+holds only defaults, is accepted.
 
-`UNHEARD`: the run is the same without the feature; only less is printed, or it is a matter of speed. Such a key is
-accepted with a warning.
+`IGNORED`: without the feature the run is the same; it prints less, or differs in speed. Such a key is accepted with a
+warning.
 
 A later version that builds a feature removes its line here and changes nothing else.
 """
@@ -18,13 +18,13 @@ from typing import Any
 
 from shardwise.errors import NotBuiltError
 
+from .normalize import Scan
 from .problems import Note, Problem, dotted
-from .scan import Scan
 from .schema.root import Config
 
 
 @dataclass(frozen=True)
-class Unbuilt:
+class Unsupported:
     """One feature: the key that asks for it, what it is, when a value asks for it, and what to do now.
 
     `within` are switches that have to be on as well. `instead` may depend on the rest of the configuration.
@@ -38,7 +38,7 @@ class Unbuilt:
 
 
 @dataclass(frozen=True)
-class Unheard:
+class Ignored:
     """One key that is accepted and does nothing yet: when a value asks for it, and what is missing."""
 
     path: str
@@ -80,68 +80,68 @@ _SAMPLES = "order the samples in the script's own dataset or sampler, and switch
 _ROUTES = "leave it out: the model's own router decides, as the model's config says"
 _COMPRESSED = "train the plain model, or compress it with a library for that (torch.ao); switch this off"
 
-UNBUILT: tuple[Unbuilt, ...] = (
-    Unbuilt("amp.enabled", "Apex AMP, which torch has replaced", _on, _PRECISION),
-    Unbuilt("msamp.enabled", "MS-AMP", _on, _PRECISION),
-    Unbuilt(
+UNSUPPORTED: tuple[Unsupported, ...] = (
+    Unsupported("amp.enabled", "Apex AMP, which torch has replaced", _on, _PRECISION),
+    Unsupported("msamp.enabled", "MS-AMP", _on, _PRECISION),
+    Unsupported(
         "aio.use_gds",
         "GPUDirect Storage",
         _on,
         "switch it off: data goes from disk to the device through page-locked memory of the host",
     ),
-    Unbuilt(
+    Unsupported(
         "zero_optimization.offload_optimizer.super_offload",
         "steps of the host optimizer during the backward pass (SuperOffload), which measured slower than without",
         _on,
         "remove the key; the bits are the same",
     ),
-    Unbuilt(
+    Unsupported(
         "zero_optimization.zenflow",
         "ZenFlow, which steps a part of the gradients some steps late, and so trains with other numbers",
         _given,
         "remove the section; `zero_optimization.offload_optimizer` by itself steps everything in time",
     ),
-    Unbuilt(
+    Unsupported(
         "zero_optimization.zero_quantized_nontrainable_weights",
         "frozen weights stored as integers",
         _on,
         "switch it off; stage 3 divides frozen weights over the ranks as they are",
     ),
-    Unbuilt(
+    Unsupported(
         "sparse_attention",
         "sparse attention",
         _sparse,
         'remove the section, or write the mode "dense"; torch has block masks (torch.nn.attention.flex_attention)',
     ),
-    Unbuilt(
+    Unsupported(
         "tensor_parallel.kernel_inject",
         "kernels that take the place of layers",
         _on,
         "switch it off; torch.nn.functional.scaled_dot_product_attention and engine.compile() choose fused kernels",
     ),
-    Unbuilt(
+    Unsupported(
         "tensor_parallel.vocab_parallel_ce_backend",
         "a cross entropy of Liger for split logits",
         lambda value: value == "liger",
         'write "torch": the library\'s own sends three numbers a token',
     ),
-    Unbuilt(
+    Unsupported(
         "tensor_parallel.tp.mpu",
         "a model-parallel unit inside of the configuration",
         _given,
         "pass it as shardwise.initialize(mpu=...)",
     ),
-    Unbuilt(
+    Unsupported(
         "tensor_parallel.tp.tp_group",
         "a process group inside of the configuration",
         _given,
         "write the number of ranks as `tensor_parallel.autotp_size`: neighbours have one copy of the model; or pass "
         "shardwise.initialize(mpu=...)",
     ),
-    Unbuilt("pipeline.enabled", "pipeline parallelism", _on, f"remove the section; {_SHARD}"),
-    Unbuilt("pipeline.stages", "pipeline parallelism", _above_one, f"remove the section; {_SHARD}"),
+    Unsupported("pipeline.enabled", "pipeline parallelism", _on, f"remove the section; {_SHARD}"),
+    Unsupported("pipeline.stages", "pipeline parallelism", _above_one, f"remove the section; {_SHARD}"),
     *(
-        Unbuilt(f"expert_parallel.{name}", what, asks, instead, within=("expert_parallel.enabled",))
+        Unsupported(f"expert_parallel.{name}", what, asks, instead, within=("expert_parallel.enabled",))
         for name, what, asks, instead in (
             ("route_norm", "routers of its own", _given, _ROUTES),
             ("route_scale", "routers of its own", lambda value: value != 1, _ROUTES),
@@ -159,78 +159,78 @@ UNBUILT: tuple[Unbuilt, ...] = (
             ("comm_backend", "DeepEP", lambda value: value == "deepep", 'write "comm"'),
         )
     ),
-    Unbuilt(
+    Unsupported(
         "checkpoint.load_universal",
         "the universal checkpoint format",
         _on,
         "switch it off: checkpoints here fit any number of ranks and any stage as they are, and DeepSpeed's are read "
         "before they are made universal",
     ),
-    Unbuilt("nebula.enabled", "Nebula", _on, "switch it off; `checkpoint.async_save` saves in the background"),
-    Unbuilt("datastates_ckpt", "DataStates", _given, "remove it; `checkpoint.async_save` saves in the background"),
-    Unbuilt(
+    Unsupported("nebula.enabled", "Nebula", _on, "switch it off; `checkpoint.async_save` saves in the background"),
+    Unsupported("datastates_ckpt", "DataStates", _given, "remove it; `checkpoint.async_save` saves in the background"),
+    Unsupported(
         "data_efficiency.data_sampling.curriculum_learning.enabled",
         "curriculum learning",
         _on,
         _SAMPLES,
         within=("data_efficiency.enabled", "data_efficiency.data_sampling.enabled"),
     ),
-    Unbuilt(
+    Unsupported(
         "data_efficiency.data_sampling.dynamic_batching.enabled",
         "batches of equal token count",
         _on,
         "switch it off; make such batches in the script and weigh their losses (engine.backward(loss, weight=tokens))",
         within=("data_efficiency.enabled", "data_efficiency.data_sampling.enabled"),
     ),
-    Unbuilt(
+    Unsupported(
         "data_efficiency.data_routing.random_ltd.enabled",
         "random layer-token dropping",
         _on,
         "switch it off; the model then sees all tokens in all layers",
         within=("data_efficiency.enabled", "data_efficiency.data_routing.enabled"),
     ),
-    Unbuilt("curriculum_learning.enabled", "curriculum learning", _on, _SAMPLES),
-    Unbuilt(
+    Unsupported("curriculum_learning.enabled", "curriculum learning", _on, _SAMPLES),
+    Unsupported(
         "progressive_layer_drop.enabled",
         "progressive layer dropping",
         _on,
         "switch it off; the model is then not told to skip layers",
     ),
     *(
-        Unbuilt(f"compression_training.{name}.shared_parameters.enabled", "model compression", _on, _COMPRESSED)
+        Unsupported(f"compression_training.{name}.shared_parameters.enabled", "model compression", _on, _COMPRESSED)
         for name in _COMPRESSION
     ),
-    Unbuilt("compression_training.layer_reduction.enabled", "layer reduction", _on, _COMPRESSED),
-    Unbuilt(
+    Unsupported("compression_training.layer_reduction.enabled", "layer reduction", _on, _COMPRESSED),
+    Unsupported(
         "weight_quantization",
         "quantized weights",
         lambda value: value is not None and value.enabled,
         "remove the section; stage 3 divides weights over the ranks as they are",
     ),
-    Unbuilt("quantize_training.enabled", "quantization in training", _on, _COMPRESSED),
-    Unbuilt("quantize_training.eigenvalue.enabled", "eigenvalue estimation", _on, _COMPRESSED),
-    Unbuilt("eigenvalue.enabled", "eigenvalue estimation", _on, _COMPRESSED),
-    Unbuilt(
+    Unsupported("quantize_training.enabled", "quantization in training", _on, _COMPRESSED),
+    Unsupported("quantize_training.eigenvalue.enabled", "eigenvalue estimation", _on, _COMPRESSED),
+    Unsupported("eigenvalue.enabled", "eigenvalue estimation", _on, _COMPRESSED),
+    Unsupported(
         "elasticity.enabled",
         "elastic batch sizes",
         _on,
         "switch it off and write `train_batch_size`; `shardwise run --max-restarts` goes on with fewer ranks after a "
         "failure, and checkpoints fit any number of them",
     ),
-    Unbuilt(
+    Unsupported(
         "autotuning.enabled",
         "autotuning",
         _on,
         "switch it off; `shardwise check` shows what is in force, and engine.memory_report() what it takes",
     ),
-    Unbuilt("autotuning.model_info.profile", "autotuning", _on, "switch it off"),
-    Unbuilt(
+    Unsupported("autotuning.model_info.profile", "autotuning", _on, "switch it off"),
+    Unsupported(
         "hybrid_engine.enabled",
         "the hybrid engine",
         _on,
         "switch it off, and generate with the trained module under `shardwise.zero.GatheredParameters`",
     ),
-    Unbuilt(
+    Unsupported(
         "compile.deepcompile",
         "compiler passes (DeepCompile)",
         _on,
@@ -238,16 +238,16 @@ UNBUILT: tuple[Unbuilt, ...] = (
     ),
 )
 
-UNHEARD: tuple[Unheard, ...] = (
-    Unheard(
+IGNORED: tuple[Ignored, ...] = (
+    Ignored(
         "checkpoint.use_node_local_storage",
         _on,
         "a checkpoint is one directory; save to one that all machines of the job see",
     ),
-    Unheard("disable_python_gc", _on, "garbage collection is left to Python; gc.disable() in the script does it"),
-    Unheard("graph_harvesting", _on, "kernels of the optimizer are not recorded as CUDA graphs"),
-    Unheard("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),
-    Unheard(
+    Ignored("disable_python_gc", _on, "garbage collection is left to Python; gc.disable() in the script does it"),
+    Ignored("graph_harvesting", _on, "kernels of the optimizer are not recorded as CUDA graphs"),
+    Ignored("zero_optimization.enable_sanity_checks", _on, "there are no further checks to switch on"),
+    Ignored(
         "pipeline.activation_checkpoint_interval",
         _above_zero,
         "it belongs to a PipelineModule. Recompute in the model (shardwise.checkpointing.checkpoint)",
@@ -266,7 +266,7 @@ def value_at(config: Config, path: str) -> Any:
 def check_built(config: Config, found: Scan) -> list[Problem]:
     """Return one problem for each requested feature that this version does not have."""
     problems = []
-    for entry in UNBUILT:
+    for entry in UNSUPPORTED:
         value = value_at(config, entry.path)
         if entry.asks(value) and all(value_at(config, switch) for switch in entry.within):
             instead = entry.instead if isinstance(entry.instead, str) else entry.instead(config)
@@ -279,7 +279,7 @@ def unheard(config: Config, found: Scan) -> list[Note]:
     """Return a note on each key that asks for something that is not done, and without which all is the same."""
     return [
         Note(_as_written(entry.path, found), value, f"accepted, and changes nothing: {entry.missing}")
-        for entry in UNHEARD
+        for entry in IGNORED
         if entry.asks(value := value_at(config, entry.path))
     ]
 

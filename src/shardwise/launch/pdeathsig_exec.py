@@ -3,7 +3,7 @@
 Executed as a script in the new process, before the command replaces it (same process, same pid): a launcher
 that is itself killed with SIGKILL cannot clean up, and its workers would keep their devices. Linux only.
 
-    python -I -S leash.py LAUNCHER_PID COMMAND ARGUMENT...
+    python -I -S pdeathsig_exec.py LAUNCHER_PID COMMAND ARGUMENT...
 """
 
 import ctypes

@@ -15,7 +15,7 @@ from shardwise.compat import has_values
 from shardwise.device.hostmemory import HostMemory
 from shardwise.device.staging import Copied, copy_stream, is_far
 from shardwise.memory import Accountant, Category, Tier
-from shardwise.zero.units.unit import SectionMemory
+from shardwise.zero.units.unit import FlatParamStorage
 
 
 class Outputs:
@@ -33,13 +33,13 @@ class Outputs:
         self._buffers: list[HostMemory | None] = [None, None]
         self._sent: list[Copied | None] = [None, None]
         self._turn = 0
-        self._staged: list[tuple[SectionMemory, torch.Tensor]] = []
+        self._staged: list[tuple[FlatParamStorage, torch.Tensor]] = []
 
-    def stages(self, section: SectionMemory) -> bool:
+    def stages(self, section: FlatParamStorage) -> bool:
         """Whether the parameters of a section are copied from the host after they have been stepped."""
         return self._far and section.steps_apart and not section.written_in_place
 
-    def make_room(self, parts: Sequence[Sequence[SectionMemory]]) -> None:
+    def make_room(self, parts: Sequence[Sequence[FlatParamStorage]]) -> None:
         """Take the buffers, as large as the largest of some parts that are stepped one after the other."""
         size = max((sum(map(_staged_bytes, filter(self.stages, part))) for part in parts), default=0)
         real = all(has_values(section.shard) for part in parts for section in part)
@@ -50,7 +50,7 @@ class Outputs:
                 self._buffers[turn] = made = HostMemory(self._copies, size, real=real)
                 self._accountant.hold(Category.BUFFERS, made.bytes, Tier.HOST)
 
-    def of(self, sections: Sequence[SectionMemory]) -> dict[int, torch.Tensor]:
+    def of(self, sections: Sequence[FlatParamStorage]) -> dict[int, torch.Tensor]:
         """Return what the optimizer writes for each section of a part, by `id`; `send` comes after it."""
         found: dict[int, torch.Tensor] = {}
         taken = 0
@@ -94,7 +94,7 @@ class Outputs:
             mark.synchronize()
 
 
-def _staged_bytes(section: SectionMemory) -> int:
+def _staged_bytes(section: FlatParamStorage) -> int:
     """Return the room that a section takes in a buffer; runs begin where elements of any dtype may."""
     size = section.published.nbytes
     return size + -size % 64

@@ -27,10 +27,10 @@ from shardwise.comm.domain import Domain, Domains
 from shardwise.errors import ConflictError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
-from shardwise.zero.units.layout import Section
-from shardwise.zero.units.numbering import Numbering
+from shardwise.zero.units.global_ids import GlobalTensorIds
+from shardwise.zero.units.layout import FlatParam
 from shardwise.zero.units.partition import UnitSpec
-from shardwise.zero.units.unit import SectionMemory, Unit
+from shardwise.zero.units.unit import FlatParamStorage, Unit
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _Laid:
             yield place, first - slot.offset, last - slot.offset
 
 
-class CutTensors:
+class SplitTensors:
     """See the module docstring (all ranks call).
 
     Args:
@@ -115,9 +115,9 @@ class CutTensors:
     def __init__(
         self,
         registry: Registry,
-        numbering: Numbering,
+        numbering: GlobalTensorIds,
         specs: Sequence[UnitSpec],
-        layouts: Sequence[Sequence[Section]],
+        layouts: Sequence[Sequence[FlatParam]],
         domains: Domains,
         accountant: Accountant,
     ) -> None:
@@ -215,7 +215,7 @@ class CutTensors:
     def gather(
         self,
         unit: Unit,
-        read: Callable[[SectionMemory], torch.Tensor],
+        read: Callable[[FlatParamStorage], torch.Tensor],
         into: Callable[[int], torch.Tensor],
         dtype_of: Callable[[torch.dtype], torch.dtype],
         label: str,
@@ -247,7 +247,7 @@ class CutTensors:
         self,
         unit: Unit,
         values_of: Callable[[int], torch.Tensor],
-        write: Callable[[SectionMemory], torch.Tensor],
+        write: Callable[[FlatParamStorage], torch.Tensor],
         label: str,
     ) -> None:
         """Bring what owners have of a unit to all ranks that have a part of it (all ranks call).
@@ -296,7 +296,7 @@ class CutTensors:
         return sorted({laid.kind for laid in self._laid if laid.unit == unit.index})
 
     def _own(
-        self, unit: Unit, kind: str, memory: Callable[[SectionMemory], torch.Tensor]
+        self, unit: Unit, kind: str, memory: Callable[[FlatParamStorage], torch.Tensor]
     ) -> Iterator[tuple[_Run, torch.Tensor]]:
         """Yield this rank's runs of a unit, each with its view of what a section has at the rank's own range."""
         numbering = self._numbering
@@ -341,7 +341,7 @@ class CutTensors:
         return list(received.split(list(sizes)))
 
 
-def _slots(section: Section, registry: Registry, numbering: Numbering) -> list[list[Any]]:
+def _slots(section: FlatParam, registry: Registry, numbering: GlobalTensorIds) -> list[list[Any]]:
     """Return the parts in a section, as other ranks are told of them."""
     return [[numbering.places[slot.index], slot.offset, slot.numel, registry[slot.index].box] for slot in section.slots]
 

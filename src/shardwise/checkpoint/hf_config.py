@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.manifest import name_of
-from shardwise.checkpoint.tensorfile import Spec
+from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from shardwise.comm.positions import DIGEST, Launch, Place, Position
+from shardwise.comm.rank_status import DIGEST, Launch, Place, Position
 
 T = TypeVar("T")
 

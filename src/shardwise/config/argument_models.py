@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError
 from .problems import LISTED, Problem
 from .schema.base import AUTO, Arguments
 from .schema.optimizers import CLIPPING
-from .tree import keys_of, nearest, takes_any_key
+from .schema_index import keys_of, nearest, takes_any_key
 from .validate import message
 
 Model = TypeVar("Model", bound=Arguments)

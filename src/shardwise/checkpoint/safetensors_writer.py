@@ -1,4 +1,4 @@
-"""Writing files of tensors as a stream; see `shardwise.checkpoint.tensorfile` for the format."""
+"""Writing files of tensors as a stream; see `shardwise.checkpoint.safetensors_reader` for the format."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.blocks import BlockSums, FileFacts, put
-from shardwise.checkpoint.output import CachedFile, create
+from shardwise.checkpoint.checksums import BlockSums, FileFacts, put
+from shardwise.checkpoint.file_writer import CachedFile, create
 from shardwise.checkpoint.protocols import Bring, at_hand
-from shardwise.checkpoint.tensorfile import DTYPE_NAMES, Spec, bytes_of
+from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, Spec, bytes_of
 from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
 

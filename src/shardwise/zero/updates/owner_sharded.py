@@ -2,7 +2,7 @@
 
 Owners are chosen so that elements (or what the optimizer names as cost) are balanced; gradients travel to the owner and
 updated values back by all-to-all. No rank holds all. A tensor of which ranks have different parts is owned by one of
-all ranks (`shardwise.zero.updates.cut`), at every stage.
+all ranks (`shardwise.zero.updates.tp_split`), at every stage.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from shardwise.memory import Accountant, Category
 from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use, unwritten
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import LogicalTensor, Registry
-from shardwise.zero.units.numbering import Numbering
-from shardwise.zero.units.unit import SectionMemory, Unit
-from shardwise.zero.updates.cut import CutTensors
+from shardwise.zero.units.global_ids import GlobalTensorIds
+from shardwise.zero.units.unit import FlatParamStorage, Unit
 from shardwise.zero.updates.segments import SegmentUpdate
+from shardwise.zero.updates.tp_split import SplitTensors
 from shardwise.zero.updates.update import (
     ReducedUpdate,
     StateKind,
@@ -93,8 +93,8 @@ class WholeUpdate(ReducedUpdate):
         units: Sequence[Unit],
         registry: Registry,
         domains: Domains,
-        numbering: Numbering,
-        parts: CutTensors | None,
+        numbering: GlobalTensorIds,
+        parts: SplitTensors | None,
         policy: PrecisionPolicy,
         accountant: Accountant,
         is_elementwise: StateKind,
@@ -128,7 +128,7 @@ class WholeUpdate(ReducedUpdate):
         self,
         stepped: Sequence[LogicalTensor],
         domains: Domains,
-        numbering: Numbering,
+        numbering: GlobalTensorIds,
         cost: Callable[[Sequence[int]], float],
     ) -> None:
         """Choose them among the ranks that share a tensor; of parts, together with those that all ranks share."""
@@ -179,8 +179,8 @@ class WholeUpdate(ReducedUpdate):
     def _gather(
         self,
         unit: Unit,
-        parts: CutTensors,
-        read: Callable[[SectionMemory], torch.Tensor],
+        parts: SplitTensors,
+        read: Callable[[FlatParamStorage], torch.Tensor],
         dtype_of: Callable[[torch.dtype], torch.dtype],
         label: str,
         category: Category | None = None,
@@ -188,11 +188,11 @@ class WholeUpdate(ReducedUpdate):
         """Bring what ranks have of a unit together; yield the indices of what is whole now, with all values.
 
         Args:
-            unit: see `CutTensors.gather`.
+            unit: see `SplitTensors.gather`.
             parts: the tensors.
-            read: see `CutTensors.gather`.
+            read: see `SplitTensors.gather`.
             dtype_of: in which values travel and arrive, by dtype of the parameters.
-            label: see `CutTensors.gather`.
+            label: see `SplitTensors.gather`.
             category: of what arrives; None: it is counted by whoever takes it.
         """
 
@@ -416,7 +416,7 @@ class WholeUpdate(ReducedUpdate):
 
     def _exchange(
         self,
-        section: SectionMemory,
+        section: FlatParamStorage,
         receives: list[list[torch.Tensor]],
         sends: list[list[torch.Tensor]],
         dtype: torch.dtype,
@@ -434,7 +434,7 @@ class WholeUpdate(ReducedUpdate):
             run.copy_(part)
 
     def _routes(
-        self, section: SectionMemory, whole: Callable[[int], torch.Tensor], own: torch.Tensor
+        self, section: FlatParamStorage, whole: Callable[[int], torch.Tensor], own: torch.Tensor
     ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
         """Return, per peer, the views of this rank's range that the peer owns, and of owned tensors in its range."""
         domain, here = section.domain, section.domain.ranks.rank
@@ -629,23 +629,23 @@ class MixedUpdate(ReducedUpdate):
         self.whole.take_new_views()
 
 
-def _whole(unit: Unit) -> list[SectionMemory]:
+def _whole(unit: Unit) -> list[FlatParamStorage]:
     return [section for section in unit.trainable if section.layout.whole]
 
 
-def _uncut(unit: Unit) -> list[SectionMemory]:
+def _uncut(unit: Unit) -> list[FlatParamStorage]:
     return [section for section in _whole(unit) if not section.layout.cut]
 
 
-def _initial(section: SectionMemory) -> torch.Tensor:
+def _initial(section: FlatParamStorage) -> torch.Tensor:
     return section.source[slice(*section.own_range)]
 
 
-def _gradient(section: SectionMemory) -> torch.Tensor:
+def _gradient(section: FlatParamStorage) -> torch.Tensor:
     return section.own_gradient
 
 
-def _own_values(section: SectionMemory) -> torch.Tensor:
+def _own_values(section: FlatParamStorage) -> torch.Tensor:
     return section.own_values
 
 

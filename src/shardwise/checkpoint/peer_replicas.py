@@ -43,8 +43,8 @@ from shardwise.checkpoint.collect import Part, TrainingState, add_shared, collec
 from shardwise.checkpoint.newest import StateNumbers
 from shardwise.checkpoint.protocols import CheckpointedModel, Run
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.checkpoint.shipping import Hold, Shipment, ship
-from shardwise.checkpoint.tensorwriter import write_tensors
+from shardwise.checkpoint.safetensors_writer import write_tensors
+from shardwise.checkpoint.transfer import FileTransfer, Hold, ship
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, NonFiniteStateError
 from shardwise.registry import LogicalTensor
@@ -175,7 +175,7 @@ def make_own(directory: str) -> None:
         )
 
 
-class MemoryCopies:
+class InMemoryCheckpoints:
     """Makes the copies of one engine and puts them together again; made by all ranks together.
 
     Args:
@@ -328,7 +328,7 @@ class MemoryCopies:
         optimizer = self._model.optimizer
         return None if optimizer is None else type(optimizer).__name__
 
-    def _shipments(self, sizes: list[list[int]]) -> list[Shipment]:
+    def _shipments(self, sizes: list[list[int]]) -> list[FileTransfer]:
         """Return what travels: the part of each rank to as many of the next nodes as there are replicas."""
         found = []
         for number, ranks in enumerate(self.nodes):
@@ -338,10 +338,10 @@ class MemoryCopies:
                     file = _file_name(rank, self._comm.world)
                     target = others[place % len(others)]
                     names = (file, _text_name(file))
-                    found += [Shipment(n, size, rank, target) for n, size in zip(names, sizes[rank], strict=True)]
+                    found += [FileTransfer(n, size, rank, target) for n, size in zip(names, sizes[rank], strict=True)]
         return found
 
-    def _ship(self, shipments: list[Shipment], draft: str) -> None:
+    def _ship(self, shipments: list[FileTransfer], draft: str) -> None:
         def path(name: str) -> str:
             return os.path.join(draft, name)
 
@@ -540,9 +540,9 @@ class MemoryCopies:
         places: dict[int, set[int]],
         parts: dict[int, dict[str, Any]],
         needed: list[list[int]],
-    ) -> tuple[list[Shipment], dict[tuple[int, int], int]]:
+    ) -> tuple[list[FileTransfer], dict[tuple[int, int], int]]:
         """Return the files that nodes get from others, and for (node, part) the node whose copy is used there."""
-        shipments: list[Shipment] = []
+        shipments: list[FileTransfer] = []
         origin: dict[tuple[int, int], int] = {}
         for number, ranks in enumerate(self.nodes):
             for rank in needed[number]:
@@ -552,7 +552,7 @@ class MemoryCopies:
                 origin[number, rank] = giver = min(places[rank])
                 givers = self.nodes[giver]
                 shipments.append(
-                    Shipment(
+                    FileTransfer(
                         _file_name(rank, generation.world),
                         parts[rank]["facts"][0],
                         givers[rank % len(givers)],

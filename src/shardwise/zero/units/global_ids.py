@@ -62,7 +62,7 @@ class _Version:
         return {held.number: held for held in self.held}
 
 
-class Numbering:
+class GlobalTensorIds:
     """See the module docstring (all ranks call).
 
     Ranks tell each other what they have of each domain. Of ranks that have the same one sends it, so that what is sent

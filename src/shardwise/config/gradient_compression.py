@@ -9,12 +9,12 @@ from pydantic import ValidationError
 
 from shardwise.errors import ConflictError
 
+from .normalize import Scan
 from .problems import Problem, dotted
-from .scan import Scan
 from .schema.base import ConfigSection
 from .schema.gradients import METHODS, DGCOptions, TopKOptions, canonical_method
 from .schema.root import Config
-from .tree import advise, keys_of, nearest
+from .schema_index import advise, keys_of, nearest
 from .validate import message
 
 _SENDING_VALUES = ("topk", "dgc")

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from .batch import MICRO, TRAIN
-from .clients import FILLS, fills
-from .facts import Facts
+from .integrations import FILLS, fills
+from .normalize import scan
 from .problems import Note, dotted
 from .read import read
-from .scan import scan
+from .runtime_facts import Facts
 
 _BATCH = 1
 _STEPS = 1000

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.tensorfile import Spec
-from shardwise.checkpoint.tensorwriter import on_host
+from shardwise.checkpoint.safetensors_reader import Spec
+from shardwise.checkpoint.safetensors_writer import on_host
 from shardwise.errors import CheckpointError
 
 _ROOT = "archive"

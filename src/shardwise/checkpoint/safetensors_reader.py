@@ -20,8 +20,8 @@ from types import TracebackType
 
 import torch
 
-from shardwise.checkpoint.blocks import BLOCK, open_to_read
-from shardwise.checkpoint.blocks import FileFacts as FileFacts
+from shardwise.checkpoint.checksums import BLOCK, open_to_read
+from shardwise.checkpoint.checksums import FileFacts as FileFacts
 from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
 
@@ -122,7 +122,7 @@ class TensorFile:
         CheckpointError: it cannot be opened, or is not what its header says.
 
     >>> import tempfile, os
-    >>> from shardwise.checkpoint.tensorwriter import write_tensors
+    >>> from shardwise.checkpoint.safetensors_writer import write_tensors
     >>> path = os.path.join(tempfile.mkdtemp(), "a.safetensors")
     >>> _ = write_tensors(path, {"x": torch.arange(6.0)})
     >>> with TensorFile(path) as file:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .built import value_at
-from .clients import read_by_clients
+from .integrations import read_by_clients
 from .names import optimizer_model
+from .normalize import Scan
 from .problems import Note, dotted
-from .scan import Scan
 from .schema.root import Config
-from .tree import Key, keys_of, walk
+from .schema_index import Key, keys_of, walk
+from .unsupported import value_at
 
 _OFFLOAD = ("offload_param", "offload_optimizer")
 _ZEROPP = (

@@ -9,8 +9,8 @@ from typing import BinaryIO, TypeVar, cast
 
 import torch
 
-from shardwise.checkpoint.output import open_over
-from shardwise.checkpoint.tensorfile import bytes_of
+from shardwise.checkpoint.file_writer import open_over
+from shardwise.checkpoint.safetensors_reader import bytes_of
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError
 
@@ -25,7 +25,7 @@ Hold = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class Shipment:
+class FileTransfer:
     """One file on its way from rank to rank.
 
     Attributes:
@@ -41,7 +41,7 @@ class Shipment:
     dst: int
 
 
-def rounds(shipments: Sequence[Shipment]) -> list[list[Shipment]]:
+def rounds(shipments: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
     """Divide shipments into rounds in which each rank sends at most one file and receives at most one.
 
     >>> [len(some) for some in rounds([Shipment("a", 1, 0, 1), Shipment("b", 1, 1, 0), Shipment("c", 1, 0, 1)])]
@@ -65,7 +65,7 @@ def rounds(shipments: Sequence[Shipment]) -> list[list[Shipment]]:
 def ship(
     comm: Communicator,
     device: torch.device,
-    shipments: Sequence[Shipment],
+    shipments: Sequence[FileTransfer],
     source: Callable[[str], str],
     target: Callable[[str], str],
     hold: Hold,
@@ -117,7 +117,7 @@ class _End:
 
     def __init__(
         self,
-        shipment: Shipment | None,
+        shipment: FileTransfer | None,
         path: Callable[[str], str],
         piece: int,
         device: torch.device,
@@ -196,7 +196,7 @@ class _Writing(_End):
 
     def __init__(
         self,
-        shipment: Shipment | None,
+        shipment: FileTransfer | None,
         path: Callable[[str], str],
         piece: int,
         device: torch.device,

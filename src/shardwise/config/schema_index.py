@@ -20,7 +20,7 @@ from .schema.precision import FP16
 from .schema.root import Config
 from .schema.schedules import NATIVE_SCHEDULES
 
-RETIRED: dict[str, str] = {
+REMOVED_KEYS: dict[str, str] = {
     "compile.enabled": "this old key was removed: call engine.compile() in the script instead",
     "compile.backend": "this old key was removed: pass backend to engine.compile() in the script",
     "compile.kwargs": "this old key was removed: pass compile_kwargs to engine.compile() in the script",
@@ -292,7 +292,7 @@ _OF_SCRIPTS = {
 
 def known_reason(path: Path, name: str) -> str | None:
     """Say why a key that often stands at a path is not read there, and what to write; None if nothing is known."""
-    retired = RETIRED.get(dotted((*path, name)))
+    retired = REMOVED_KEYS.get(dotted((*path, name)))
     if retired:
         return retired
     if name.startswith(_COMMENTS) or name.lower() in _COMMENT_WORDS:

@@ -5,7 +5,7 @@
     DirectFile    past the page cache (O_DIRECT), through two small buffers: half the processor time, and nothing that
                   other programs have read is driven out of memory; but the file is not in memory either
 
-Nothing here needs torch; see `shardwise.checkpoint.blocks`.
+Nothing here needs torch; see `shardwise.checkpoint.checksums`.
 """
 
 from __future__ import annotations

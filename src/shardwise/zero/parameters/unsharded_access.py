@@ -13,7 +13,7 @@ from shardwise.compat import never_compiled, without_overrides
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import HeldPart, LogicalTensor, Registry, paste
-from shardwise.zero.units.numbering import Numbering
+from shardwise.zero.units.global_ids import GlobalTensorIds
 
 Shown = tuple[LogicalTensor, nn.Parameter, torch.Tensor]
 """A parameter that is the whole tensor for a while, and the values that it has then."""
@@ -32,14 +32,16 @@ class Wholes:
         accountant: counts the bytes.
     """
 
-    def __init__(self, registry: Registry, numbering: Numbering, comm: Communicator, accountant: Accountant) -> None:
+    def __init__(
+        self, registry: Registry, numbering: GlobalTensorIds, comm: Communicator, accountant: Accountant
+    ) -> None:
         self._registry = registry
         self._numbering = numbering
         self._comm = comm
         self._accountant = accountant
 
     def parts_of(self, index: int) -> Sequence[HeldPart]:
-        """Return what ranks have at the place of a parameter: see `Numbering.parts_of`."""
+        """Return what ranks have at the place of a parameter: see `GlobalTensorIds.parts_of`."""
         return self._numbering.parts_of(index)
 
     def divided(self, index: int) -> bool:

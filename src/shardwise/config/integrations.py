@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from .normalize import Scan
 from .problems import Note, dotted
-from .scan import Scan
 
 
 class Fill(NamedTuple):

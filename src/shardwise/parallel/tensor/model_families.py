@@ -17,8 +17,8 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.parallel.tensor.group import Runs
 from shardwise.parallel.tensor.heads import HEADS, Heads, fits, fitting, number, scaled
-from shardwise.parallel.tensor.inventory import Inventory, Layer, under
-from shardwise.parallel.tensor.layers import Cut, joined, runs_of
+from shardwise.parallel.tensor.layers import ShardSpec, joined, runs_of
+from shardwise.parallel.tensor.module_index import Inventory, Layer, under
 
 SIZE = "tensor_parallel.autotp_size"
 
@@ -103,7 +103,7 @@ class Block:
     """
 
     path: str
-    cuts: dict[str, Cut]
+    cuts: dict[str, ShardSpec]
     row: str
     heads: Heads | None = None
     features: tuple[int, int] = (0, 0)
@@ -181,15 +181,15 @@ class Finder:
             heads = self._dealt(total, keys, row.path)
             by_key = scaled(heads.own_keys, width)
             cuts = {
-                q.path: Cut("column", scaled(heads.own, q.outputs // total)),
-                k.path: Cut("column", by_key),
-                v.path: Cut("column", by_key),
-                row.path: Cut("row", scaled(heads.own, row.inputs // total)),
+                q.path: ShardSpec("column", scaled(heads.own, q.outputs // total)),
+                k.path: ShardSpec("column", by_key),
+                v.path: ShardSpec("column", by_key),
+                row.path: ShardSpec("row", scaled(heads.own, row.inputs // total)),
             }
             vectors = self._by_head(path, heads)
             bias = f"{under(path)}{_BIAS}"
             if bias in self._inventory.layers and self._inventory.layers[bias].is_embedding:
-                cuts[bias] = Cut("width", heads.own)
+                cuts[bias] = ShardSpec("width", heads.own)
             features = row.inputs, k.outputs
             slices = inside.slices(heads)
             return Block(path, cuts, row.path, heads, features, holders, inside.summands, vectors, slices)
@@ -218,20 +218,20 @@ class Finder:
             if separate is not None:  # GPT-2: of another sequence come keys and values only
                 heads = self._dealt(total, total, row.path)
                 by_head = scaled(heads.own, width)
-                cuts = {separate.path: Cut("column", by_head), fused.path: _joined_cut(heads, [by_head, by_head])}
+                cuts = {separate.path: ShardSpec("column", by_head), fused.path: _joined_cut(heads, [by_head, by_head])}
             else:
                 ordered = self._order(fused, total, width, module)
                 if ordered is None:
                     continue
                 heads, cut = ordered
                 cuts = {fused.path: cut}
-            cuts[row.path] = Cut("row", scaled(heads.own, width))
+            cuts[row.path] = ShardSpec("row", scaled(heads.own, width))
             features = row.inputs, heads.keys * width
             vectors, slices = self._by_head(path, heads), inside.slices(heads)
             return Block(path, cuts, row.path, heads, features, holders, inside.summands, vectors, slices)
         return None
 
-    def _order(self, fused: Layer, total: int, width: int, module: nn.Module) -> tuple[Heads, Cut] | None:
+    def _order(self, fused: Layer, total: int, width: int, module: nn.Module) -> tuple[Heads, ShardSpec] | None:
         """Return heads and cut of a projection with queries, keys and values, whose order its sizes and class tell."""
         units, rest = divmod(fused.outputs, width)
         own_order = fused.path.endswith("query_key_value") or isinstance(getattr(module, "multi_query", None), bool)
@@ -244,7 +244,7 @@ class Finder:
             return None
         heads = self._dealt(total, keys, fused.path)
         if grouped and keys < total and not heads.shares:
-            return heads, Cut("column", scaled(heads.own_keys, (total // keys + 2) * width))
+            return heads, ShardSpec("column", scaled(heads.own_keys, (total // keys + 2) * width))
         if grouped and keys < total:  # Falcon: of each group its queries, key and value
             group = total // keys
             picked = [
@@ -258,9 +258,9 @@ class Finder:
                 )
                 for own, own_keys in zip(heads.own, heads.own_keys, strict=True)
             ]
-            return heads, Cut("picked", scaled(picked, width))
+            return heads, ShardSpec("picked", scaled(picked, width))
         if own_order and keys == total and not several:  # BLOOM, GPT-NeoX: of each head its query, key and value
-            return heads, Cut("column", scaled(heads.own, 3 * width))
+            return heads, ShardSpec("column", scaled(heads.own, 3 * width))
         by_key = scaled(heads.own_keys, width)
         return heads, _joined_cut(heads, [scaled(heads.own, width), by_key, by_key])
 
@@ -279,10 +279,10 @@ class Finder:
             return None
         heads = self._dealt(total, total, row.path)
         cuts = {
-            q.path: Cut("column", scaled(heads.own, q.outputs // total)),
-            made.path: Cut("latent", (((kv.inputs, made.outputs),),) * self._size),
-            kv.path: Cut("column", scaled(heads.own, kv.outputs // total)),
-            row.path: Cut("row", scaled(heads.own, row.inputs // total)),
+            q.path: ShardSpec("column", scaled(heads.own, q.outputs // total)),
+            made.path: ShardSpec("latent", (((kv.inputs, made.outputs),),) * self._size),
+            kv.path: ShardSpec("column", scaled(heads.own, kv.outputs // total)),
+            row.path: ShardSpec("row", scaled(heads.own, row.inputs // total)),
         }
         return Block(path, cuts, row.path, heads, (row.inputs, kv.outputs), holders)
 
@@ -417,8 +417,8 @@ class Finder:
             if found[0].inputs != inner and self._normed(path, inner):
                 continue
             runs = even(inner, self._size, row.path, self._grain)
-            cut = Cut("column", joined([(inner, runs)] * 2) if halves else runs)
-            cuts = {layer.path: cut for layer in found} | {row.path: Cut("row", runs)}
+            cut = ShardSpec("column", joined([(inner, runs)] * 2) if halves else runs)
+            cuts = {layer.path: cut for layer in found} | {row.path: ShardSpec("row", runs)}
             return Block(path, cuts, row.path, slices=self._of_features(found[0].path, cuts, inner, runs))
         return None
 
@@ -449,11 +449,11 @@ class Finder:
         return self._inventory.linear(f"{under(path)}{name}")
 
 
-def _joined_cut(heads: Heads, parts: Sequence[tuple[Runs, ...]]) -> Cut:
+def _joined_cut(heads: Heads, parts: Sequence[tuple[Runs, ...]]) -> ShardSpec:
     """Return the cut of a projection with several in a row; whole on each rank where ranks share some of it."""
     sizes = [max(end for own in runs for _, end in own) for runs in parts]
     runs = joined(list(zip(sizes, parts, strict=True)))
-    return Cut("picked" if heads.shares else "column", runs)
+    return ShardSpec("picked" if heads.shares else "column", runs)
 
 
 def even(total: int, size: int, path: str, grain: int = 1) -> tuple[Runs, ...]:

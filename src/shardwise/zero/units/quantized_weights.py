@@ -22,8 +22,8 @@ from shardwise.comm.compression import BlockCode
 from shardwise.comm.wire import CPU
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
-from shardwise.zero.units.layout import Section, round_up
-from shardwise.zero.units.unit import SectionMemory
+from shardwise.zero.units.layout import FlatParam, round_up
+from shardwise.zero.units.unit import FlatParamStorage
 
 CODE = BlockCode(8)
 CODED = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,7 +61,7 @@ class Exact:
         return max(self.counts)
 
     @classmethod
-    def of(cls, section: Section, registry: Registry, device: torch.device) -> Exact | None:
+    def of(cls, section: FlatParam, registry: Registry, device: torch.device) -> Exact | None:
         """Find them; None if no code travels at all."""
         small = [travels_exactly(registry[slot.index].shape) for slot in section.slots]
         if section.dtype not in CODED or all(small):
@@ -76,13 +76,13 @@ class Exact:
         places = [torch.arange(rank * most, rank * most + count, device=CPU) for rank, count in enumerate(counts)]
         return cls(tuple(counts), torch.cat(runs).to(device), torch.cat(places).to(device))
 
-    def within(self, section: Section, rank: int) -> torch.Tensor:
+    def within(self, section: FlatParam, rank: int) -> torch.Tensor:
         """Return the positions in a rank's range, counted from its start."""
         before = sum(self.counts[:rank])
         return self.positions[before : before + self.counts[rank]] - _range(section, rank)[0]
 
 
-def _range(section: Section, rank: int) -> tuple[int, int]:
+def _range(section: FlatParam, rank: int) -> tuple[int, int]:
     """Return the range of a rank of the innermost dimension, over which codes are gathered."""
     return rank * section.size(1), (rank + 1) * section.size(1)
 
@@ -91,7 +91,7 @@ def _range(section: Section, rank: int) -> tuple[int, int]:
 class _Part:
     """Where a section lies in a message: codes from `begin` on, then exact values; or exact values only."""
 
-    memory: SectionMemory
+    memory: FlatParamStorage
     beside: Exact | None
     begin: int
     exact: int
@@ -122,7 +122,7 @@ class UnitCodes:
 
     fills = False
 
-    def __init__(self, sections: Sequence[SectionMemory], registry: Registry, accountant: Accountant) -> None:
+    def __init__(self, sections: Sequence[FlatParamStorage], registry: Registry, accountant: Accountant) -> None:
         self._comm = ranks = sections[0].domain.dimensions[0]
         self._rank, self._world = ranks.rank, ranks.world
         self._accountant = accountant

@@ -22,7 +22,7 @@ from torch import nn
 from shardwise.errors import ConfigError, UsageError
 from shardwise.names import name_search
 from shardwise.parallel.tensor import mappings
-from shardwise.parallel.tensor.layers import Cut, NormParallel
+from shardwise.parallel.tensor.layers import NormParallel, ShardSpec
 
 if TYPE_CHECKING:
     from shardwise.config.schema.parallel import LayerSpec, TensorParallel
@@ -45,7 +45,7 @@ class Tokens:
         dim: dimension of the tokens.
     """
 
-    cuts: dict[str, Cut]
+    cuts: dict[str, ShardSpec]
     begin: str
     whole: list[str]
     dim: int
@@ -125,7 +125,7 @@ def takes_tokens_behind(module: nn.Module) -> bool:
     return any(isinstance(hook, _Part) for hook in module._forward_hooks.values())
 
 
-def tokens_of(model: nn.Module, cuts: dict[str, Cut], section: TensorParallel) -> Tokens:
+def tokens_of(model: nn.Module, cuts: dict[str, ShardSpec], section: TensorParallel) -> Tokens:
     """Return where tokens are divided between a model's divided layers.
 
     Norms are those that rules name (`partition_type` `norm`, and `whole` for what is not divided between them). Without
@@ -158,14 +158,14 @@ def tokens_of(model: nn.Module, cuts: dict[str, Cut], section: TensorParallel) -
         path: replace(cut, tokens=dim) if cut.kind == "row" and path.startswith(f"{prefix}.") else cut
         for path, cut in cuts.items()
     }
-    norms = {path: Cut("norm", tokens=dim) for path, kind in found.items() if kind == "norm"}
+    norms = {path: ShardSpec("norm", tokens=dim) for path, kind in found.items() if kind == "norm"}
     if not norms:
         raise ConfigError(f"{_RULES}: {_KEY} needs norms (partition_type norm), and no rule has found one")
     whole = [path for path, kind in found.items() if kind == "whole"]
     return Tokens(divided | norms, f"{prefix}.{first}", whole, dim)
 
 
-def _blocks(model: nn.Module, cuts: dict[str, Cut]) -> tuple[str, list[str]]:
+def _blocks(model: nn.Module, cuts: dict[str, ShardSpec]) -> tuple[str, list[str]]:
     """Return the list of blocks with divided rows: its path and the names in it."""
     rows = [path for path, cut in cuts.items() if cut.kind == "row"]
     lists: dict[str, list[str]] = {}
@@ -195,7 +195,7 @@ def _named(model: nn.Module, rules: list[LayerSpec]) -> dict[str, str]:
     return found
 
 
-def _found(model: nn.Module, prefix: str, cuts: dict[str, Cut]) -> Iterator[tuple[str, str]]:
+def _found(model: nn.Module, prefix: str, cuts: dict[str, ShardSpec]) -> Iterator[tuple[str, str]]:
     """Find norms, and what is not divided, in a list of blocks and behind it."""
     for number, block in model.get_submodule(prefix).named_children():
         layers = norms = 0

@@ -30,11 +30,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise.comm.desync_report import FAILED, key_of, sign_failures
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.positions import Here, Launch, Position, follow_devices, process_word, quiet_for, state_of
+from shardwise.comm.rank_status import Here, Launch, Position, follow_devices, process_word, quiet_for, state_of
 from shardwise.comm.rendezvous import answers
 from shardwise.comm.sealed import seal, unsealed
-from shardwise.comm.stallreport import (
+from shardwise.comm.stall_report import (
     Confirmation,
     Positions,
     first_difference,
@@ -43,7 +44,6 @@ from shardwise.comm.stallreport import (
     parting_in_words,
     waits_of,
 )
-from shardwise.comm.whereabouts import FAILED, key_of, sign_failures
 from shardwise.compat import default_store
 from shardwise.errors import DesyncError, PeerLostError
 from shardwise.utils.logging import logger
@@ -502,7 +502,7 @@ def watch(
         limit: seconds.
         secret: the same on all ranks, and known to nobody else.
         ledger: of the job's collectives.
-        facts: see `shardwise.comm.positions.Here`.
+        facts: see `shardwise.comm.rank_status.Here`.
     """
     while _watching:
         _watching.pop().close()

@@ -22,9 +22,9 @@ from typing import Protocol
 import torch
 
 from shardwise.checkpoint import directory
-from shardwise.checkpoint.statefile import StateFileWriter
-from shardwise.checkpoint.tensorfile import Spec
-from shardwise.checkpoint.tensorwriter import TensorWriter
+from shardwise.checkpoint.safetensors_reader import Spec
+from shardwise.checkpoint.safetensors_writer import TensorWriter
+from shardwise.checkpoint.torch_save_writer import StateFileWriter
 from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.sizes import size_in_bytes
 
@@ -131,7 +131,7 @@ class WeightFiles:
             )
         self._place = {entry.name: number for number, file in enumerate(self._files) for entry in file.entries}
         # A checkpoint may be on its way into the same directory: what belongs to it is not touched.
-        self._draft = directory.Draft(parent, "weights", tidy=False)
+        self._draft = directory.StagingDirectory(parent, "weights", tidy=False)
         self._writer: Writer | None = None
         self._current = -1
 
