@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -68,13 +69,14 @@ def slow_part(path: str) -> str | None:
     run = started(path, config(2, checkpoint={"async_save": True}))
     background = run.engine._checkpoints.background.saving
     assert background is not None
-    background._limit = 2.0 if torch.distributed.get_rank() == 0 else 60.0
+    background._limit = 3.0 if torch.distributed.get_rank() == 0 else 60.0
     process = process_of(run)
     if torch.distributed.get_rank() == 1:
         os.kill(process, signal.SIGSTOP)
-        threading.Timer(5.0, os.kill, (process, signal.SIGCONT)).start()
-    run.engine.save_checkpoint(path, tag="slow")
-    return run.engine.wait_for_checkpoint()
+        threading.Timer(6.0, os.kill, (process, signal.SIGCONT)).start()
+    with mock.patch.object(type(background), "turn", 8.0):  # so that rank 0 waits for longer than its limit
+        run.engine.save_checkpoint(path, tag="slow")
+        return run.engine.wait_for_checkpoint()
 
 
 def test_a_part_that_takes_long_fails_no_save(tmp_path: Path) -> None:
