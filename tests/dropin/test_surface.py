@@ -78,6 +78,9 @@ def test_members_of_the_optimizer(stage: int) -> None:
         engine.backward(engine(torch.zeros(2, 4).half()).float().mean())
         engine.step()
         assert torch.equal(model.weight.detach(), torch.full_like(model.weight, 2.0))
+    assert not hasattr(optimizer, "bit16_groups")
+    with pytest.raises(AttributeError, match=r"fp32_groups_flat is not in shardwise .*safe_get_full_fp32_param"):
+        _ = optimizer.fp32_groups_flat
     engine.destroy()
     assert not hasattr(optimizer, "loss_scale")
     assert not hasattr(torch.optim.SGD(torch.nn.Linear(1, 1).parameters()), "loss_scale")

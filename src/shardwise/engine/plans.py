@@ -425,8 +425,8 @@ class Planner:
                     given = ", ".join(
                         f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in tensors_in(batch)
                     )
-                    first = str(error).partition("\n")[0]
-                    note = f"activations not planned: on a batch of {given} the model raises {type(error).__name__}: {first}"
+                    raised = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                    note = f"activations not planned: on a batch of {given} the model raises {raised}"
             return self._twin(setting).run(None, accumulation), note
         except ConfigError as error:
             return None, f"the configuration does not allow it: {error}"

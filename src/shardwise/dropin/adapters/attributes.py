@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from shardwise._version import __version__
 from shardwise.data import EngineDataLoader
 from shardwise.engine import Engine
+from shardwise.errors import AbsentAttributeError
 from shardwise.zero.parameters.guards import belongs_to_engine
 from shardwise.zero.units import released
 
@@ -29,8 +31,8 @@ def note(engine: Engine) -> None:
 class _OfEngine:
     """One attribute of an optimizer; without a setter, so that a script may put its own value there."""
 
-    def __init__(self, answer: Callable[[Engine], Any]) -> None:
-        self._answer = answer
+    def __init__(self, answer: Callable[[Engine], Any], name: str = "") -> None:
+        self._answer, self.name = answer, name
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -86,6 +88,17 @@ def _reload(engine: Engine) -> Callable[[], None]:
     return reload_model_params
 
 
+def _absent(name: str) -> Callable[[Engine], Any]:
+    def absent(engine: Engine) -> Any:
+        raise AbsentAttributeError(
+            f"optimizer.{name} is not in shardwise {__version__}: the optimizer is torch's own, and what a rank has is "
+            "no flat tensor of a group. deepspeed.utils.safe_get_full_fp32_param(p), safe_get_full_grad(p) and "
+            "safe_get_local_fp32_param(p) read the state of a parameter"
+        )
+
+    return absent
+
+
 def _nothing(engine: Engine) -> Callable[..., None]:
     return lambda *args, **kwargs: None  # an engine keeps gradients of master weights from the start
 
@@ -107,7 +120,23 @@ class OptimizerAttributes:
     set_lr = _OfEngine(_set_lr)
 
 
-_DESCRIPTORS = {name: value for name, value in vars(OptimizerAttributes).items() if isinstance(value, _OfEngine)}
+_FLAT = (
+    "averaged_gradients",
+    "bit16_groups",
+    "bit16_groups_flat",
+    "fp16_groups",
+    "fp16_groups_flat",
+    "fp16_partitioned_groups_flat",
+    "fp32_groups_flat",
+    "fp32_partitioned_groups_flat",
+    "single_partition_of_fp32_groups",
+)
+"""Flat tensors that scripts reach into DeepSpeed's optimizers for."""
+
+_DESCRIPTORS = {
+    **{name: value for name, value in vars(OptimizerAttributes).items() if isinstance(value, _OfEngine)},
+    **{name: _OfEngine(_absent(name), name) for name in _FLAT},
+}
 _ALIASES: tuple[tuple[type, str, Any], ...] = (
     (EngineDataLoader, "data_sampler", property(lambda loader: loader.sampler)),
     (EngineDataLoader, "num_local_io_workers", property(lambda loader: loader.num_workers)),

@@ -88,9 +88,9 @@ def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool
         except Exception as error:
             first = str(error).partition("\n")[0]
             raise CommandLineError(
-                f"{type(model).__name__} raises {type(error).__name__} on token ids of shape [{micro_batch}, {length}]: "
-                f"{first}. Give a model that takes token ids as its only input; flops_profiler counts what others "
-                "compute in a training run"
+                f"{type(model).__name__} raises {type(error).__name__} on token ids of shape "
+                f"[{micro_batch}, {length}]: {first}. Give a model that takes token ids as its only input; "
+                "flops_profiler counts what others compute in a training run"
             ) from error
         finally:
             count.stop()

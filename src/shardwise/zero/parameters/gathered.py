@@ -92,11 +92,11 @@ class GatheredParameters:
     def _warn_of_discarded(self) -> None:
         names = [name for owner, _, gathered in self._gathered for name in owner.discarded(gathered)]
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            which = f"parameter {names[0]!r} was" if len(names) == 1 else f"{names[0]!r} and {len(names) - 1} more were"
             warn_once(
-                f"GatheredParameters at {user_line()}: parameter {names[0]!r}{more} was changed in the block, and the "
-                "change is lost, because no modifier_rank is given and the values are sharded. Pass modifier_rank=0 to "
-                "give rank 0's values to all ranks; if the values are changed for the block only, ignore this"
+                f"GatheredParameters at {user_line()}: {which} changed in the block, and the change is lost, because "
+                "no modifier_rank is given and the values are sharded. Pass modifier_rank=0 to give rank 0's values to "
+                "all ranks; if the values are changed for the block only, ignore this"
             )
 
     def _put_back(self, src: int | None) -> None:
