@@ -833,6 +833,7 @@ def test_trap_20() -> None:
 def test_trap_21() -> None:
     found = accepted(aio={"thread_count": 4})
     assert found.config.aio.intra_op_parallelism == 4 and "aio.thread_count" in found.warnings[0]
+    assert accepted(aio={"thread_count": 1}).warnings == []  # as Lightning always writes
 
 
 def test_trap_22() -> None:

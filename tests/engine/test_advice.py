@@ -146,7 +146,7 @@ CASES: dict[Any, list[str]] = {
     batch_norm: ["module '1' (BatchNorm1d)", "SyncBatchNorm"],
     same_inputs: ["all 2 ranks were given the same inputs"],
     two_optimizers: ["initialize(optimizer=...) overrides the `optimizer` section", "SGD"],
-    nothing_trained: ["nothing to train in Sequential"],
+    nothing_trained: ["nothing to train: Sequential has no param"],
     other_model: ["no backward pass of a step has brought a gradient", "another model"],
     schedule_stepped_twice: ["StepLR is called by the script as well", "engine.lr_scheduler"],
     channels_last: ["parameter '0.weight'", "row-major"],

@@ -99,3 +99,27 @@ def test_what_differs_from_one_process_is_named(more: dict[str, Any]) -> None:
                 UsageError, match=rf"computes something else than in one process; on rank \d {name} other numbers"
             ):
                 raise UsageError(found[kind])
+
+
+def collected() -> list[int]:
+    torch.manual_seed(7)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "sequence_parallel_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    model, lengths = GPT(shared=True), []
+    model.blocks[0].register_forward_hook(lambda _, __, made: lengths.append(len(made)))
+    engine, *_ = shardwise.initialize(model=model, config=config)
+    for step in range(2):
+        loss, tokens = loss_of(engine, split(data(step, 1, length=30)))
+        engine.backward(loss, weight=tokens)
+        engine.step()
+    engine.destroy()
+    return lengths
+
+
+def test_hooks_of_a_script_see_nothing_of_the_comparison() -> None:
+    for lengths in run_ranks(collected, 2):
+        assert len(lengths) == 2

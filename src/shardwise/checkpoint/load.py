@@ -146,12 +146,13 @@ def find(
         chosen = choice.heard[0]
         if chosen is None and not skipped:
             if model.comm.rank == 0:
+                tags = manifest.outline(_tags(parent))
+                others = f". Checkpoints of other libraries there: {tags}; name one by its tag to load it"
                 logger.warning(
-                    "%s: there is neither a checkpoint nor a file %r, so nothing is loaded. Checkpoints of other "
-                    "libraries there: %s; name one by its tag to load it",
+                    "%s: there is neither a checkpoint nor a file %r, so nothing is loaded%s",
                     parent,
                     directory.LATEST,
-                    manifest.outline(_tags(parent)) or "none",
+                    others if tags else "",
                 )
             return None
         if chosen is None:

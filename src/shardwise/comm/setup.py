@@ -124,7 +124,8 @@ def init_distributed(
     made_well(start, lambda _: destroy(), lambda made: made, store, place.world_size, "default")
     _at_exit(_end_with_process)
     if verbose and place.rank == 0:
-        _log.info("%d ranks on %s, found through %s", place.world_size, backend, place.source)
+        ranks = f"{place.world_size} rank{'s' * (place.world_size > 1)}"
+        _log.info("%s on %s, found through %s", ranks, backend, place.source)
 
 
 def is_initialized() -> bool:

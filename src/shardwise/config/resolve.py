@@ -215,5 +215,13 @@ def _settle(config: Config) -> list[Note]:
     return notes
 
 
+_WRITTEN_BY_CLIENTS = ("aio.thread_count", 1)
+"""A deprecated key with its default, which Lightning puts into every configuration."""
+
+
 def _deprecations(found: Scan) -> list[str]:
-    return [f"{old}: this key is deprecated; write `{new}` = {value!r} instead" for old, new, value in found.forwarded]
+    return [
+        f"{old}: this key is deprecated; write `{new}` = {value!r} instead"
+        for old, new, value in found.forwarded
+        if (old, value) != _WRITTEN_BY_CLIENTS
+    ]

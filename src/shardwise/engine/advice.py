@@ -53,10 +53,13 @@ def warn_of_arguments(settings: Config, optimizer: Any, lr_scheduler: Any, model
             )
     asked = optimizer is not None or (settings.optimizer is not None and settings.optimizer.type is not None)
     if asked and not trains:
-        has = "no parameter of it requires a gradient" if next(model.parameters(), None) is not None else "it has none"
+        name = type(model).__name__
+        has = "has no parameters"
+        if next(model.parameters(), None) is not None:
+            has = "has no parameter that requires a gradient (of those in model_parameters, if they are given)"
         warn_once(
-            f"initialize(): there is an optimizer and nothing to train in {type(model).__name__}, as {has} (or "
-            "model_parameters has none that does). The engine can evaluate only; step() will raise"
+            f"initialize(): there is an optimizer and nothing to train: {name} {has}. The engine can evaluate only; "
+            "step() will raise"
         )
 
 

@@ -400,7 +400,7 @@ def _build(
     if job.rank == 0 and stepped is not None:
         logger.info("precision: %s", engine.precision_in_words())
     if job.rank == 0 and (exchanges := exchanges_of(model, lines)):
-        logger.info("exchanges: %s", exchanges)
+        logger.info("collectives of a pass: %s", exchanges)
     if job.rank == 0 and settings.dump_state:
         logger.info("configuration: %s", json.dumps(effective(resolution), indent=2, default=str))
     return engine, stepped, batches.training_dataloader, scheduler

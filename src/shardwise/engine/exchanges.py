@@ -44,17 +44,17 @@ def exchanges_of(model: nn.Module, lines: RankGrid) -> str:
     norms = sum(isinstance(module, NormParallel) for module in modules)
     said = []
     if divided:
-        how = f"{rows} sums of outputs"
+        how = f"{rows} all-reduces of outputs"
         if norms:
-            how = f"{norms} gathers behind norms and {rows} reduce-scatters of outputs"
-        said.append(f"{tensor} ranks have a copy of the model: {how} forward, and as many backward")
+            how = f"{norms} all-gathers behind norms and {rows} reduce-scatters of outputs"
+        said.append(f"tensor-parallel size {tensor}: {how} forward, as many backward")
     if sequence > 1:
-        said.append(f"{sequence} ranks have a sequence: 4 all-to-alls an attention forward, and 4 backward")
+        said.append(f"sequence-parallel size {sequence}: 4 all-to-alls an attention forward, 4 backward")
     for size in sorted(
         {module.ep_size for module in modules if isinstance(module, ExpertParallelModule) and module.ep_size > 1}
     ):
         count = sum(isinstance(module, ExpertParallelModule) and module.ep_size == size for module in modules)
-        said.append(f"{size} ranks have experts: 2 all-to-alls in each of {count} layers forward, and 2 backward")
+        said.append(f"expert-parallel size {size}: 2 all-to-alls in each of {count} layers forward, 2 backward")
     if not said:
         return ""
-    return f"{len(lines.data[0])} ranks get samples of their own. " + ". ".join(said)
+    return "; ".join([f"data-parallel size {len(lines.data[0])}", *said])

@@ -222,7 +222,7 @@ class Worker:
                 "do without it, set %s.enabled to false",
                 self.name,
                 type(error).__name__,
-                error,
+                str(error).rstrip("."),
                 self._room,
                 self.name,
             )

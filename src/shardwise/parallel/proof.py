@@ -76,6 +76,20 @@ class _Recording:
                 handle.remove()
 
 
+@contextlib.contextmanager
+def _without_observers(model: nn.Module) -> Iterator[None]:
+    """Leave out forward hooks that are not an engine's, because a script may collect outputs by them."""
+    before = [(module, module._forward_hooks) for module in model.modules()]
+    try:
+        for module, hooks in before:
+            own = [(key, hook) for key, hook in hooks.items() if getattr(hook, "may_wait_for_ranks", False)]
+            module._forward_hooks = type(hooks)(own)
+        yield
+    finally:
+        for module, hooks in before:
+            module._forward_hooks = hooks
+
+
 def difference(
     run: Callable[..., Any],
     model: nn.Module,
@@ -109,7 +123,7 @@ def difference(
     group.comparing = True
     try:
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), _without_observers(model):
             try:
                 with own.of(model):  # first, as what cannot be shared says so by name
                     run(*call.own[0], **call.own[1])

@@ -268,7 +268,7 @@ def by_tokens(name: str) -> Any:
 def test_norms_behind_layers_are_refused_where_ranks_share_tokens() -> None:
     for made in run_ranks(by_tokens, 2, "OLMo 2"):
         assert isinstance(made, Refused) and "ConfigError: tensor parallelism: model.layers.0" in made, made
-        assert "switch tensor_parallel.sequence_parallel off" in made
+        assert ". Switch tensor_parallel.sequence_parallel off" in made
 
 
 def of_one_process(name: str) -> tuple[float, dict[str, torch.Tensor]]:

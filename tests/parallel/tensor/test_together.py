@@ -149,9 +149,8 @@ def said(mesh: Mesh) -> str:
 
 def test_what_a_mesh_costs_is_said() -> None:
     assert run_ranks(said, 4, MESHES["norms, experts"])[0] == (
-        "2 ranks get samples of their own. 2 ranks have a copy of the model: 5 gathers behind norms and 3 "
-        "reduce-scatters of outputs forward, and as many backward. 2 ranks have experts: 2 all-to-alls in each of 1 "
-        "layers forward, and 2 backward"
+        "data-parallel size 2; tensor-parallel size 2: 5 all-gathers behind norms and 3 reduce-scatters of outputs "
+        "forward, as many backward; expert-parallel size 2: 2 all-to-alls in each of 1 layers forward, 2 backward"
     )
 
 

@@ -656,12 +656,11 @@ class _Comparison:
         where, _, what = told.partition("|")
         child = self._name(where.split(".")[0])
         pattern = re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(child or self._path))
-        tokens = ", or switch tensor_parallel.sequence_parallel off" if self._token_dim is not None else ""
+        leave = "Leave" if self._token_dim is None else "Switch tensor_parallel.sequence_parallel off, or leave"
         raise ConfigError(
             f"tensor parallelism: {self._path or 'the model'} ({type(self._block).__name__}), divided over "
-            f"{self._group.size} ranks, does not compute what it computes whole: {what}. Leave the layers there whole "
-            f'({_RULES}: {{"patterns": ["^{pattern}"], "partition_type": "skip"}}), or divide them by other '
-            f"rules{tokens}"
+            f"{self._group.size} ranks, does not compute what it computes whole: {what}. {leave} the layers there "
+            f'whole ({_RULES}: {{"patterns": ["^{pattern}"], "partition_type": "skip"}}), or divide them by other rules'
         )
 
 
