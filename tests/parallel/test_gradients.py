@@ -129,6 +129,7 @@ FOURS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (2, 2
 
 def test_all_gradients_and_the_norm() -> None:
     check(2, [(stage, *PAIRS[stage % 3], stage != 1) for stage in range(4)])
+    check(4, [(3, 2, 1, 1, True)])  # one copy of the model has no labels, and exchanges more than the other
 
 
 @pytest.mark.thorough

@@ -75,7 +75,7 @@ def logits(kind: str, core: str) -> Any:
         ("padding", "sdpa"),
         ("window", "sdpa"),
         ("plain", "ring"),
-        pytest.param("packed", "flex_attention", marks=pytest.mark.thorough),
+        ("packed", "flex_attention"),
     ],
 )
 def test_masks_are_those_of_whole_sequences(kind: str, core: str) -> None:

@@ -48,10 +48,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("shardwise")
 
-KINDS = ("gather", "reduce", "replicate", "small", "explicit", "gather_on", "reduce_on", "rows")
+KINDS = ("gather", "reduce", "replicate", "small", "explicit", "gather_on", "reduce_on")
 """Independent sequences: parameter gathers, gradient reductions, gathers of reduced gradients, small sums, the rest,
-what follows a gather or a reduction in its chain (`shardwise.comm.chain`), and reductions that may be of rows
-(`shardwise.zero.passes.rows`).
+and what follows a gather or a reduction in its chain (`shardwise.comm.chain`).
 """
 
 PURPOSES = {
@@ -60,7 +59,6 @@ PURPOSES = {
     "reduce": "reduce",
     "reduce_on": "reduce",
     "replicate": "reduce",
-    "rows": "reduce",
     "small": "small",
     "explicit": "small",
 }
@@ -68,10 +66,10 @@ PURPOSES = {
 one order, on the same stream. On Gloo tags keep kinds apart, and one group carries all.
 """
 
-_UNCOUNTED = ("gather_on", "reduce_on", "rows")
-"""Kinds of which ranks in one place may have launched different numbers: threads launch them, or a group of ranks has
-found rows worth it and another has not.
-"""
+_UNCOUNTED = ("gather_on", "reduce_on")
+"""Kinds of which ranks in one place may have launched different numbers, because threads launch them."""
+_IN_PASSES = ("gather", "reduce", "replicate")
+"""Kinds of which all parts of a group launch the same numbers; small ones of `exchange` depend on values."""
 
 _COUNT_BITS, _NAME_BITS = 12, 16
 """Parts of a tag, which has 31 bits: the kind (3), how many of the kind came before, and what is exchanged."""
@@ -695,10 +693,13 @@ class Communicator:
     def launched(self) -> list[int]:
         """How many collectives of each kind this rank has launched; two ranks in one place have the same numbers.
 
-        Those of its parts are among them.
+        Those of passes in its parts are among them.
         """
-        own = [self._count[kind] for kind in KINDS if kind not in _UNCOUNTED]
-        return own + [number for part in self._parts for number in part.launched]
+        return self._launched([kind for kind in KINDS if kind not in _UNCOUNTED])
+
+    def _launched(self, kinds: Sequence[str]) -> list[int]:
+        own = [self._count[kind] for kind in kinds]
+        return own + [number for part in self._parts for number in part._launched(_IN_PASSES)]
 
     def destroy(self) -> None:
         """Destroy the process groups made by this communicator and its parts (not the group that it was given)."""

@@ -182,7 +182,11 @@ class WholeMask:
             from torch.nn.attention.flex_attention import create_block_mask
 
             per_row = self.rows if self.samples is not None or self.kept is not None else None
-            return create_block_mask(self.sees, per_row, None, tokens, tokens, device=str(device))
+
+            def sees(row: Any, head: Any, query: Any, key: Any) -> Any:  # torch counts `self` of a method
+                return self.sees(row, head, query, key)
+
+            return create_block_mask(sees, per_row, None, tokens, tokens, device=str(device))
         if self.plain and (kind == "sdpa" or not self.pattern.causal):
             return None
         mask = self.dense(slice(0, tokens), slice(0, tokens), device)
