@@ -12,6 +12,7 @@ of shapes comes up before ranks wait for each other, and is raised by all.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import linecache
 import re
@@ -162,7 +163,8 @@ class _Hook:
         # Because copies see a few tokens of this rank, their attention exchanges nothing with ranks of its sequence.
         own_tokens = contextlib.nullcontext() if sequences is None else whole_sequences(sequences)
         with _undisturbed(group.comm.device), own_tokens:
-            summands = _Comparison(block, self._path, group, args, kwargs).run()
+            # In an empty context, because by context variables models collect outputs of the pass around.
+            summands = contextvars.Context().run(_Comparison(block, self._path, group, args, kwargs).run)
         gc.collect()  # Because modules of the copies refer to one another, their tensors would stay for some time.
         self._kind.compared.add(block.training)
         self._kind.sum_up(summands)
