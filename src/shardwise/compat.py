@@ -508,6 +508,14 @@ def calls_running(module: torch.nn.Module | None) -> int:
     return calls
 
 
+def belongs_to_transformers(hook: Any) -> bool:
+    """Return True for a forward hook of transformers, by which a model collects what it returns (router logits).
+
+    It collects into a context variable: in an empty context it does nothing.
+    """
+    return str(getattr(hook, "__module__", "")).startswith("transformers.")
+
+
 def only_counts_steps(step: Any) -> bool:
     """Whether what stands in the place of an optimizer's `step` is a scheduler's, which counts the calls."""
     return bool(getattr(step, "_wrapped_by_lr_sched", False))

@@ -6,14 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import shardwise
 from shardwise.errors import UsageError
-from shardwise.parallel import split
+from shardwise.parallel import share_attention, split
 from tests.harness import run_ranks
-from tests.parallel.models import GPT, data, llama, loss_of
+from tests.parallel.models import GPT, VOCABULARY, data, llama, loss_of
+
+SIZES: dict[str, int] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 class OwnPlaces(GPT):
@@ -49,9 +59,17 @@ def mean_over_tokens() -> nn.Module:
     return model
 
 
+def mixtral() -> nn.Module:
+    """Its loss takes what hooks collect."""
+    torch.manual_seed(7)
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True, use_cache=False)
+    return share_attention(transformers.MixtralForCausalLM(config), "sdpa")
+
+
 MODELS = {
     "right": lambda: GPT(shared=True),
     "llama": lambda: llama(shared=True),
+    "mixtral": mixtral,
     "own tokens": one_layer_alone,
     "own places": lambda: OwnPlaces(shared=True),
     "mean": mean_over_tokens,
@@ -93,7 +111,7 @@ def begun(kinds: list[str], more: dict[str, Any]) -> dict[str, str]:
 )
 def test_what_differs_from_one_process_is_named(more: dict[str, Any]) -> None:
     for found in run_ranks(begun, 2, list(MODELS), more):
-        assert {kind for kind, text in found.items() if text == "trains"} == {"right", "llama"}, found
+        assert {kind for kind, text in found.items() if text == "trains"} == {"right", "llama", "mixtral"}, found
         for kind, name in NAMED.items():
             with pytest.raises(
                 UsageError, match=rf"computes something else than in one process; on rank \d {name} other numbers"

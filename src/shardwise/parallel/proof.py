@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.compat import belongs_to_transformers
 from shardwise.errors import ShardwiseError, UsageError
 from shardwise.parallel.sequence import SequenceGroup, runs_of, whole_sequences
 from shardwise.trees import tensors_in
@@ -78,16 +79,23 @@ class _Recording:
 
 @contextlib.contextmanager
 def _without_observers(model: nn.Module) -> Iterator[None]:
-    """Leave out forward hooks that are not an engine's, because a script may collect outputs by them."""
-    before = [(module, module._forward_hooks) for module in model.modules()]
+    """Leave out forward hooks of scripts, because they may collect outputs."""
+    before = [(module._forward_hooks, dict(module._forward_hooks)) for module in model.modules()]
     try:
-        for module, hooks in before:
-            own = [(key, hook) for key, hook in hooks.items() if getattr(hook, "may_wait_for_ranks", False)]
-            module._forward_hooks = type(hooks)(own)
+        for hooks, all_ in before:
+            for key, hook in all_.items():
+                if not _needed(hook):
+                    del hooks[key]
         yield
     finally:
-        for module, hooks in before:
-            module._forward_hooks = hooks
+        for hooks, all_ in before:
+            added = dict(hooks)  # such as those of transformers, which come with the first forward pass
+            hooks.clear()
+            hooks.update(all_ | added)
+
+
+def _needed(hook: Any) -> bool:
+    return getattr(hook, "may_wait_for_ranks", False) or belongs_to_transformers(hook)
 
 
 def difference(

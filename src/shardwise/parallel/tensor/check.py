@@ -12,6 +12,7 @@ of shapes comes up before ranks wait for each other, and is raised by all.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import linecache
 import re
@@ -164,7 +165,8 @@ class _Hook:
         # Because copies see a few tokens of this rank, their attention exchanges nothing with ranks of its sequence.
         own_tokens = contextlib.nullcontext() if sequences is None else whole_sequences(sequences)
         with _undisturbed(group.comm.device), own_tokens:
-            summands = _Comparison(block, self._path, group, args, kwargs).run()
+            # In an empty context, because by context variables models collect outputs of the pass around.
+            summands = contextvars.Context().run(_Comparison(block, self._path, group, args, kwargs).run)
         gc.collect()  # Because modules of the copies refer to one another, their tensors would stay for some time.
         self._kind.compared.add(block.training)
         self._kind.sum_up(summands)
@@ -231,6 +233,19 @@ class _Steady(TorchDispatchMode):
         return steady
 
 
+@contextlib.contextmanager
+def _frozen(block: nn.Module) -> Iterator[None]:
+    """Give a block no gradients, because a wrapped forward pass of a copy may call modules of the block."""
+    trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
 class _CopyGroup(TensorGroup):
     """The ranks of a divided copy. `silent`: nothing is sent."""
 
@@ -245,12 +260,13 @@ class _Run:
 
     Args:
         module: the copy.
+        block: of which it is a copy.
         given: arguments of its forward pass, by place and by name.
         wanted: tensors among these that require a gradient.
     """
 
-    def __init__(self, module: nn.Module, given: tuple[Any, Any], wanted: list[torch.Tensor]) -> None:
-        self.module, self._wanted = module, wanted
+    def __init__(self, module: nn.Module, block: nn.Module, given: tuple[Any, Any], wanted: list[torch.Tensor]) -> None:
+        self.module, self._block, self._wanted = module, block, wanted
         self.made: dict[str, torch.Tensor] = {}
         self.inputs: list[torch.Tensor | None] = []
         self.parameters: dict[str, torch.Tensor | None] = {}
@@ -263,7 +279,7 @@ class _Run:
             for path, inner in self.module.named_modules():
                 handles.append(inner.register_forward_hook(self._noting(path)))
         args, kwargs = self._given
-        with _Steady(silent):
+        with _Steady(silent), _frozen(self._block):
             made = self.module(*args, **kwargs)
         for handle in handles:
             handle.remove()
@@ -288,11 +304,9 @@ class _Run:
         """Compute gradients of inputs and parameters, from those of outputs by their index."""
         named = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         roots = {index: self.outputs[index] for index in seeds if self.outputs[index].requires_grad}
-        leaves = [*named.values(), *self._wanted]
-        if roots and leaves:
-            # Into these alone, because a wrapped forward pass may have called modules of the model itself.
-            with _Steady(silent):
-                torch.autograd.backward(list(roots.values()), [seeds[index] for index in roots], inputs=leaves)
+        if roots:
+            with _Steady(silent), _frozen(self._block):
+                torch.autograd.backward(list(roots.values()), [seeds[index] for index in roots])
         self.outputs = [tensor.detach() for tensor in self.outputs]
         self.inputs = [tensor.grad for tensor in self._wanted]
         self.parameters = {name: one.grad for name, one in named.items()}
@@ -515,7 +529,7 @@ class _Comparison:
                 run = None
                 try:
                     given, wanted = self._sample(dtype, sizes, None)
-                    run = _Run(module, given, wanted)
+                    run = _Run(module, self._block, given, wanted)
                     run.forward()
                     return run, dtype, sizes, ""
                 except Exception as error:
@@ -527,7 +541,7 @@ class _Comparison:
         group.silent = silent
         module = copied(self._block, self._values(dtype, divided=True), dtype, group)
         given, wanted = self._sample(dtype, sizes, group)
-        return _Run(module, given, wanted)
+        return _Run(module, self._block, given, wanted)
 
     def _alike_shape(self, whole: _Run, shapes: Sequence[Sequence[int]], index: int) -> bool:
         if index >= len(shapes):
@@ -561,7 +575,8 @@ class _Comparison:
     def _first_difference(self, dtype: torch.dtype, sizes: _Sizes, near: float) -> str:
         """Return which module inside is the first to compute something else (all ranks call)."""
         given, wanted = self._sample(dtype, sizes, None)
-        whole = _Run(copied(self._block, self._values(dtype, divided=False), dtype, None), given, wanted)
+        copy = copied(self._block, self._values(dtype, divided=False), dtype, None)
+        whole = _Run(copy, self._block, given, wanted)
         whole.forward(watching=True)
         divided = self._divided(dtype, sizes)
         divided.forward(watching=True)

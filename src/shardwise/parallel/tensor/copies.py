@@ -1,8 +1,8 @@
 """Copies of divided blocks, as they are and as they were before division, with parameters of their own.
 
 A copy shares the configuration and other attributes of its block, and none of its tensors. It has none of the engine's
-hooks. It has no forward or backward hooks, because a script or a model may collect outputs by them, which must not be
-those of copies. Lists and dictionaries that a wrapped forward pass refers to are copied.
+hooks. It has no forward or backward hooks of scripts, because they may collect outputs, which must not be those of
+copies. Lists and dictionaries that a wrapped forward pass refers to are copied.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
+from shardwise.compat import belongs_to_transformers
 from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.layers import Parallel
 from shardwise.parallel.tensor.sequence_parallel import for_copy, takes_tokens
@@ -120,7 +121,9 @@ def copied(
 def _stays(hook: Any, group: TensorGroup | None, kind: str) -> bool:
     if any(getattr(hook, name, False) for name in ("may_wait_for_ranks", "begins_tokens")):
         return False
-    return group is not None if takes_tokens(hook) else kind not in _BEHIND
+    if takes_tokens(hook):
+        return group is not None
+    return kind not in _BEHIND or belongs_to_transformers(hook)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
