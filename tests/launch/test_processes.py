@@ -220,8 +220,8 @@ def test_other_systems_are_refused(monkeypatch) -> None:
 def test_the_kernel_ends_workers_whose_launcher_is_killed(tmp_path) -> None:
     script = """
 import os, sys
-from shardwise.launch.processes import Gang, Streams, Worker
-gang = Gang([Worker(0, [sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))])
+from shardwise.launch.processes import WorkerGroup, Streams, Worker
+gang = WorkerGroup([Worker(0, [sys.executable, "-c", "import time; time.sleep(600)"], dict(os.environ))])
 gang.start({0: Streams(0, 1, 2)})
 print(gang.pids()[0], flush=True)
 import time; time.sleep(600)

@@ -44,7 +44,8 @@ class FileTransfer:
 def rounds(shipments: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
     """Divide shipments into rounds in which each rank sends at most one file and receives at most one.
 
-    >>> [len(some) for some in rounds([Shipment("a", 1, 0, 1), Shipment("b", 1, 1, 0), Shipment("c", 1, 0, 1)])]
+    >>> files = [FileTransfer("a", 1, 0, 1), FileTransfer("b", 1, 1, 0), FileTransfer("c", 1, 0, 1)]
+    >>> [len(some) for some in rounds(files)]
     [2, 1]
     """
     left, found = list(shipments), []
