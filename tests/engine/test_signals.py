@@ -14,7 +14,17 @@ import torch.distributed as dist
 
 from shardwise.checkpoint import Checkpoint, newest, transfer
 from shardwise.checkpoint.directory import read_latest
-from shardwise.engine import engine, signals
+from shardwise.engine import (
+    checkpointing,
+    engine,
+    faults,
+    interchange,
+    memory,
+    signals,
+    state_getters,
+    states,
+    timelines,
+)
 from shardwise.errors import CheckpointError, CheckpointPathError, UsageError
 from shardwise.utils.logging import logger
 from tests.checkpoint.job import Run, config, differences, on_ranks
@@ -161,6 +171,9 @@ def test_a_signal_for_which_nothing_is_saved_is_said(tmp_path: Path) -> None:
     assert others == [] and not os.path.exists(tmp_path / "runs")
 
 
-@pytest.mark.parametrize("module", [engine, signals, newest, transfer])
+@pytest.mark.parametrize(
+    "module",
+    [engine, checkpointing, interchange, faults, memory, states, state_getters, timelines, signals, newest, transfer],
+)
 def test_the_examples_in_the_reference_run(module: ModuleType) -> None:
     assert doctest.testmod(module).failed == 0

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.compat import never_compiled
+from shardwise.engine.observers import StepObserver
 from shardwise.memory import Accountant
 from shardwise.offload import ActivationOffload
 from shardwise.recompute import times
@@ -19,10 +20,11 @@ from shardwise.utils.logging import logger
 
 if TYPE_CHECKING:
     from shardwise.config import Config
+    from shardwise.engine.step import TrainStep
     from shardwise.parallel.tensor.group import TensorGroup
 
 
-class Activations:
+class Activations(StepObserver):
     """The sections `activation_offload` and `activation_checkpointing` of one engine.
 
     Args:
@@ -30,7 +32,8 @@ class Activations:
         module: whose forward passes they are; its buffers stay where they are.
         device: the engine's.
         accountant: counts the bytes on the host.
-        group: the ranks that have a copy of the model among them; None: there is one.
+        group: tensor-parallel group; None: there is none.
+        step: counts the steps after which times are logged; None: none are logged.
     """
 
     def __init__(
@@ -40,7 +43,10 @@ class Activations:
         device: torch.device,
         accountant: Accountant,
         group: TensorGroup | None = None,
+        step: TrainStep | None = None,
     ) -> None:
+        self._step = step
+        self.active = step is not None
         self._group = group
         self._settings = Settings.of(config.activation_checkpointing)
         self._moves = config.activation_offload.enabled
@@ -67,15 +73,11 @@ class Activations:
         with following(self._settings, self._offload, self._group), moved:
             yield
 
-    def tell(self, steps: int, rank: int) -> None:
-        """Log how long checkpointed functions have taken, if that is asked for and due.
-
-        Args:
-            steps: taken so far.
-            rank: this process in the job; the first one logs.
-        """
-        profiles = (self._settings | in_force()).profile
-        if rank == 0 and profiles and steps % self._every == 0:
+    def after_step(self) -> None:
+        """Log the times of checkpointed functions, if `profile` is set and they are due."""
+        assert self._step is not None
+        steps = self._step.global_steps
+        if steps % self._every == 0 and (self._settings | in_force()).profile:
             for name, found in times(clear=True).items():
                 logger.info("step=%d checkpointed %s: %s", steps, name, found)
 

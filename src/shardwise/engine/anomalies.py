@@ -115,7 +115,7 @@ class Anomalies:
         self.noted: deque[Anomaly] = deque(maxlen=KEPT)
         self.rewinds = 0
         self._rank = rank
-        self._new: list[Anomaly] = []
+        self._count = self._shown = 0
 
     def note(self, anomaly: Anomaly, message: str, *values: Any, level: int = logging.WARNING) -> None:
         """Keep an anomaly and log a message about it."""
@@ -126,9 +126,9 @@ class Anomalies:
     def note_quietly(self, anomaly: Anomaly) -> None:
         """Keep an anomaly that an error tells of."""
         self.noted.append(anomaly)
-        self._new.append(anomaly)
+        self._count += 1
 
     def take_new(self) -> list[Anomaly]:
-        """Return those that have come since the last call."""
-        new, self._new = self._new, []
-        return new
+        """Return those since the last call, of the last `KEPT`."""
+        new, self._shown = self._count - self._shown, self._count
+        return list(self.noted)[-new:] if new else []

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar, cast
+import functools
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 Value = TypeVar("Value")
+Arguments = ParamSpec("Arguments")
+
+
+def of_part(
+    part: str, method: Callable[Concatenate[Any, Arguments], Value]
+) -> Callable[Concatenate[Any, Arguments], Value]:
+    """Return a method of the engine that calls a method of one of its parts.
+
+    Signature and documentation are those of the part's method.
+
+    Args:
+        part: name of the engine's attribute that holds the part.
+        method: of the part's class.
+    """
+
+    @functools.wraps(method)
+    def call(engine: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+        return method(getattr(engine, part), *args, **kwargs)
+
+    return call
 
 
 class Held(Generic[Value]):

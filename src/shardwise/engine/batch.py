@@ -93,9 +93,26 @@ class Batches:
         pin_memory: bool = True,
         data_sampler: Iterable[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        workers: int | None = None,
+        num_local_io_workers: int | None = None,
     ) -> EngineDataLoader:
-        """See `Engine.deepspeed_io`."""
+        """Return a loader of this rank's share of a data set, as `initialize(training_data=...)` makes one.
+
+        Its position is not a part of checkpoints, other than that of `engine.training_dataloader`.
+
+        Args:
+            dataset: a map-style or iterable dataset.
+            batch_size: samples in a batch of this rank; None: train_micro_batch_size_per_gpu.
+            route: what it is for; "train" shuffles a map-style dataset without a sampler, "eval" and "predict" keep
+                its order.
+            pin_memory: pin batches for a CUDA device; there is nothing to pin for a CPU.
+            data_sampler: gives this rank's indices.
+            collate_fn: makes a batch from a list of samples.
+            num_local_io_workers: processes that fetch ahead; None: none.
+
+        Raises:
+            UsageError: an unknown route.
+            ConfigError: the settings contradict each other or the dataset, or no batch comes out.
+        """
         if route not in ROUTES:
             raise UsageError(f"deepspeed_io(route={route!r}): expected one of {', '.join(ROUTES)}")
         micro = self._config.train_micro_batch_size_per_gpu
@@ -108,6 +125,6 @@ class Batches:
             data_sampler=data_sampler,
             shuffle=route == "train",
             drop_last=self._config.dataloader_drop_last,
-            num_workers=workers or 0,
+            num_workers=num_local_io_workers or 0,
             device=self._device if pin_memory else None,
         )

@@ -68,6 +68,7 @@ from shardwise.engine.modules import (
     place_buffers,
 )
 from shardwise.engine.monitoring import StepEvents
+from shardwise.engine.observers import Observers
 from shardwise.engine.plans import PlanningTarget
 from shardwise.engine.profiling import Profiling
 from shardwise.engine.ranks import RankGrid
@@ -359,6 +360,16 @@ def _build(
     log, ranks = log_of(settings, job, step) or (None, [])
     display, limit = display_of(settings, job.rank), device_limit(settings, device)
     events = StepEvents(monitor, step)
+    profiling = Profiling(sharded, settings, job, batches, step, events)
+    following = Following(sharded, step, job.ledger, job.world, log, settings.run_log.every, display, limit)
+    activations = Activations(
+        settings,
+        model,
+        device,
+        accountant,
+        None if tensors is None else tensors.group,
+        step if job.rank == 0 else None,
+    )
     engine = Engine(
         sharded=sharded,
         step=step,
@@ -367,12 +378,12 @@ def _build(
         interchange=Interchange(sharded, job, step),
         faults=faults,
         memory=memory,
-        activations=Activations(settings, model, device, accountant, None if tensors is None else tensors.group),
+        activations=activations,
         monitor=monitor,
-        events=events,
-        profiling=Profiling(sharded, settings, job, batches, step, events),
+        observers=Observers([events, profiling, timelines, following, activations, memory]),
+        profiling=profiling,
         timelines=timelines,
-        following=Following(sharded, step, job.ledger, job.world, log, settings.run_log.every, display, limit),
+        following=following,
         resolution=resolution,
         job=job,
         data=data,

@@ -74,16 +74,69 @@ class Checkpoints:
         self._last: str | None = None
         self._last_in_background = False
 
-    def save(
+    def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
         tag: str | int | None = None,
         client_state: Mapping[str, Any] | None = None,
-        latest: bool = True,
+        save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
         asynchronous: bool | None = None,
-    ) -> None:
-        """See `Engine.save_checkpoint`."""
+    ) -> bool:
+        """Save everything that is needed to go on exactly: `<save_dir>/<tag>/`.
+
+        Parameters are saved as master weights. Besides them: optimizer state, buffers, schedule, loss scaler,
+        counters, place in the training data, and every rank's random number generators. The directory appears whole
+        or not at all, also where one of this name exists.
+
+        Values that are infinite or NaN are said in the log, and the checkpoint is marked: `resume` prefers the last one
+        without, which `checkpoint.keep_last` does not remove. With `non_finite` "skip", "stop" or "rewind" `latest`
+        goes on naming the one before.
+
+        In the middle of an accumulation window the gradients so far are not saved, which the log says: whoever goes on
+        from the checkpoint begins the window anew, with the micro-batches that follow.
+
+        An asynchronous save returns when the state has been copied, and another process writes it; see
+        `wait_for_checkpoint`. If the one before is still being written, it is waited for first. On CUDA the device goes
+        on copying: the next `step()` comes behind that. Until then master weights and optimizer state must not be
+        changed but through this library (`safe_set_full_fp32_param` and the like); parameters may be.
+
+        Args:
+            save_dir: directory of the run's checkpoints; on a file system that all ranks share. Rank 0's counts.
+            tag: name of this checkpoint; `global_step<N>` if None.
+            client_state: state of the script: nested collections of numbers, strings, tensors, arrays, dates, paths,
+                enumerations, dataclasses and objects of classes for which `shardwise.checkpoint.register_type` was
+                called. Rank 0's is saved.
+            save_latest: let the file `latest` name this checkpoint.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            asynchronous: write while training goes on; None: as `checkpoint.async_save` says. The same on every rank.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
+            UsageError: ranks differ in `asynchronous`, or the engine does not span all processes.
+            CheckpointError: something in `client_state` cannot be saved, or writing failed on some rank. Raised on all
+                ranks; earlier checkpoints are unchanged, unless the message says that this one is complete and that
+                only `latest` could not be written. Also if the asynchronous save before has failed, which the message
+                names: this one has then not begun, and may be called again.
+
+        Example:
+            >>> import shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            ... )
+            >>> directory = tempfile.mkdtemp()
+            >>> engine.save_checkpoint(directory, client_state={"epoch": 3})
+            True
+            >>> path, client_state = engine.load_checkpoint(directory)
+            >>> path.removeprefix(directory), client_state
+            ('/global_step0', {'epoch': 3})
+            >>> engine.destroy()
+        """
         self._sharded.check_there("engine.save_checkpoint()")
         config = self._resolution.config
         begun_at = time.monotonic()
@@ -96,7 +149,7 @@ class Checkpoints:
             request = SaveRequest(
                 directory=parent,
                 tag=directory.check_tag(f"global_step{self._step.global_steps}" if tag is None else tag),
-                latest=latest,
+                latest=save_latest,
                 excluded=self._excluded(exclude_frozen_parameters),
                 layout=self.layout(),
                 config=effective(self._resolution),
@@ -119,31 +172,104 @@ class Checkpoints:
         self._last_in_background = background
         if background:
             self.background.start(request, state, begun_at, waited)
-            return
+            return True
         self._last = path = save(self._sharded, request, state)
         if self._job.rank == 0 and self.background.shows_statistics:
             logger.info("%s", statistics(path, size_of(path), time.monotonic() - begun_at - waited))
+        return True
+
+    def wait_for_checkpoint(self) -> str | None:
+        """Wait until the asynchronous save in progress, if there is one, has been published; all ranks call this.
+
+        Returns:
+            Path of the checkpoint, or None if there was nothing to wait for.
+
+        Raises:
+            CheckpointError: it could not be written, or nothing has been written of it for most of the limit of a
+                collective (a process that is stopped, a disk that does not answer), on all ranks alike; earlier
+                checkpoints are unchanged, unless the message says that this one is complete. Each failure is raised
+                once: here, by the next `save_checkpoint`, or by `destroy`, whichever comes first.
+            UsageError: the engine has been destroyed.
+
+        Example:
+            >>> import shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={
+            ...         "train_batch_size": 2,
+            ...         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            ...         "checkpoint": {"async_save": True},
+            ...     },
+            ... )
+            >>> directory = tempfile.mkdtemp()
+            >>> engine.save_checkpoint(directory)
+            True
+            >>> engine.wait_for_checkpoint().removeprefix(directory)
+            '/global_step0'
+            >>> engine.checkpoint_pending, engine.wait_for_checkpoint()
+            (False, None)
+            >>> engine.destroy()
+        """
+        return self.background.wait()
 
     def known(self) -> str | None:
         """Return the newest whole checkpoint that this process has saved or loaded; None: none. Not a collective."""
         report = self.background.report if self._last_in_background else None
         return self._last if report is None or report.written is None or report.error else report.path
 
-    def load(
+    def load_checkpoint(
         self,
         load_dir: str | os.PathLike[str],
         tag: str | int | None = None,
-        strict: bool = True,
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: CustomLoad | None = None,
+        *,
         include: Patterns | None = None,
         exclude: Patterns | None = None,
         rename: Rename | None = None,
         load_param_groups: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """See `Engine.load_checkpoint`."""
+        """Bring a checkpoint back, whatever stage and number of ranks it was saved with.
+
+        With the layout it was saved with, training then goes on bit by bit as if it had not stopped. Bytes are checked
+        before anything is changed. What was loaded and what differed is in `engine.last_load`
+        (`shardwise.checkpoint.LoadReport`), and logged if anything differed. Checkpoints of DeepSpeed are loaded as
+        well; what they have and this engine cannot take over is logged.
+
+        Args:
+            load_dir: directory of the run's checkpoints.
+            tag: which one; None: the newest that is whole: the one that `latest` names, unless one was completed
+                after that. What is skipped and why is logged.
+            load_module_strict: names of parameters and buffers must be the same in model and checkpoint, and every
+                pattern and rule must match one. Otherwise what both have is loaded. Shapes must fit in any case.
+            load_optimizer_states: also load optimizer state, settings of parameter groups, and the loss scale.
+            load_lr_scheduler_states: also load the schedule.
+            load_module_only: load parameters and buffers and nothing else.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters whole, in place
+                of loading parameters by name.
+            include: load only parameters and buffers (names in the model) that match one of these patterns, in which
+                `*` is any text, `?` one character and `[ab]` one of some. Others keep their values.
+            exclude: load none that match one of these.
+            rename: names in the model for names in the checkpoint: a dictionary; a list of (regular expression,
+                replacement), each applied to what those before it have left; or a function of the name.
+            load_param_groups: with optimizer state, also load the settings of parameter groups (lr, weight_decay, ...),
+                for which the groups must be as they were. False: this engine's settings are kept, and parameters may
+                be in any groups.
+
+        Returns:
+            (path of the checkpoint, client_state), or (None, None) if `tag` is None and there is no checkpoint.
+
+        Raises:
+            CheckpointPathError: `load_dir` or `tag` cannot be used.
+            CheckpointError: there is no such checkpoint, it is incomplete, damaged, of another format or another model.
+                If names or shapes do not fit, its attribute `report` has all of them.
+            UsageError: an argument is not what it should be, or differs between ranks.
+
+        See `save_checkpoint` for an example.
+        """
         self._sharded.check_there("engine.load_checkpoint()")
         if self.background.saving is not None:
             self.background.await_last()  # if it has failed, that is raised where saving is the matter
@@ -156,7 +282,7 @@ class Checkpoints:
                     "and rename, and remove include, exclude and rename"
                 )
             options = Options(
-                strict,
+                load_module_strict,
                 load_optimizer_states,
                 load_module_only,
                 custom_load_fn is not None,

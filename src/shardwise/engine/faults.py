@@ -152,7 +152,12 @@ class FaultTolerance:
     # -- what the script says ----------------------------------------------------------------------------------------
 
     def provide_client_state(self, function: Callable[[], Mapping[str, Any]] | None) -> None:
-        """See `Engine.provide_client_state`."""
+        """Say what is saved as the script's own state where the engine itself saves: on signals and in memory.
+
+        Args:
+            function: called on every rank at the end of a `step()`, after which counters and the place in the data are
+                already those of the next one; returns what `save_checkpoint` takes as `client_state`. None: nothing.
+        """
         if function is not None and not callable(function):
             raise UsageError(
                 f"engine.provide_client_state(function): expected a function without arguments that returns a "
@@ -166,9 +171,43 @@ class FaultTolerance:
     # -- signals -----------------------------------------------------------------------------------------------------
 
     def checkpoint_on_signal(
-        self, save_dir: str | os.PathLike[str], exit_on: Iterable[str], save_on: Iterable[str]
+        self,
+        save_dir: str | os.PathLike[str],
+        exit_on: Iterable[str] = ("SIGTERM",),
+        save_on: Iterable[str] = ("SIGUSR1",),
     ) -> None:
-        """See `Engine.checkpoint_on_signal`."""
+        """Save a checkpoint when this process or that of any other rank is sent a signal.
+
+        At the end of the step in which the signal comes (on a GPU: of that step or the next) all ranks save together:
+        what they have been sent travels along with the all-reduce that every step makes. After `exit_on` every rank
+        then ends by SystemExit with the code 128 + signal (143 for SIGTERM), which `shardwise run` does not take for a
+        failure. The keys `checkpoint.on_signal` of the configuration do the same.
+
+        Args:
+            save_dir: as for `save_checkpoint`.
+            exit_on: names of signals after which the job ends.
+            save_on: names of signals after which it goes on, also if the save fails, which is then logged.
+
+        Raises:
+            CheckpointPathError: `save_dir` cannot be used.
+            UsageError: a name is not that of a signal that can be handled, or is in both lists; ranks give different
+                signals; or this is not the main thread.
+
+        Example:
+            >>> import os, signal, shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            ... )
+            >>> runs = tempfile.mkdtemp()
+            >>> engine.checkpoint_on_signal(runs)
+            >>> os.kill(os.getpid(), signal.SIGUSR1)  # as a scheduler would
+            >>> _ = engine.backward(engine(torch.ones(2, 4)).mean())
+            >>> engine.step()
+            >>> sorted(os.listdir(runs))
+            ['global_step1', 'latest']
+            >>> engine.destroy()
+        """
         self._sharded.check_open("engine.checkpoint_on_signal()")
         with phase(self._job, "checkpoint_on_signal") as agreed:
             parent = directory.check_directory(save_dir, "save_dir")
@@ -190,7 +229,11 @@ class FaultTolerance:
         self._save_on_signal_to = parent
 
     def check_signals(self) -> None:
-        """See `Engine.check_signals`."""
+        """Act on signals now, where no step does for a long time, as in an evaluation; a small collective.
+
+        Raises:
+            SystemExit: a rank has been sent a signal that ends the job.
+        """
         self._sharded.check_there("engine.check_signals()")
         facts = self._signals.facts(self._job.rank)
         if facts:
@@ -213,7 +256,9 @@ class FaultTolerance:
                 logger.error("%s", error)
         try:
             # Not in the background: the time until the job is killed is short.
-            self._checkpoints.save(self._save_on_signal_to, client_state=self._client_state(), asynchronous=False)
+            self._checkpoints.save_checkpoint(
+                self._save_on_signal_to, client_state=self._client_state(), asynchronous=False
+            )
         except Exception as error:
             goes_on = not ends and isinstance(error, CheckpointError)
             if self._job.rank == 0:
@@ -243,7 +288,9 @@ class FaultTolerance:
         if not self._save_on_signal_to or not self._sharded.interruptions.leaves_state_whole(error):
             return
         try:
-            self._checkpoints.save(self._save_on_signal_to, client_state=self._client_state(), asynchronous=False)
+            self._checkpoints.save_checkpoint(
+                self._save_on_signal_to, client_state=self._client_state(), asynchronous=False
+            )
         except Exception as failure:
             if self._job.rank == 0:
                 logger.error("a disk has failed, and the state could not be saved: %s", failure)
@@ -254,7 +301,12 @@ class FaultTolerance:
     # -- copies in memory --------------------------------------------------------------------------------------------
 
     def copy_to_memory(self) -> MemoryCopy:
-        """See `Engine.copy_to_memory`."""
+        """Copy the training state into memory now, besides the regular times of `checkpoint.memory_copies`.
+
+        Raises:
+            UsageError: there is no such section in the configuration, or gradients of an unfinished window are held.
+            CheckpointError: there is no room, on all ranks alike; the newest copy is still there.
+        """
         self._sharded.check_there("engine.copy_to_memory()")
         if self.copies is None:
             raise UsageError(
@@ -382,7 +434,40 @@ class FaultTolerance:
     # -- resuming ----------------------------------------------------------------------------------------------------
 
     def resume(self, save_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """See `Engine.resume`."""
+        """Go on from the newest complete state there is: copies in memory, or a checkpoint on disk.
+
+        A script that calls this before its loop can be started again after any failure, and goes on by itself; so it
+        does under `shardwise run --max-restarts`. The state that was taken last is used, on disk the one that
+        `load_checkpoint` without a tag takes; of the same state the copy in memory. Incomplete and damaged ones are
+        passed over, and the log says why. Stage and number of ranks may have changed; learning rate and schedule go on
+        as they were.
+
+        Args:
+            save_dir: the directory that is passed to `save_checkpoint`. It need not exist yet.
+
+        Returns:
+            The script's own state (`client_state`, or what `provide_client_state` has given), or None if there is
+            nothing to go on from. `engine.resumed` says what was found where, and how long it took.
+
+        Raises:
+            CheckpointPathError: `save_dir` cannot be used, or ranks name different ones.
+            CheckpointError: there is something, and it is of another model, or nothing of it is whole, or it cannot be
+                told what there is.
+
+        Example:
+            >>> import shardwise, tempfile
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            ... )
+            >>> runs = tempfile.mkdtemp()
+            >>> state = engine.resume(runs) or {"epoch": 0}  # nothing there yet
+            >>> engine.save_checkpoint(runs, client_state={"epoch": 3})
+            True
+            >>> engine.resume(runs), engine.resumed.source
+            ({'epoch': 3}, 'disk')
+            >>> engine.destroy()
+        """
         self._sharded.check_there("engine.resume()")
         self._sharded.hooks.settle()
         began = time.perf_counter()

@@ -5,14 +5,15 @@ Where neither is asked for nothing is installed, and nothing is done in a step.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from shardwise.compat import never_compiled
+from typing_extensions import override
+
 from shardwise.device.clock import Interval, Timed, add_up
+from shardwise.engine.observers import NOTHING, StepObserver
 from shardwise.memory import Tier, resident_bytes
 from shardwise.memory.accountant import Lap
 from shardwise.monitor.pending import Pending
@@ -25,12 +26,11 @@ if TYPE_CHECKING:
     from shardwise.monitor.runlog import RunLog
     from shardwise.zero.model import ShardedModel
 
-_NOTHING = contextlib.nullcontext()
 _UNITS = 8
 """Units of a row: those for which has been waited longest."""
 
 
-class Following:
+class Following(StepObserver):
     """See the module docstring.
 
     Args:
@@ -57,7 +57,7 @@ class Following:
     ) -> None:
         self.log = log
         self.display = display
-        self._on = log is not None or display is not None
+        self.active = log is not None or display is not None
         self._accountant = sharded.accountant
         self._cuda = sharded.device.type == "cuda"
         self._step = step
@@ -81,11 +81,10 @@ class Following:
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    @never_compiled
-    def forward(self, own: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass; `own`: it is one of training."""
-        if not (own and self._on):
-            return _NOTHING
+    @override
+    def forward(self, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        if not training:
+            return NOTHING
         if self._tokens is not None:
             found = tokens_in(args, kwargs)
             self._tokens = None if found is None else self._tokens + found
@@ -96,21 +95,21 @@ class Following:
                 self._collectives = self._totals()  # without those of `initialize` and of evaluations before
         return self._part("forward")
 
+    @override
     def backward(self) -> AbstractContextManager[Any]:
-        """Return the context of a backward pass."""
         return self._part("backward")
 
+    @override
     def step(self) -> AbstractContextManager[Any]:
-        """Return the context of a step."""
         return self._part("step")
 
     def _part(self, name: str) -> AbstractContextManager[Any]:
-        return _NOTHING if self.log is None else Timed(name, self._parts, self._cuda)
+        return NOTHING if self.log is None else Timed(name, self._parts, self._cuda)
 
+    @override
     def after_step(self) -> None:
-        """A window has ended: write and show what is due."""
         report = self._step.last_step
-        if not self._on or report is None:
+        if report is None:
             return
         self._steps += 1
         self._last = clock = time.perf_counter()

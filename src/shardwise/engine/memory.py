@@ -10,6 +10,7 @@ import torch
 
 from shardwise.compat import never_compiled, transforming
 from shardwise.engine.exhausted import OomContext, over_limit, room_for, rooms_at
+from shardwise.engine.observers import StepObserver
 from shardwise.engine.plans import MemoryPlans, Planner, PlanningTarget, Setting
 from shardwise.errors import UsageError
 from shardwise.memory import (
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel
 
 
-class MemoryReporting:
+class MemoryReporting(StepObserver):
     """What an engine's memory is used for: planned, measured, under other settings, and known when it runs out.
 
     Args:
@@ -82,11 +83,35 @@ class MemoryReporting:
         self._faults = faults
         self._last_call: Call | None = None
         self._last_signature: tuple[Any, ...] | None = None
+        measures = communicators is not None and communicators.on_device
+        self.active = measures or resolution.config.memory_limits.device is not None
 
     def memory_report(
         self, sample_batch: Any = None, *, loss: Callable[[Any], torch.Tensor] | None = None
     ) -> MemoryReport:
-        """See `Engine.memory_report`."""
+        """Return planned, measured and least possible memory of this rank, by category. Not a collective.
+
+        The plan needs no step to have been taken. Activations are measured in steps taken under
+        `shardwise.memory.track_activations(engine.accountant)`, and planned if a sample batch is given.
+
+        Args:
+            sample_batch: one micro-batch, for planning activations: a mapping is passed to the module as keyword
+                arguments, a tuple or list as positional ones, anything else as the only argument.
+            loss: makes a scalar of the module's output, as the training loop does; by default the output's `loss`, or
+                the output itself, or the sum of what it contains.
+
+        Example:
+            >>> import shardwise
+            >>> from shardwise.memory import Category
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(512, 512, bias=False),
+            ...     config={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+            ... )
+            >>> report = engine.memory_report(torch.ones(4, 512))
+            >>> report.row(Category.PARAMETERS).planned == 512 * 512 * 4
+            True
+            >>> engine.destroy()
+        """
         self.sharded.check_open("engine.memory_report()")
         sharded = self.sharded
         notes = []
@@ -163,7 +188,32 @@ class MemoryReporting:
         micro_batches: Sequence[int] | None = None,
         ranks: Sequence[int] | None = None,
     ) -> MemoryPlans:
-        """See `Engine.memory_plans`."""
+        """Return what one rank would hold under other settings with the same global batch. Not a collective.
+
+        Each is planned by the engine's own parts, built on fake tensors and imagined ranks beside the running engine.
+
+        Args:
+            sample_batch: a micro-batch of the size now in force, for planning activations; see `memory_report`. Tensors
+                whose first dimension is that of its first tensor are cut for smaller micro-batches.
+            loss: as in `memory_report`.
+            stages: ZeRO stages to be planned.
+            micro_batches: sizes to be planned; default: the one in force. Accumulation makes up for it.
+            ranks: numbers of data-parallel ranks to be planned; default: that of the engine.
+
+        Raises:
+            UsageError: a micro-batch size times a number of ranks does not divide the global batch.
+
+        Example:
+            >>> import shardwise
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(512, 512, bias=False),
+            ...     config={"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+            ... )
+            >>> plans = engine.memory_plans(torch.ones(8, 512), stages=[1, 3], ranks=[8])
+            >>> [plan.peaks["gradients"] * 8 == 512 * 512 * 4 for plan in plans.plans]
+            [True, True]
+            >>> engine.destroy()
+        """
         self.sharded.check_open("engine.memory_plans()")
         subject = self._subject()
         now = subject.setting
@@ -192,8 +242,8 @@ class MemoryReporting:
             notes.append("Snapshots of asynchronous saves are not in it: a copy of what each rank saves, on the host.")
         return MemoryPlans(tuple(planner.plan(setting, rooms) for setting in settings), room, tuple(notes))
 
-    def check_limit(self) -> None:
-        """Refuse to go on if more has been held on the device than it may be.
+    def after_step(self) -> None:
+        """Compare the device memory held with its limit.
 
         Raises:
             OutOfMemoryError: see `shardwise.engine.exhausted.over_limit`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -122,3 +123,32 @@ def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
     if idle:
         warn_once(f"zero_optimization.leaf_module: no module of {type(model).__name__} matches {', '.join(idle)}")
     return found
+
+
+def convert_buffers(
+    module: nn.Module, parameters: Iterable[nn.Parameter], fn: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Convert the buffers of an engine's module; parameters keep their dtype and device.
+
+    Args:
+        module: the engine's.
+        parameters: of the engine.
+        fn: converts a tensor, as `nn.Module._apply` passes it.
+
+    Raises:
+        UsageError: `fn` would change the dtype or device of a parameter, which lives in the engine's memory.
+    """
+    for dtype, device in sorted({(p.dtype, p.device) for p in parameters}, key=str):
+        made = fn(torch.empty(0, dtype=dtype, device=device))
+        if (made.dtype, made.device) != (dtype, device):
+            raise UsageError(
+                f"the engine's parameters cannot be converted (here from {dtype} on {device} to {made.dtype} on "
+                f"{made.device}): they live in memory that the engine moves and steps. Choose the dtype in the "
+                "configuration (bf16, fp16) and the device by LOCAL_RANK, or convert the "
+                "model before initialize() or after engine.destroy()"
+            )
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for child in module.modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None:
+                child._buffers[name] = moved.setdefault(id(buffer), (buffer, fn(buffer)))[1]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from shardwise.engine.observers import StepObserver
 from shardwise.monitor import Monitor
 from shardwise.profile.breakdown import BACKWARD, FORWARD, INNER, REDUCE, STEP
 
@@ -23,7 +24,7 @@ _TIMES = {
 """Part of a step -> what its event is called, after `elapsed_time_ms_`."""
 
 
-class StepEvents:
+class StepEvents(StepObserver):
     """Loss, learning rates, loss scale, gradient norm, speed and anomalies of each step, over the samples of all ranks
     so far.
 
@@ -39,12 +40,13 @@ class StepEvents:
         self._monitor = monitor
         self._step = step
         self._ended: float | None = None
+        self.active = monitor.writes
 
-    def write(self) -> None:
-        """Write what the last step has reported."""
+    def after_step(self) -> None:
+        """Write the values that the last step has reported."""
         report = self._step.last_step
         noticed = self._step.anomalies.take_new()
-        if not self._monitor.writes or report is None:
+        if report is None:
             return
         events = {"train_loss": report.loss, "grad_norm": report.grad_norm}
         # The first group by the name that scripts look for.

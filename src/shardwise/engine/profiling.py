@@ -14,8 +14,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from shardwise.compat import never_compiled
+from shardwise.engine.observers import NOTHING, StepObserver
 from shardwise.memory import phases
 from shardwise.memory.phases import MemoryPhases
 from shardwise.precision.autocast import autocast_dtype
@@ -36,11 +38,10 @@ if TYPE_CHECKING:
     from shardwise.engine.step import TrainStep
     from shardwise.zero.model import ShardedModel
 
-_NOTHING = contextlib.nullcontext()
 _AFTER = {FORWARD: phases.FORWARD, BACKWARD: phases.BACKWARD, STEP: phases.STEP}
 
 
-class Profiling:
+class Profiling(StepObserver):
     """The sections `flops_profiler` and `timers`, and the keys `wall_clock_breakdown` and `memory_breakdown`.
 
     Args:
@@ -96,20 +97,14 @@ class Profiling:
         self._held: MemoryPhases | None = None
         if self._interval and config.memory_breakdown:
             self._held = MemoryPhases(sharded.accountant, sharded.device)
+        self.active = self._waits or self._interval > 0 or self._rates is not None
 
     # -- what happens ------------------------------------------------------------------------------------------------
 
-    @never_compiled
-    def forward(self, own: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass.
-
-        Args:
-            own: it is one of training.
-            args: of the module.
-            kwargs: of the module.
-        """
-        if not own:
-            return _NOTHING
+    @override
+    def forward(self, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        if not training:
+            return NOTHING
         if self._rates is not None:
             self._rates.saw(args, kwargs)
         if self._waits:
@@ -139,15 +134,15 @@ class Profiling:
         The whole call is kept out of `torch.compile`: operators can be counted only where they run by themselves.
         """
         assert self.count is not None
-        with self.count.counting() if torch.is_grad_enabled() else _NOTHING:
+        with self.count.counting() if torch.is_grad_enabled() else NOTHING:
             return self._sharded.module(*args, **kwargs)
 
+    @override
     def backward(self) -> AbstractContextManager[Any]:
-        """Return the context of a backward pass."""
         return self._around(BACKWARD)
 
+    @override
     def step(self) -> AbstractContextManager[Any]:
-        """Return the context of a step."""
         self._samples = self._steps.global_samples
         return self._around(STEP)
 
@@ -168,11 +163,11 @@ class Profiling:
 
     def _clocked(self, part: str) -> AbstractContextManager[Any]:
         if self._times is None:
-            return _NOTHING
+            return NOTHING
         return self._times.backward() if part == BACKWARD else self._times.part(part)
 
+    @override
     def after_step(self) -> None:
-        """A window has ended: tell what is due."""
         self._timed += 1
         if self._rates is not None:
             self._rates.stepped(self._steps.global_samples - self._samples)

@@ -24,12 +24,12 @@ class CommunicatorMemory:
     def __init__(self, accountant: Accountant, device: torch.device, world: int, *, planned: bool = False) -> None:
         self._accountant, self._device = accountant, device
         self._counted = 0
-        self._on_device = device.type == "cuda" and world > 1
-        self._before = _outside_allocator(device) if self._on_device and not planned else None
+        self.on_device = device.type == "cuda" and world > 1
+        self._before = _outside_allocator(device) if self.on_device and not planned else None
 
     def reserve(self, job: Communicator) -> None:
         """Count the reserve for all communicators that the ranks of an engine have made so far."""
-        if self._on_device:
+        if self.on_device:
             self._count(RESERVE * len(job.communicators()))
 
     def after_step(self) -> None:

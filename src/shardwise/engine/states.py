@@ -54,6 +54,71 @@ def check_device(device: Any) -> None:
         )
 
 
+def offload_states(
+    engine: Moving,
+    include: Iterable[OffloadStateTypeEnum | str] | None = None,
+    device: Any = "cpu",
+    pin_memory: bool = True,
+    non_blocking: bool = False,
+) -> None:
+    """Move the engine's state to the host between steps, so that somebody else has the memory of the device.
+
+    Everything comes back bit by bit with `reload_states`. Until then whatever needs what is away raises: forward
+    passes, evaluation and `save_16bit_model` need the parameters; backward passes, steps and checkpoints need
+    everything. Every rank calls it with the same arguments. What has been moved before stays there, and so does
+    what lives on the host or on a disk by the configuration (`offload_optimizer`, `offload_param`).
+
+    Whoever still refers to the memory of whole parameters (a `state_dict()`, a view) keeps it, with the values.
+    Other memory is given back by force: tensors of `engine.optimizer` must not be read meanwhile. What lossy
+    gradient reduction keeps, and buffers of modules, stay on the device.
+
+    Args:
+        include: kinds of state (`shardwise.zero.OffloadStateTypeEnum`), or their names: `optim_states`,
+            `hp_params` (master weights; where the optimizer steps the parameters themselves these are they),
+            `lp_params` (parameters), `lp_grads` and `contiguous_grad_buffer` (gradients of an unfinished window,
+            reduced and still to be reduced). None: all.
+        device: "cpu".
+        pin_memory: page-lock the memory of the host, if the device is a CUDA device: copies are faster.
+        non_blocking: return at once. The memory is free for what this process launches later; torch keeps it from
+            other processes until `torch.cuda.empty_cache()`.
+
+    Raises:
+        UsageError: it is called inside of a pass, or of a block that gathers parameters; the optimizer is one of
+            the 1-bit family, whose state is bound to the device; or an argument cannot be used.
+
+    Example:
+        >>> import shardwise
+        >>> from shardwise.memory import Tier
+        >>> engine, *_ = shardwise.initialize(
+        ...     model=torch.nn.Linear(512, 512, bias=False),
+        ...     config={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
+        ... )
+        >>> engine.offload_states()
+        >>> sum(engine.accountant.live_in(Tier.DEVICE).values()) < 1000
+        True
+        >>> engine.reload_states()
+        >>> engine(torch.ones(4, 512)).shape
+        torch.Size([4, 512])
+        >>> engine.destroy()
+    """
+    engine.sharded.check_open("engine.offload_states()")
+    check_device(device)
+    engine.sharded.offload_states(kinds_of(include), pinned=pin_memory, wait=not non_blocking)
+
+
+def reload_states(engine: Moving, non_blocking: bool = False) -> None:
+    """Bring back what `offload_states` has moved; nothing happens if there is nothing. Every rank calls it.
+
+    Args:
+        non_blocking: return at once; what is launched on the current stream comes behind the copies.
+
+    Raises:
+        UsageError: the engine has been destroyed.
+    """
+    engine.sharded.check_open("engine.reload_states()")
+    engine.sharded.reload_states(wait=not non_blocking)
+
+
 def give_methods(optimizer: torch.optim.Optimizer, engine: Any) -> None:
     """Let an optimizer have the engine's methods that move states: scripts call them on the one or the other."""
     there = weakref.ref(engine)

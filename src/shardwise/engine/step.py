@@ -332,7 +332,13 @@ class TrainStep:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """See `Engine.no_sync`."""
+        """Add gradients up locally inside the block; the first backward pass outside reduces the sum.
+
+        Raises:
+            SyncError: the configuration shards gradients, so there is nowhere to add them up.
+            UsageError: the engine has been destroyed.
+        """
+        self._sharded.check_open("engine.no_sync()")
         if self._sharded.plan.reduces_micro_batches:
             raise SyncError(
                 "no_sync() needs whole gradients on every rank; zero_optimization.stage "
@@ -350,8 +356,12 @@ class TrainStep:
             if plain is not None:
                 plain.paused = before
 
-    def is_boundary(self) -> bool:
-        """See `Engine.is_gradient_accumulation_boundary`."""
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the current micro-batch is the last one before an update.
+
+        Where the script counts micro-batches (`managed_gradient_accumulation` false) every `step()` is a boundary, and
+        this is true unless it has been declared otherwise for the window.
+        """
         if self._boundary is not None:
             return self._boundary
         return not self._managed or self._place_in_window() + 1 == self._batches.steps
@@ -378,8 +388,12 @@ class TrainStep:
                 "another number of them. Call it after the engine.step() that ends a window"
             )
 
-    def set_boundary(self, is_boundary: bool | None) -> None:
-        """See `Engine.set_gradient_accumulation_boundary`."""
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Declare whether the current micro-batch is a boundary; holds until changed, None returns to counting.
+
+        Where the script counts micro-batches it says that the next backward pass is the last one before `step()`, so
+        that gradients can be reduced during it (stages 0 and 1); it holds until that step.
+        """
         self._boundary = is_boundary
 
     def warn_of_zero_grad(self) -> None:
@@ -401,7 +415,7 @@ class TrainStep:
         """Whether the backward pass that starts now ends an accumulation window."""
         if self.inside_no_sync_ctxt:
             return False
-        return self.is_boundary() if self._managed else self._boundary is True
+        return self.is_gradient_accumulation_boundary() if self._managed else self._boundary is True
 
     def begins_window(self) -> bool:
         """Whether no rank has had a micro-batch of this accumulation window before.
@@ -440,7 +454,7 @@ class TrainStep:
             raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
         self.applied = False
         self._forwards = self._backwards = 0
-        boundary = not self._managed or self.is_boundary()
+        boundary = not self._managed or self.is_gradient_accumulation_boundary()
         # Whether a whole window is empty is known to all ranks after their all-reduce, and not before.
         if not self.new_micro_batch and not (boundary and self._window.passes == 0) and self._prepared is None:
             self._say_idle("the model has not been run since the last step()")

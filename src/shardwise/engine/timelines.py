@@ -9,13 +9,17 @@ other ranks. While nothing is recorded nothing is installed.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from shardwise.comm.clocks import Clock, measure
 from shardwise.comm.stragglers import Stragglers, compare
 from shardwise.device.ranges import listening
+from shardwise.engine.observers import StepObserver
 from shardwise.errors import UsageError
 from shardwise.profile.timeline import Recorder, file_of, hostname, write
 from shardwise.utils.logging import logger
@@ -48,7 +52,7 @@ class _Recording:
         self.installed = contextlib.ExitStack()
 
 
-class Timelines:
+class Timelines(StepObserver):
     """See the module docstring.
 
     Args:
@@ -70,6 +74,7 @@ class Timelines:
         self._until = self._options.start_step if self._options.enabled else -1  # steps until recording begins
         self._recording: _Recording | None = None
         self._rank = job.members[job.rank]
+        self.active = self._options.enabled  # `record_timeline` records until its block ends, however many steps
         if self._options.enabled:
             made = sorted(set(self._options.ranks or ()) - set(job.members))
             if made:
@@ -85,8 +90,8 @@ class Timelines:
         if self._until >= 0:
             self._until -= 1
 
+    @override
     def after_step(self) -> None:
-        """A window has ended."""
         recording = self._recording
         if recording is not None and recording.left is not None:
             recording.left -= 1
@@ -96,10 +101,38 @@ class Timelines:
             self.begin_if_due()
 
     @contextlib.contextmanager
-    def record(
-        self, path: str | Path, ranks: Sequence[int] | None = None, max_events: int | None = None
+    def record_timeline(
+        self, path: str | os.PathLike[str], *, ranks: Sequence[int] | None = None, max_events: int | None = None
     ) -> Iterator[None]:
-        """See `Engine.record_timeline`."""
+        """Record what happens inside of the block, as the section `timeline` does for some steps (all ranks call).
+
+        Each rank writes `timeline-RRRRR.json` at the end of the block; `shardwise trace` joins the files. The block
+        begins and ends outside of passes and steps. If it ends with an exception, other ranks are not asked for their
+        clocks once more.
+
+        Args:
+            path: directory.
+            ranks: those that record, by their number among all; None: all.
+            max_events: ranges and collectives that are kept at most; None: as configured.
+
+        Raises:
+            UsageError: a timeline is being recorded already, or the engine has been destroyed.
+
+        Example:
+            >>> import os, shardwise, tempfile, torch
+            >>> engine, *_ = shardwise.initialize(
+            ...     model=torch.nn.Linear(4, 1),
+            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
+            ... )
+            >>> with tempfile.TemporaryDirectory() as directory:
+            ...     with engine.record_timeline(directory):
+            ...         _ = engine.backward(engine(torch.ones(2, 4)).mean())
+            ...         engine.step()
+            ...     os.listdir(directory)
+            ['timeline-00000.json']
+            >>> engine.destroy()
+        """
+        self._sharded.check_open("engine.record_timeline()")
         self._begin(Path(path), None, ranks, self._options.max_events if max_events is None else max_events)
         mine = self._recording
         together = False
@@ -116,7 +149,19 @@ class Timelines:
         self._end(together=False)
 
     def stragglers(self, since: int = 0) -> Stragglers:
-        """See `Engine.stragglers`."""
+        """Return which rank has waited for which in the engine's last collectives (all ranks call, between steps).
+
+        It reads the ledger, which is always written: nothing has to be switched on. `print(found.table())` shows it;
+        `found.as_dict()` is for JSON. On NCCL the host does not wait for collectives; record a timeline there.
+
+        Args:
+            since: sequence number (`engine.ledger.sequence` at some moment) of the first collective that counts; the
+                ledger has the newest 4096.
+
+        Raises:
+            UsageError: the engine has been destroyed.
+        """
+        self._sharded.check_open("engine.stragglers()")
         return compare(self._job, since)
 
     # -- one recording -----------------------------------------------------------------------------------------------

@@ -1,0 +1,339 @@
+"""Values of a running engine, under the names that scripts read: sizes, ranks, process groups, counters, reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.config.gradient_compression import sends_values
+from shardwise.errors import UsageError
+from shardwise.moe.exchange import ExpertParallelModule
+from shardwise.precision.autocast import autocast_dtype, described
+from shardwise.precision.dtypes import parse_dtype
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.background import SaveReport
+    from shardwise.checkpoint.peer_replicas import MemoryCopy
+    from shardwise.comm.communicator import Communicator
+    from shardwise.comm.ledger import Ledger, Totals
+    from shardwise.config import Resolution
+    from shardwise.engine.anomalies import Anomaly
+    from shardwise.engine.batch import Batches
+    from shardwise.engine.budget import Budget
+    from shardwise.engine.checkpointing import Checkpoints
+    from shardwise.engine.faults import FaultTolerance
+    from shardwise.engine.following import Following
+    from shardwise.engine.memory import MemoryReporting
+    from shardwise.engine.profiling import Profiling
+    from shardwise.engine.sequence import OwnSequences, SharedSequences
+    from shardwise.engine.step import TrainStep
+    from shardwise.engine.tensors import SharedTensors
+    from shardwise.moe import ExpertGroup
+    from shardwise.monitor.runlog import RunLog
+    from shardwise.profile import ModuleProfile
+    from shardwise.zero.model import ShardedModel
+
+
+class StateGetters(nn.Module):
+    """Base class of `shardwise.engine.Engine`: what scripts read of its parts."""
+
+    job: Communicator
+    data: Communicator
+    sharded: ShardedModel
+    optimizer: Any
+    module: Any
+    _step: TrainStep
+    _batches: Batches
+    _checkpoints: Checkpoints
+    _faults: FaultTolerance
+    _memory: MemoryReporting
+    _profiling: Profiling
+    _following: Following
+    _resolution: Resolution
+    _sequences: SharedSequences | OwnSequences
+    _tensors: SharedTensors | None
+    _expert_groups: Mapping[int, ExpertGroup]
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.job.world
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of ranks that get different samples."""
+        return self.data.world
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self._sequences.group.size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Number of ranks that have a copy of the model among them."""
+        return self.get_tensor_parallel_world_size()
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Number of ranks over which gradients are averaged."""
+        return self.sharded.domain.world
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the data-parallel ranks (None: the default group)."""
+        return self.data.process_group
+
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """The process group over which gradients are averaged."""
+        return self.sharded.comm.process_group
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has layers of experts (`shardwise.moe`)."""
+        return bool(self.moe_layers)
+
+    @property
+    def moe_layers(self) -> list[ExpertParallelModule]:
+        """Layers of experts, in the model's order."""
+        return [module for module in self.module.modules() if isinstance(module, ExpertParallelModule)]
+
+    @property
+    def num_experts(self) -> list[int]:
+        """Number of experts of each layer of `moe_layers`."""
+        return [layer.num_experts for layer in self.moe_layers]
+
+    @property
+    def expert_parallel_group(self) -> dict[str, Any]:
+        """The process groups of ranks among which tokens travel, by "ep_size_" and their size."""
+        return {
+            f"ep_size_{size}": group.comm.process_group
+            for size, group in self._expert_groups.items()
+            if group.comm is not None
+        }
+
+    @property
+    def dist_backend(self) -> str | None:
+        """Name of torch.distributed's backend, or None in a single process without one."""
+        return dist.get_backend() if dist.is_available() and dist.is_initialized() else None
+
+    def get_data_parallel_rank(self) -> int:
+        """Return this process's rank in the data-parallel group."""
+        return self.data.rank
+
+    def get_sequence_parallel_group(self) -> Any:
+        """Return the process group of the ranks that share this rank's sequences; None: it has them alone."""
+        return self._sequences.group.group
+
+    @property
+    def tensor_parallel_group(self) -> Any:
+        """The process group of the ranks that have this rank's copy of the model among them; None: it has it alone."""
+        return None if self._tensors is None else self._tensors.group.comm.process_group
+
+    def get_tensor_parallel_group(self) -> Any:
+        """Return `tensor_parallel_group`."""
+        return self.tensor_parallel_group
+
+    def get_tensor_parallel_rank(self) -> int:
+        """Return this process's place among the ranks that have its copy of the model."""
+        return 0 if self._tensors is None else self._tensors.group.place
+
+    def get_tensor_parallel_world_size(self) -> int:
+        """Return the number of ranks that have a copy of the model among them."""
+        return 1 if self._tensors is None else self._tensors.group.size
+
+    get_model_parallel_group = get_tensor_parallel_group
+
+    get_model_parallel_rank = get_tensor_parallel_rank
+
+    get_model_parallel_world_size = get_tensor_parallel_world_size
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every collective of this engine."""
+        return self.job.ledger
+
+    @property
+    def run_log(self) -> RunLog | None:
+        """What is written of this rank's steps, for `shardwise report`."""
+        return self._following.log
+
+    @property
+    def config(self) -> Any:
+        """The configuration as the user gave it."""
+        return self._resolution.written
+
+    @property
+    def gradient_average(self) -> bool:
+        """Whether gradients are averaged (rather than summed) over ranks."""
+        return bool(self._resolution.config.gradient_allreduce_op == "mean")
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """Type of gradients on the wire: the chosen one, else the model's. May be set between windows, on all ranks."""
+        policy = self.sharded.policy
+        return policy.wire_dtype or policy.compute_dtype or torch.float32
+
+    @communication_data_type.setter
+    def communication_data_type(self, dtype: torch.dtype | str) -> None:
+        wire = parse_dtype(dtype, "communication_data_type")
+        if wire is torch.float16 and sends_values(self._resolution.config):
+            raise UsageError(
+                f"engine.communication_data_type: fp16 cannot hold all that compression.type "
+                f'"{self._resolution.config.compression.type}" keeps and sends later; use bf16 or fp32'
+            )
+        self.sharded.set_wire_dtype(wire)
+
+    def precision_in_words(self) -> str:
+        """Say in which number types parameters are computed with, and gradients sent, added up and stepped."""
+        policy, sections = self.sharded.policy, [s for unit in self.sharded.units for s in unit.trainable]
+        cast = autocast_dtype(self._resolution.config)
+        compute = described(section.layout.dtype for section in sections)
+        computed = compute if cast is None else f"{described([cast])} by autocast on {compute} parameters"
+        sent = described(policy.wire_dtype or s.layout.wire_dtype or s.layout.dtype for s in sections)
+        sums = described(section.accumulate_dtype for section in sections)
+        masters = described(section.master_dtype for section in sections)
+        return f"compute {computed}; gradients sent in {sent}, added up in {sums}; optimizer steps {masters} weights"
+
+    @property
+    def gas_boundary_ctr(self) -> int:
+        """Accumulation boundaries passed so far."""
+        return self.global_steps
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """Name of each parameter object."""
+        registry = self.sharded.registry
+        return {p: t.name for p, t in zip(registry.parameters, registry, strict=True)}
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_type(self) -> list[Any]:
+        """Return the `type` entry of each parameter group (None where there is none)."""
+        return [] if self.optimizer is None else [group.get("type") for group in self.optimizer.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Return momentum, or betas, of each parameter group."""
+        if self.optimizer is None:
+            return []
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale in force (1.0 without fp16)."""
+        return self._step.scale
+
+    def train_batch_size(self) -> int:
+        """Return the number of samples of all ranks in one step."""
+        return self._batches.total
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the number of samples of one rank in one forward pass."""
+        return self._batches.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the number of micro-batches in one step."""
+        return self._batches.steps
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps)."""
+        return self._batches.total, self._batches.micro, self._batches.steps
+
+    @property
+    def anomalies(self) -> tuple[Anomaly, ...]:
+        """The last things noticed that should not be (gradients that are not finite, spikes, rewinds), oldest first.
+
+        The same on all ranks. Spikes are looked for with `anomaly_watch`. On a GPU a warning is known a step later.
+        """
+        return tuple(self._step.anomalies.noted)
+
+    @property
+    def loss_history(self) -> tuple[tuple[int, float], ...]:
+        """(step, mean loss of all ranks) of the last steps, the oldest first; empty without `anomaly_watch`."""
+        return () if self._step.watch is None else tuple(self._step.watch.losses.values)
+
+    @property
+    def grad_norm_history(self) -> tuple[tuple[int, float], ...]:
+        """(step, global gradient norm) of the last steps, the oldest first; empty without `anomaly_watch`."""
+        return () if self._step.watch is None else tuple(self._step.watch.norms.values)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated the parameters."""
+        return self._step.applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the global gradient norm of the last update before clipping, or None if there is none."""
+        if self.last_step is None or self.last_step.grad_norm is None:
+            return None
+        return float(self.last_step.grad_norm)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` has been called."""
+        return self._compiled_call_impl is not None
+
+    @property
+    def checkpoint_pending(self) -> bool:
+        """Whether an asynchronous save is being written; asking takes no time.
+
+        It speaks of this rank: ranks need not see the end in the same step, so nothing that all ranks do together
+        should depend on it. On rank 0 it ends when the checkpoint has been published.
+        """
+        return self._checkpoints.background.pending
+
+    @property
+    def last_async_save(self) -> SaveReport | None:
+        """What the last asynchronous save has cost this rank so far, or None if there was none."""
+        return self._checkpoints.background.report
+
+    @property
+    def last_memory_copy(self) -> MemoryCopy | None:
+        """What the last copy into memory has taken on this rank, or None."""
+        copies = self._faults.copies
+        return None if copies is None else copies.last
+
+    @property
+    def last_profile(self) -> ModuleProfile | None:
+        """What rank 0 has counted in the step that `flops_profiler` names, by module; None before, and elsewhere."""
+        return self._profiling.profile
+
+    @property
+    def memory_budget(self) -> Budget | None:
+        """What was planned against what there is when the engine was made, on each tier, and what a step moves.
+
+        None where all state is on the device and `memory_limits` asks for nothing.
+        """
+        return self._memory.budget
+
+    def communication(self, step: int | None = None) -> dict[str, dict[str, Totals]]:
+        """Return what this rank's collectives of a step come to: by operation, then by unit or purpose.
+
+        It is read from the ledger, which keeps the newest 4096 collectives; of a step that is older, or has more, it
+        is what is left. A gather of updated parameters counts for the step in which it is launched.
+
+        Args:
+            step: its number, from 0; None: the last one that has been taken.
+
+        Example:
+            >>> import shardwise, torch
+            >>> config = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+            >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config=config)
+            >>> _ = engine.backward(engine(torch.ones(2, 4)).mean())
+            >>> engine.step()
+            >>> engine.communication()["all_reduce"]["gradient_norm"].count
+            1
+            >>> engine.destroy()
+        """
+        return self.ledger.of_step(self.global_steps - 1 if step is None else step)
