@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 import torch
+from typing_extensions import override
 
 from shardwise.boxes import misfit
 from shardwise.checkpoint import directory
@@ -155,12 +156,12 @@ class DcpSource(Source):
             self._tensors[name] = SourceTensor(name, shape, dtype)
             self._chunks[name] = chunks
 
+    @override
     def tensors(self) -> Mapping[str, SourceTensor]:
-        """See `Source.tensors`."""
         return self._tensors
 
+    @override
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """See `Source.read_into`."""
         tensor = self._tensors[name]
         if start < 0 or start + out.numel() > tensor.numel:
             raise CheckpointError(f"{self.path}: {name!r} has no elements [{start}, {start + out.numel()})")
@@ -255,8 +256,8 @@ class DcpSource(Source):
         if done != len(out):
             raise CheckpointError(f"{os.path.join(self.path, name)}: ends at byte {first + done}; it is truncated")
 
+    @override
     def close(self) -> None:
-        """See `Source.close`."""
         for file in self._files.values():
             file.close()
         self._files = {}

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from shardwise.checkpoint.manifest import outline
 from shardwise.checkpoint.safetensors_reader import TensorFile
@@ -124,18 +125,18 @@ class SafetensorsSource(Source):
             self.close()
             raise
 
+    @override
     def tensors(self) -> Mapping[str, SourceTensor]:
-        """See `Source.tensors`."""
         return self._tensors
 
+    @override
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """See `Source.read_into`."""
         step = PIECE // self._tensors[name].dtype.itemsize
         for first in range(0, out.numel(), step):
             self._holder[name].read_into(name, start + first, out[first : first + step])
 
+    @override
     def close(self) -> None:
-        """See `Source.close`."""
         for file in self._files:
             file.close()
 
@@ -159,20 +160,20 @@ class StateFileSource(Source):
                 self._values[name] = value
                 self._tensors[name] = SourceTensor(name, tuple(value.shape), value.dtype)
 
+    @override
     def tensors(self) -> Mapping[str, SourceTensor]:
-        """See `Source.tensors`."""
         return self._tensors
 
+    @override
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """See `Source.read_into`."""
         # Of a contiguous tensor this is a view: only the pages that are copied from are read.
         flat = self._values[name].reshape(-1)
         if start < 0 or start + out.numel() > flat.numel():
             raise CheckpointError(f"{self.path}: {name!r} has no elements [{start}, {start + out.numel()})")
         out.detach().copy_(flat[start : start + out.numel()])
 
+    @override
     def close(self) -> None:
-        """See `Source.close`."""
         self._values = {}
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from shardwise import boxes
 from shardwise.boxes import Patch, Region
 from shardwise.checkpoint.checksums import FileFacts
@@ -202,8 +204,8 @@ class StoredPart(StoredTensor):
     of: tuple[int, ...] = ()
     region: Region = ()
 
+    @override
     def runs(self, start: int, stop: int) -> list[tuple[Slice, Patch]]:
-        """See `StoredTensor.runs`."""
         return self._runs(self.of, self.region, start, stop)
 
 

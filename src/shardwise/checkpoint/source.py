@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 import torch
+from typing_extensions import override
 
 from shardwise.boxes import Region, overlap, whole
 from shardwise.checkpoint import directory, manifest, manifestfile
@@ -176,26 +177,26 @@ class CheckpointSource(Source):
         self._stored = {tensor.name: tensor for tensor in held if tensor.rank is None}
         self._tensors = {name: _described(tensor) for name, tensor in self._stored.items()}
 
+    @override
     def tensors(self) -> Mapping[str, SourceTensor]:
-        """See `Source.tensors`."""
         return self._tensors
 
+    @override
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """See `Source.read_into`."""
         stored = self._stored[name]
         step = PIECE // stored.torch_dtype.itemsize
         for first in range(0, out.numel(), step):
             self.saved.read_into(stored, start + first, out[first : first + step])
 
+    @override
     def verify(self, names: Iterable[str], progress: Progress | None = None) -> bool:
-        """See `Source.verify`."""
         wanted = [self._stored[name] for name in names]
         self.saved.check_sizes(sorted({part.file for tensor in wanted for part in tensor.slices}))
         verify_blocks(self.saved, self.saved.blocks(wanted), progress)
         return True
 
+    @override
     def close(self) -> None:
-        """See `Source.close`."""
         self.saved.close()
 
 

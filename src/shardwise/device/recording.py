@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
-from shardwise.device.streams import Mark, Stream, standing_in
+from shardwise.device.streams import Mark, Stream, Streams, standing_in
 
 WAITING = frozenset(
     {
@@ -137,7 +138,7 @@ class _Launched:
         )
 
 
-class Recorder:
+class Recorder(Streams):
     """The streams of a recorded device; see the module docstring and `shardwise.device.streams.Streams`.
 
     Attributes:
@@ -177,8 +178,8 @@ class Recorder:
         finally:
             self._local.stream = before
 
+    @override
     def make(self, name: str, *, urgent: bool = True) -> Stream:
-        """See `Streams.make`."""
         made = self._made[urgent]
         if len(made) >= STREAMS:
             made.append(made[len(made) - STREAMS])
@@ -191,18 +192,18 @@ class Recorder:
         """See `Streams.on_host`: each piece is taken and given back by itself."""
         return self.using(f"host.{next(self._hosts)}")
 
+    @override
     def current(self) -> Stream:
-        """See `Streams.current`."""
         return _RecordedStream(self, self.stream)
 
+    @override
     def mark(self) -> Mark:
-        """See `Streams.mark`."""
         number = next(self._numbers)
         self.add(Event("mark", stream=self.stream, number=number))
         return _RecordedMark(self, number)
 
+    @override
     def block(self, mark: Mark, limit: timedelta) -> bool:
-        """See `Streams.block`."""
         del limit
         assert isinstance(mark, _RecordedMark)
         self.add(Event("block", number=mark.number))

@@ -22,6 +22,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 _log = logging.getLogger("shardwise")
 
@@ -174,7 +175,7 @@ class _CudaStream:
         mark.hold_up(self._stream)
 
 
-class CudaStreams:
+class CudaStreams(Streams):
     """Those of a CUDA device.
 
     Args:
@@ -186,16 +187,16 @@ class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
+    @override
     def make(self, name: str, *, urgent: bool = True) -> Stream:
-        """See `Streams.make`."""
         return _CudaStream(torch.cuda.Stream(self._device, priority=-1 if urgent else 0))
 
+    @override
     def current(self) -> Stream:
-        """See `Streams.current`."""
         return _CudaStream(torch.cuda.current_stream(self._device))
 
+    @override
     def mark(self) -> Mark:
-        """See `Streams.mark`."""
         return _CudaMark(torch.cuda.current_stream(self._device))
 
     def block(self, mark: Mark, limit: timedelta) -> bool:
@@ -215,8 +216,8 @@ class CudaStreams:
         """See `Streams.on_host`: torch gives it out again when copies that it knows of have been made."""
         return _NOTHING
 
+    @override
     def keep(self, tensor: torch.Tensor) -> None:
-        """See `Streams.keep`."""
         tensor.record_stream(torch.cuda.current_stream(self._device))
 
 

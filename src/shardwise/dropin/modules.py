@@ -21,6 +21,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from typing_extensions import override
+
 from shardwise._version import __version__
 from shardwise.dropin import standins
 from shardwise.dropin.entries import Alias, Missing, Stub
@@ -155,8 +157,8 @@ def prepare(module: ModuleType) -> None:
 class Loader(importlib.abc.InspectLoader):
     """Makes the modules of the table."""
 
+    @override
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """See `importlib.abc.Loader`."""
         return DropInModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -174,8 +176,8 @@ class Loader(importlib.abc.InspectLoader):
         home, _, attribute = MAINS[fullname].partition(":")
         return f"import sys\nfrom {home} import {attribute}\nsys.exit({attribute}())\n"
 
+    @override
     def get_code(self, fullname: str) -> CodeType:
-        """See `importlib.abc.InspectLoader`."""
         return compile(self.get_source(fullname), f"<shardwise's {fullname}>", "exec")
 
 

@@ -17,12 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._version import __version__
 from shardwise.absent import COMPILER, ENGINE
-from shardwise.checkpoint.report import LoadReport
 from shardwise.compat import never_compiled, transforming
-from shardwise.data import EngineDataLoader
 from shardwise.device.ranges import named
 from shardwise.engine.advice import explain_dtype
-from shardwise.engine.attributes import Held, OfOptimizer, of_part
+from shardwise.engine.attributes import of_part
 from shardwise.engine.batch import Batches
 from shardwise.engine.checkpointing import Checkpoints
 from shardwise.engine.exhausted import explained, explaining
@@ -32,16 +30,14 @@ from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.modules import convert_buffers
-from shardwise.engine.recovery import Resumed
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
 from shardwise.engine.state_getters import StateGetters
 from shardwise.engine.states import give_methods, offload_states, reload_states, take_methods
-from shardwise.engine.step import StepReport, TrainStep
+from shardwise.engine.step import TrainStep
 from shardwise.engine.timelines import Timelines
 from shardwise.errors import AbsentAttributeError, NotScalarError, OffloadError, UsageError
 from shardwise.memory import is_out_of_memory
 from shardwise.precision.autocast import autocast, autocast_dtype
-from shardwise.precision.scaler import LossScaler
 from shardwise.trees import tensors_in
 
 if TYPE_CHECKING:
@@ -90,22 +86,6 @@ class Engine(ConfigGetters, StateGetters):
         defaults: the optimizer's.
         state: the optimizer's.
     """
-
-    param_groups = OfOptimizer()
-    defaults = OfOptimizer()
-    state = OfOptimizer()
-
-    global_steps = Held[int]("_step")
-    micro_steps = Held[int]("_step")
-    skipped_steps = Held[int]("_step")
-    global_samples = Held[int]("_step")
-    inside_no_sync_ctxt = Held[bool]("_step")
-    last_step = Held[StepReport | None]("_step")
-    lr_scheduler = Held[Any]("_step")
-    loss_scaler = Held[LossScaler | None]("_step")
-    training_dataloader = Held[EngineDataLoader | None]("_batches")
-    last_load = Held[LoadReport | None]("_checkpoints")
-    resumed = Held[Resumed | None]("_faults")
 
     pipeline_parallelism = False
     enable_backward_allreduce = True

@@ -9,11 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.checkpoint.report import LoadReport
 from shardwise.config.gradient_compression import sends_values
+from shardwise.data import EngineDataLoader
+from shardwise.engine.attributes import Held, OfOptimizer
+from shardwise.engine.recovery import Resumed
+from shardwise.engine.step import StepReport
 from shardwise.errors import UsageError
 from shardwise.moe.exchange import ExpertParallelModule
 from shardwise.precision.autocast import autocast_dtype, described
 from shardwise.precision.dtypes import parse_dtype
+from shardwise.precision.scaler import LossScaler
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.background import SaveReport
@@ -57,6 +63,22 @@ class StateGetters(nn.Module):
     _sequences: SharedSequences | OwnSequences
     _tensors: SharedTensors | None
     _expert_groups: Mapping[int, ExpertGroup]
+
+    param_groups = OfOptimizer()
+    defaults = OfOptimizer()
+    state = OfOptimizer()
+
+    global_steps = Held[int]("_step")
+    micro_steps = Held[int]("_step")
+    skipped_steps = Held[int]("_step")
+    global_samples = Held[int]("_step")
+    inside_no_sync_ctxt = Held[bool]("_step")
+    last_step = Held[StepReport | None]("_step")
+    lr_scheduler = Held[Any]("_step")
+    loss_scaler = Held[LossScaler | None]("_step")
+    training_dataloader = Held[EngineDataLoader | None]("_batches")
+    last_load = Held[LoadReport | None]("_checkpoints")
+    resumed = Held[Resumed | None]("_faults")
 
     @property
     def world_size(self) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
+from typing_extensions import override
 
 from shardwise.compat import can_hand_memory_on, hand_memory_on
 from shardwise.device.ranges import launched, named, watched
@@ -97,7 +98,7 @@ class StateHome(Protocol):
         """Give back what the place has; nothing is kept there any more."""
 
 
-class Resident:
+class Resident(StateHome):
     """Where tensors are used: every one stays where it is.
 
     Args:
@@ -113,11 +114,11 @@ class Resident:
         self.tier = tier
         self.used_on = used_on
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """See `StateHome.keep`."""
+    @override
+    def keep(self, tensor: torch.Tensor) -> None: ...
 
-    def close(self) -> None:
-        """See `StateHome.close`."""
+    @override
+    def close(self) -> None: ...
 
 
 ON_DEVICE = Resident(Tier.DEVICE)

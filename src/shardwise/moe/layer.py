@@ -10,6 +10,7 @@ import copy
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import override
 
 from shardwise.compat import has_values
 from shardwise.errors import NotBuiltError, UsageError
@@ -184,8 +185,8 @@ class MoE(ExpertParallelModule):
                 "shardwise.init_distributed() before"
             )
 
+    @override
     def bind(self, path: str, group: ExpertGroup) -> None:
-        """See `ExpertParallelModule.bind`."""
         self.group, self.path, self._agreed = group, path or "MoE", False
         first, _ = group.own(self.num_experts)
         if self._first is not None and self._first != first and group.comm is not None and not group.comm.imagined:

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from shardwise.device.staging import CopyStream, copy_stream, is_far
 from shardwise.errors import OffloadError
 from shardwise.memory import Tier
+from shardwise.memory.places import StateHome, Stored
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -155,7 +157,7 @@ class Disks:
         return DiskPlace(self.files[directory], device, used_on)
 
 
-class DiskPlace:
+class DiskPlace(StateHome):
     """See the module docstring and `shardwise.memory.places.StateHome`.
 
     Args:
@@ -182,12 +184,12 @@ class DiskPlace:
         """
         return _Kept(self._file, self._copies, tensor)
 
+    @override
     def close(self) -> None:
-        """See `StateHome.close`."""
         self._file.close()
 
 
-class _Kept:
+class _Kept(Stored):
     """The values of one tensor on a disk (`shardwise.memory.places.Stored`)."""
 
     def __init__(self, file: Files, copies: CopyStream | None, tensor: torch.Tensor) -> None:
@@ -213,8 +215,8 @@ class _Kept:
         if self._extent is not None:  # there was space for it
             self._extent.free()
 
+    @override
     def start(self, *, read: bool) -> None:
-        """See `Stored.start`."""
         if self._storage.nbytes() != self._size:  # nobody has left some for it
             self._storage.resize_(self._size)
         if read:
@@ -222,8 +224,8 @@ class _Kept:
         else:
             self._forget_near()
 
+    @override
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
-        """See `Stored.look_ahead`."""
         if self._reading is None:
             if self._unwritten is not None:
                 self._near, self._reading = self._unwritten, _Nothing()
@@ -236,15 +238,15 @@ class _Kept:
                 self._near = self._bytes if self._storage.nbytes() == self._size else self._host_bytes()
             self._reading = self._file.read(self._extent, self._near)
 
+    @override
     def finish(self) -> None:
-        """See `Stored.finish`."""
         if self._reading is not None:
             near = self._arrived()
             if near is not self._bytes:
                 self._copy(self._bytes, near)
 
+    @override
     def give_back(self, *, written: bool) -> None:
-        """See `Stored.give_back`."""
         if not written:
             self._drop_near()
         else:
@@ -258,12 +260,12 @@ class _Kept:
             self._writing, self._leaving = self._file.write(self._extent, values), values
 
     @property
+    @override
     def held(self) -> int:
-        """See `Stored.held`."""
         return 0 if self._unwritten is None else self._size
 
+    @override
     def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
-        """See `Stored.settle`."""
         writing, self._writing = self._writing, None
         leaving, self._leaving = self._leaving, None
         try:
@@ -288,8 +290,8 @@ class _Kept:
         """Nor shared."""
         return self.in_place()
 
+    @override
     def copy_to(self, target: torch.Tensor) -> None:
-        """See `Stored.copy_to`."""
         flat = target.view(-1).view(torch.uint8)
         if self._reading is None and self._unwritten is None and target.device.type == "cpu":
             self._file.read(self._extent, flat).wait()

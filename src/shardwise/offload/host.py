@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from typing_extensions import override
 
 from shardwise.compat import has_values
 from shardwise.device.hostmemory import HostMemory
 from shardwise.device.staging import Copied, CopyStream, copy_stream
 from shardwise.memory import Tier
+from shardwise.memory.places import StateHome, Stored
 
 
-class HostPlace:
+class HostPlace(StateHome):
     """See the module docstring and `shardwise.memory.places.StateHome`.
 
     Args:
@@ -34,15 +36,15 @@ class HostPlace:
         self._copies = copy_stream(device)
         self._pinned = pinned
 
+    @override
     def keep(self, tensor: torch.Tensor) -> _Kept:
-        """See `StateHome.keep`."""
         return _Kept(self._copies, tensor, pinned=self._pinned)
 
-    def close(self) -> None:
-        """See `StateHome.close`."""
+    @override
+    def close(self) -> None: ...
 
 
-class _Kept:
+class _Kept(Stored):
     """The values of one tensor on the host (`shardwise.memory.places.Stored`)."""
 
     staged = held = 0
@@ -56,8 +58,8 @@ class _Kept:
         self._moved: Copied | None = None
         self._is_shared = False
 
+    @override
     def start(self, *, read: bool) -> None:
-        """See `Stored.start`."""
         with self._copies.use():
             self._storage.resize_(self._size)
         if read:
@@ -65,13 +67,13 @@ class _Kept:
         self._moved = self._copies.mark()
         self._memory.used(self._moved)
 
+    @override
     def finish(self) -> None:
-        """See `Stored.finish`."""
         if self._moved is not None:
             self._moved.wait()
 
+    @override
     def give_back(self, *, written: bool) -> None:
-        """See `Stored.give_back`."""
         self._copies.follow()
         if written:
             self._copies.copy(self._memory.bytes, self._bytes)
@@ -90,18 +92,18 @@ class _Kept:
         if self._is_shared:
             self.in_place()
 
+    @override
     def in_place(self) -> torch.Tensor:
-        """See `Stored.in_place`."""
         self._memory.wait()
         return self._memory.bytes
 
+    @override
     def shared(self) -> torch.Tensor:
-        """See `Stored.shared`."""
         self._is_shared = True
         return self.in_place()
 
+    @override
     def copy_to(self, target: torch.Tensor) -> None:
-        """See `Stored.copy_to`."""
         self.finish()
         target.view(-1).view(torch.uint8).copy_(self._memory.bytes, non_blocking=True)
         self._memory.used(self._copies.mark_current())

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from typing_extensions import override
+
 from shardwise.device.clock import Interval, Timed, add_up
-from shardwise.device.ranges import listening
+from shardwise.device.ranges import Listener, listening
 
 FORWARD, BACKWARD, INNER, REDUCE, STEP = "fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"
 
@@ -14,7 +16,7 @@ _PENDING = 4096
 """Intervals of a device that are kept before they are added up."""
 
 
-class Breakdown:
+class Breakdown(Listener):
     """Adds up the time of each part.
 
     Args:
@@ -43,8 +45,8 @@ class Breakdown:
         with listening(self), self.part(BACKWARD):
             yield
 
+    @override
     def around(self, what: str, unit: str, size: int) -> Timed:
-        """See `shardwise.device.ranges.Listener`."""
         return self.part(REDUCE)
 
     def flight(self, what: str, unit: str, size: int) -> Callable[[], None]:

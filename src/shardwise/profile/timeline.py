@@ -19,10 +19,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from shardwise.comm.clocks import LABEL, Clock, between
-from shardwise.comm.ledger import Record, user_line
+from shardwise.comm.ledger import Record, Watcher, user_line
 from shardwise.comm.stragglers import key_of
 from shardwise.device.clock import Instant, now
+from shardwise.device.ranges import Listener
 
 Event = dict[str, Any]
 """An event of a trace."""
@@ -98,7 +101,7 @@ class _Around:
         self._recorder.keep(Span(self._what, self._unit, self._size, self._begun, ended, self._line, self._step, False))
 
 
-class Recorder:
+class Recorder(Listener, Watcher):
     """Listens to ranges and to the ledger; see the module docstring.
 
     Args:
@@ -149,12 +152,12 @@ class Recorder:
 
     # -- while steps run ---------------------------------------------------------------------------------------------
 
+    @override
     def around(self, what: str, unit: str, size: int) -> AbstractContextManager[Any]:
-        """See `shardwise.device.ranges.Listener`."""
         return _Around(self, what, unit, size)
 
+    @override
     def flight(self, what: str, unit: str, size: int) -> Callable[[], None]:
-        """See `shardwise.device.ranges.Listener`."""
         begun, line, step = now(self.cuda), user_line(), self.step()
 
         def landed() -> None:
@@ -162,14 +165,14 @@ class Recorder:
 
         return landed
 
+    @override
     def opened(self, record: Record) -> None:
-        """See `shardwise.comm.ledger.Watcher`."""
         with self._lock:
             if self._room():
                 self._records[record.sequence] = record, self.step(), now(self.cuda)
 
+    @override
     def closed(self, record: Record) -> None:
-        """See `shardwise.comm.ledger.Watcher`."""
         if record.sequence in self._records:
             self._ends[record.sequence] = now(self.cuda)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from pydantic import ConfigDict
+from typing_extensions import override
 
 from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 
@@ -75,8 +76,8 @@ class AdamArguments(Elementwise):
     differentiable: Flag = key(False, _DIFFERENTIABLE)
     fused: Flag | None = key(None, _FUSED)
 
+    @override
     def asks_torch(self) -> str | None:
-        """See `Elementwise.asks_torch`."""
         return "torch_adam" if self.torch_adam else super().asks_torch()
 
     def leaves_implementation(self) -> bool:
@@ -93,8 +94,8 @@ class AdamArguments(Elementwise):
 class AdamWArguments(AdamArguments):
     """Adam with decoupled weight decay."""
 
+    @override
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """See `AdamArguments.contradictions`."""
         yield from super().contradictions(at)
         if not self.adam_w_mode:
             reason = "false contradicts `optimizer.type` AdamW; use type Adam for decay added to the gradient"

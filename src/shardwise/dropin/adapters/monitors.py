@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from typing_extensions import override
+
 from shardwise import monitor
 from shardwise.comm.api import get_rank
 from shardwise.config.schema.base import ConfigSection, section
@@ -62,8 +64,8 @@ class _OfService(Monitor):
         self._writer = monitor.Monitor(sections, get_rank())
         self.enabled = self._writer.enabled
 
+    @override
     def write_events(self, event_list: Iterable[Any]) -> None:
-        """See `shardwise.monitor.Monitor.write_events`."""
         self._writer.write_events(event_list)
 
 

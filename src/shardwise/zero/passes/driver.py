@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from typing_extensions import override
 
 
 class Driver(Protocol):
@@ -29,23 +30,23 @@ class Driver(Protocol):
         """A backward pass has ended, which has brought gradients or not."""
 
 
-class Alone:
+class Alone(Driver):
     """Drives a model that no engine has yet, or any more: every pass is a window, and sums are the gradient."""
 
+    @override
     def reduces_now(self) -> bool:
-        """See `Driver`."""
         return True
 
     begins_window = reduces_now
 
+    @override
     def reduction_scale(self) -> float:
-        """See `Driver`."""
         return 1.0
 
     gradient_factor = reduction_scale
 
-    def backward_begins(self) -> None:
-        """See `Driver`."""
+    @override
+    def backward_begins(self) -> None: ...
 
-    def backward_ended(self, brought: bool) -> None:
-        """See `Driver`."""
+    @override
+    def backward_ended(self, brought: bool) -> None: ...

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from shardwise.comm.chain import Launch
 from shardwise.comm.communicator import Handle
@@ -23,7 +24,7 @@ from shardwise.comm.wire import CPU
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
 from shardwise.zero.units.layout import FlatParam, round_up
-from shardwise.zero.units.unit import FlatParamStorage
+from shardwise.zero.units.unit import Codes, FlatParamStorage
 
 CODE = BlockCode(8)
 CODED = (torch.float32, torch.bfloat16, torch.float16)
@@ -108,7 +109,7 @@ class _Part:
         return messages[:, self.exact : self.end].view(layout.dtype)[:, :count]
 
 
-class UnitCodes:
+class UnitCodes(Codes):
     """Encodes, gathers and decodes the sections of one unit; see the module docstring.
 
     Args:
@@ -143,8 +144,8 @@ class UnitCodes:
         self._size = end
         self.coded = any(part.beside is not None for part in self._parts)
 
+    @override
     def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
-        """See `shardwise.zero.units.unit.GatherSource.launches`."""
         return [lambda: self._start(label, kind)]
 
     def _start(self, label: str, kind: str) -> Handle:

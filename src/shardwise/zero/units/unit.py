@@ -27,6 +27,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardwise.comm.chain import Launch, Link
 from shardwise.comm.communicator import Communicator
@@ -447,7 +448,7 @@ class _Coming:
             section.bring_shard()
 
 
-class ShardSource:
+class ShardSource(GatherSource):
     """The shards themselves, of all ranks that have them.
 
     Args:
@@ -463,8 +464,8 @@ class ShardSource:
         self._level = max((section.levels.parameters for section in sections), default=0)
         self._away = any(section.shard_loans.away for section in sections)
 
+    @override
     def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
-        """See `GatherSource.launches`."""
         sections, level = self._sections, self._level
         if not self._away:
             return self._domain.gathering([(s.full, s.shard, level) for s in sections], 0, label, kind)
@@ -485,7 +486,7 @@ class ShardSource:
         """Nothing is left to be done."""
 
 
-class SecondShardSource:
+class SecondShardSource(GatherSource):
     """The second shards, of a few ranks (ZeRO++, hpZ).
 
     Args:
@@ -500,8 +501,8 @@ class SecondShardSource:
         self._comm = comm
         self.world = comm.world
 
+    @override
     def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
-        """See `GatherSource.launches`."""
         seconds = [(s, s.second) for s in self._sections if s.second is not None]
         return [
             lambda: self._comm.all_gather([(s.full, s.second_loans.read(own)) for s, own in seconds], label, kind=kind)
