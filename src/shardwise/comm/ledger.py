@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
 
+from shardwise.compat import never_compiled
 from shardwise.device.clock import Instant, now
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -39,6 +40,7 @@ def on_behalf_of(line: str) -> Iterator[None]:
         del _here.line
 
 
+@never_compiled
 def user_line(limit: int = 64) -> str:
     """Return `file:line` of the innermost caller outside this package and torch, or an empty string.
 
