@@ -193,6 +193,40 @@ def test_inputs_in_fp32_of_a_model_in_16_bits_raise_an_error_that_names_the_ways
     assert "auto_cast" in fp16 and "auto_cast" not in bf16.replace("torch_autocast", "")
 
 
+class Scaled(nn.Module):
+    """Multiplies by a buffer in fp32, or by a tensor that it makes in fp32."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.register_buffer("scale", torch.ones(8) if buffer else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones(8) if self.scale is None else self.scale
+        mean: torch.Tensor = self.last(self.first(x) * scale).mean()
+        return mean
+
+
+def tensors_of_another_dtype() -> list[str]:
+    messages = []
+    for buffer in (True, False):
+        engine = made(Scaled(buffer), 2, bf16={"enabled": True})
+        with pytest.raises(UsageError) as caught:
+            engine(torch.ones(2, 8, dtype=torch.bfloat16))
+        messages.append(str(caught.value))
+        engine.destroy()
+    engine = made(Scaled(True), 2, bf16={"enabled": True}, data_types={"buffer_dtype": "bf16"})
+    messages.append(str(engine(torch.ones(2, 8, dtype=torch.bfloat16)).dtype))
+    engine.destroy()
+    return messages
+
+
+def test_buffers_and_tensors_in_fp32_of_a_model_in_16_bits_are_named() -> None:
+    buffer, tensor, cast = run_ranks(tensors_of_another_dtype, 1)[0]
+    assert "buffer 'scale' is float32" in buffer and '"data_types": {"buffer_dtype": "bf16"}' in buffer
+    assert "a tensor that the forward pass makes" in tensor and cast == "torch.bfloat16"
+
+
 def wrapped() -> list[str]:
     messages = []
     parallel = nn.parallel.DistributedDataParallel(net())
