@@ -126,6 +126,8 @@ def _is_off(key: Key, values: dict[Any, Any]) -> bool:
     """Return whether a section is switched off. One that holds although it is off does not count as off."""
     assert key.child is not None
     keys = keys_of(key.child)
+    if key.name == "tensor_parallel" and "enabled" not in values:
+        return False  # a size switches it on
     if "enabled" in keys:
         switch = values.get("enabled", keys["enabled"].default)
         return switch in (False, None, 0) or (isinstance(switch, str) and switch.lower() == "false")
