@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import shardwise
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.utils.logging import warn_once
 from tests.harness import run_ranks
 
@@ -328,3 +329,13 @@ def test_without_an_optimizer_averaged_gradients_are_left_at_stage_0() -> None:
         for how, values in zip(HOW, found, strict=True):
             for name, value in in_one_process(how).items():
                 torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-7, msg=f"{how} {name}")
+
+
+def mistake_in_the_configuration() -> list[str]:
+    with pytest.raises(ConfigError, match="did you mean `gradient_clipping`") as caught:
+        made(net(), gradient_cliping=1.0)
+    return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_the_traceback_of_a_mistake_in_the_configuration_ends_in_initialize() -> None:
+    assert run_ranks(mistake_in_the_configuration, 1)[0][-1] == "initialize"

@@ -1137,7 +1137,9 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.inference.v2.inference_utils": raising(INFERENCE, "ActivationType DtypeEnum NormTypeEnum ceil_div"),
     "deepspeed.io": raising(WRITERS, "MockFileWriter PyFileWriter FastFileWriter FastFileWriterConfig"),
     "deepspeed.nvme": absent(TUNING, "*", _UNKNOWN),
-    "deepspeed.compile": absent("compiler passes are not built yet; engine.compile() uses torch.compile", "*", _UNKNOWN),
+    "deepspeed.compile": absent(
+        "compiler passes are not built yet; engine.compile() uses torch.compile", "*", _UNKNOWN
+    ),
     "deepspeed.model_implementations.diffusers": absent(INFERENCE, "*", _UNKNOWN),
     "deepspeed.module_inject.containers": absent(TENSOR, "*", _UNKNOWN),
     "deepspeed.runtime.superoffload": absent(WRAPPERS, "*", _UNKNOWN),
