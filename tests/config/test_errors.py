@@ -264,7 +264,6 @@ CONFLICTS = [
     ),
     (with_batch(data_parallel_size=4), "data_parallel_size", "there are 1 ranks"),
     (optimizer("AdamW", adam_w_mode=False), "optimizer.params.adam_w_mode", "`optimizer.type` AdamW"),
-    (optimizer("Adam", torch_adam=True, fused=True), "optimizer.params.torch_adam", "`optimizer.params.fused`"),
 ]
 
 CONTRADICTIONS = [

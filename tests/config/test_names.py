@@ -68,7 +68,6 @@ def test_our_own_optimizers_have_the_arguments_of_the_model(name: str) -> None:
         ("adam", {"adam_w_mode": False, "lr": -1}, "lr"),
         ("AdamW", {"adam_w_mode": False}, "adam_w_mode"),
         ("adam", {"bias_correction": False, "amsgrad": True}, "bias_correction"),
-        ("adam", {"torch_adam": True, "fused": True}, "torch_adam"),
         ("adagrad", {"fp32_optimizer_states": False, "foreach": True}, "fp32_optimizer_states"),
         ("Lion", {"eps": 1e-8}, "eps"),
         ("lamb", {"max_grad_norm": 1.0}, "max_grad_norm"),

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.config import Facts, describe, effective, resolve
+from shardwise.config import Facts, accept, describe, effective, resolve
 from shardwise.config.export import without_secrets
 from shardwise.config.schema_index import walk
-from shardwise.errors import ConfigError, NotBuiltError
+from shardwise.errors import BatchSizeError, ConfigError, NotBuiltError
 from shardwise.memory.places import Where
 from shardwise.zero.units.plan import where_of
 
@@ -261,6 +261,57 @@ def test_offload_that_cannot_be(stage: int, keys: dict[str, Any], path: str, tol
     with pytest.raises(ConfigError, match=told) as caught:
         offloading(stage, **keys)
     assert [problem.path for problem in caught.value.problems] == [f"zero_optimization.{path}"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "path"),
+    [
+        ({"aio": {"use_gds": True}}, "aio.use_gds"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
+        ({"tensor_parallel": {"kernel_inject": True}}, "tensor_parallel.kernel_inject"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "zero_optimization.offload_optimizer.super_offload",
+        ),
+    ],
+)
+def test_features_that_change_only_the_speed_are_warned_of_in_deepspeeds_files(keys: dict[str, Any], path: str) -> None:
+    config = {"train_batch_size": 1, **keys}
+    found = resolve(accept(config))
+    (note,) = [note for note in found.ignored if note.path == path]
+    assert "results are the same" in note.reason and f"`{path}`" in found.log_messages()[0]
+    with pytest.raises(NotBuiltError) as caught:
+        resolve(config)
+    assert [problem.path for problem in caught.value.problems] == [path]
+
+
+def test_a_missing_batch_size_names_the_keys_that_were_left_out() -> None:
+    config = {"train_micro_batch_size": 2, "gradient_accumulation": 4}
+    with pytest.raises(BatchSizeError, match=r"Keys without effect.*`gradient_accumulation`, `train_micro_batch_size`"):
+        resolve(accept(config))
+    reasons = {note.path: note.reason for note in accept({**config, "moe": 1}).ignored}
+    assert "did you mean `train_micro_batch_size_per_gpu`?" in reasons["train_micro_batch_size"]
+    assert "did you mean `gradient_accumulation_steps`?" in reasons["gradient_accumulation"]
+    assert "did you mean" not in reasons["moe"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "advice"),
+    [
+        ({"zero_optimization": 2}, 'Write {"stage": 2}'),
+        ({"zero_optimization": {"stage": 3, "offload_param": True}}, 'Write {"device": "cpu"}'),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": "cpu"}}, 'Write {"device": "cpu"}'),
+        ({"optimizer": "AdamW"}, 'Write {"type": "AdamW"}'),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 9}}},
+            "it belongs to WarmupDecayLR and WarmupCosineLR",
+        ),
+    ],
+)
+def test_advice_on_a_section_of_another_form(keys: dict[str, Any], advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve({"train_batch_size": 1, **keys})
+    assert advice in str(caught.value)
 
 
 def test_direct_storage_is_refused() -> None:

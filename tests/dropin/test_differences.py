@@ -477,6 +477,8 @@ def test_not_built() -> None:
         accepted(pipeline={"stages": 2})
     with pytest.raises(NotBuiltError, match="GPUDirect Storage; switch it off"):
         accepted(aio={"use_gds": True})
+    lenient = resolve(accept({"train_batch_size": 1, "aio": {"use_gds": True}, "compile": {"deepcompile": True}}))
+    assert [note.path for note in lenient.ignored] == ["aio.use_gds", "compile.deepcompile"]
     elsewhere("dropin/test_published.py", "test_it_starts_or_is_refused_as_the_table_says")
 
 

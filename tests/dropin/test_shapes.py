@@ -142,3 +142,8 @@ def test_arguments_may_hold_a_dictionary(installed: None) -> None:
     engine.destroy()
     with pytest.raises(ConfigError, match=r"given twice: config and args\.deepspeed_config"):
         deepspeed.initialize(args=args, model=model, config=dict(config))
+
+
+def test_a_size_switches_tensor_parallelism_on() -> None:
+    (note,) = accept({"tensor_parallel": {"autotp_size": 2, "tp_size": 2}}).ignored
+    assert note.path == "tensor_parallel.tp_size" and "`tensor_parallel.tp.tp_size`" in note.reason

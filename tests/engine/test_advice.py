@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import shardwise
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, UsageError
 from shardwise.utils.logging import warn_once
 from tests.harness import run_ranks
 
@@ -193,6 +194,40 @@ def test_inputs_in_fp32_of_a_model_in_16_bits_raise_an_error_that_names_the_ways
     assert "auto_cast" in fp16 and "auto_cast" not in bf16.replace("torch_autocast", "")
 
 
+class Scaled(nn.Module):
+    """Multiplies by a buffer in fp32, or by a tensor that it makes in fp32."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.register_buffer("scale", torch.ones(8) if buffer else None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones(8) if self.scale is None else self.scale
+        mean: torch.Tensor = self.last(self.first(x) * scale).mean()
+        return mean
+
+
+def tensors_of_another_dtype() -> list[str]:
+    messages = []
+    for buffer in (True, False):
+        engine = made(Scaled(buffer), 2, bf16={"enabled": True})
+        with pytest.raises(UsageError) as caught:
+            engine(torch.ones(2, 8, dtype=torch.bfloat16))
+        messages.append(str(caught.value))
+        engine.destroy()
+    engine = made(Scaled(True), 2, bf16={"enabled": True}, data_types={"buffer_dtype": "bf16"})
+    messages.append(str(engine(torch.ones(2, 8, dtype=torch.bfloat16)).dtype))
+    engine.destroy()
+    return messages
+
+
+def test_buffers_and_tensors_in_fp32_of_a_model_in_16_bits_are_named() -> None:
+    buffer, tensor, cast = run_ranks(tensors_of_another_dtype, 1)[0]
+    assert "buffer 'scale' is float32" in buffer and '"data_types": {"buffer_dtype": "bf16"}' in buffer
+    assert "a tensor that the forward pass makes" in tensor and cast == "torch.bfloat16"
+
+
 def wrapped() -> list[str]:
     messages = []
     parallel = nn.parallel.DistributedDataParallel(net())
@@ -294,3 +329,13 @@ def test_without_an_optimizer_averaged_gradients_are_left_at_stage_0() -> None:
         for how, values in zip(HOW, found, strict=True):
             for name, value in in_one_process(how).items():
                 torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-7, msg=f"{how} {name}")
+
+
+def mistake_in_the_configuration() -> list[str]:
+    with pytest.raises(ConfigError, match="did you mean `gradient_clipping`") as caught:
+        made(net(), gradient_cliping=1.0)
+    return [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+
+
+def test_the_traceback_of_a_mistake_in_the_configuration_ends_in_initialize() -> None:
+    assert run_ranks(mistake_in_the_configuration, 1)[0][-1] == "initialize"

@@ -41,7 +41,7 @@ def folder(tmp_path, monkeypatch):
         (Job("train.py", min_nproc=1), "--max-restarts"),
         (Job("train.py", master_port=0), "--master_port 0"),
         (Job("train.py", master_port=70000), "1 to 65535"),
-        (Job("train.py", master_addr="192.0.2.1"), "not an address of this machine"),
+        (Job("train.py", master_addr="192.0.2.1"), "not an address of this machine.*For several machines run torchrun"),
         (Job("train.py", log_dir="train.py"), "is a file"),
         (Job("train.py", tags="some"), "choose auto, always or never"),  # type: ignore[arg-type]
     ],

@@ -87,8 +87,7 @@ def test_torch_adam_and_explicit_choices_are_kept() -> None:
     optimizer = make("adamw", {"foreach": True})
     assert (optimizer.defaults["foreach"], optimizer.defaults["fused"]) == (True, None)
     assert make("adamw", {"differentiable": True}).defaults["fused"] is None
-    with pytest.raises(ConfigError, match="torch_adam"):
-        make("adamw", {"torch_adam": True, "fused": True})
+    assert make("adamw", {"torch_adam": True, "fused": True}).defaults["fused"] is True
 
 
 def test_options_are_not_changed_and_lists_become_tuples() -> None:

@@ -12,6 +12,7 @@ from shardwise.errors import ConfigError
 from .problems import LISTED, Problem
 from .schema.base import AUTO, Arguments
 from .schema.optimizers import CLIPPING
+from .schema.schedules import NATIVE_SCHEDULES
 from .schema_index import keys_of, nearest, takes_any_key
 from .validate import message
 
@@ -38,8 +39,8 @@ def check(
             wrong[key] = Problem(here, CLIPPING)
         elif key not in keys and not takes_any_key(model):
             # Looking for what was meant takes long; the message does not show more.
-            close = nearest(str(key), list(keys)) if len(wrong) < LISTED else None
-            advice = f"did you mean `{at.format(close)}`?" if close else f"known: {', '.join(keys)}"
+            close = nearest(str(key), list(keys), 0.8) if len(wrong) < LISTED else None
+            advice = f"did you mean `{at.format(close)}`?" if close else _advice(model, str(key), keys)
             wrong[key] = Problem(here, f"{name} has no such argument; {advice}")
         elif isinstance(value, str) and value == AUTO:
             wrong[key] = Problem(here, '"auto" has to be replaced by a value before this is built')
@@ -55,6 +56,14 @@ def check(
         return list(wrong.values())
     unfit = found.contradictions(lambda key: f"`{at.format(key)}`")
     return list(wrong.values()) or [Problem(at.format(key), text, kind) for key, text, kind in unfit] or found
+
+
+def _advice(model: type[Arguments], name: str, keys: Collection[str]) -> str:
+    """Return which other class of the same kind has an argument, and the arguments of this class."""
+    others = [other.called() for other in NATIVE_SCHEDULES.values() if other is not model and name in keys_of(other)]
+    is_schedule = model in NATIVE_SCHEDULES.values()
+    owner = f"it belongs to {' and '.join(others)}; " if others and is_schedule else ""
+    return f"{owner}known: {', '.join(keys)}"
 
 
 def checked(model: type[Model], values: Mapping[str, Any], at: str = "", name: str = "") -> Model:

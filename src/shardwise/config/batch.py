@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardwise.errors import BatchSizeError, ConflictError
 
 from .normalize import Scan
-from .problems import Problem
+from .problems import LISTED, Problem
 from .read import Document
 from .runtime_facts import Facts
 from .schema.root import Config
@@ -61,7 +61,7 @@ def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: 
     if open_micro and facts.micro_batch_size is not None:
         micro, sources[MICRO] = facts.micro_batch_size, "the caller"
     if train is None and micro is None:
-        return Problem(TRAIN, _nothing_given(found), BatchSizeError)
+        return Problem(TRAIN, _nothing_given(found, document), BatchSizeError)
     solved = _fill(train, micro, steps, world_size)
     if solved is None or min(solved) < 1 or solved[0] != solved[1] * solved[2] * world_size:
         return Problem(TRAIN, _contradiction(train, micro, steps, world_size, sources), BatchSizeError)
@@ -107,7 +107,7 @@ def _where(name: str, found: Scan, document: Document) -> str:
     return document.origin if line is None else f"{document.origin} line {line}"
 
 
-def _nothing_given(found: Scan) -> str:
+def _nothing_given(found: Scan, document: Document) -> str:
     autos = [name for name in (TRAIN, MICRO) if (name,) in found.autos]
     which = (
         f'{" and ".join(f"`{name}`" for name in autos)} left to "auto"'
@@ -118,7 +118,14 @@ def _nothing_given(found: Scan) -> str:
         f"the batch size is unknown: {which}, and the caller has not said how many samples a rank gets. The Trainer "
         'and Accelerate write it in the place of "auto"; Lightning and mmengine add the key. '
         f'In a script of your own write for example "{MICRO}": 1'
-    )
+    ) + _left_out(document)
+
+
+def _left_out(document: Document) -> str:
+    """Name the keys that were left out of the configuration, one of which may have been meant."""
+    names = [f"`{note.path}`" for note in document.ignored]
+    shown = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
+    return f". Keys without effect in {document.origin}: {shown}" if names else ""
 
 
 def _contradiction(train: int | None, micro: int | None, steps: int | None, world: int, sources: dict[str, str]) -> str:

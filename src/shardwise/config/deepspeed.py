@@ -8,7 +8,8 @@ and is refused as a misspelling.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,12 @@ from .read import Document, read
 from .schema.base import AUTO, ConfigSection
 from .schema.root import Config
 from .schema.zero import ZeroConfig
-from .schema_index import Key, keys_of, known_reason, place_of, takes_any_key
+from .schema_index import Key, keys_of, known_reason, nearest, place_of, takes_any_key
 
 _SHORTEST = 4
 """Letters of the longer of two names from which on one edit is a misspelling."""
+_SIMILAR = 0.75
+"""Ratio of similarity from which on a warning names a known key."""
 
 
 def accept(source: Any) -> Document:
@@ -101,7 +104,7 @@ def _section(
         elif any(_one_edit(name, known) for known in keys):
             kept[name] = value  # the strict check names what was meant
         else:
-            ignored.append(Note(dotted(here), value, _place(name)))
+            ignored.append(Note(dotted(here), value, _place(name, keys)))
     return kept
 
 
@@ -111,15 +114,20 @@ def _is_path(name: str) -> bool:
     return bool(dot) and section in keys_of(Config)
 
 
-def _place(name: str) -> str:
+def _place(name: str, keys: Iterable[str]) -> str:
     found = place_of(name)
-    return f"only {found} is read" if found else "no key of DeepSpeed's or of this library's"
+    if found:
+        return f"only {found} is read"
+    close = nearest(name, list(keys), _SIMILAR)
+    return "no key of DeepSpeed's or of this library's" + (f"; did you mean `{close}`?" if close else "")
 
 
 def _is_off(key: Key, values: dict[Any, Any]) -> bool:
     """Return whether a section is switched off. One that holds although it is off does not count as off."""
     assert key.child is not None
     keys = keys_of(key.child)
+    if key.name == "tensor_parallel" and "enabled" not in values:
+        return False  # a size switches it on
     if "enabled" in keys:
         switch = values.get("enabled", keys["enabled"].default)
         return switch in (False, None, 0) or (isinstance(switch, str) and switch.lower() == "false")
@@ -185,6 +193,10 @@ def _infinite(value: Any) -> bool:
     return _negative(value) or (isinstance(value, str) and value.strip().lower() in ("inf", "infinity"))
 
 
+def _no_clipping(value: Any) -> bool:
+    return _negative(value) or _number(value) == math.inf
+
+
 _NO_LIMIT = "read as no limit"
 
 _READ_AS: dict[str, tuple[Callable[[Any], bool], Any, str]] = {
@@ -195,7 +207,7 @@ _READ_AS: dict[str, tuple[Callable[[Any], bool], Any, str]] = {
     ),
     "fp16.hysteresis": (_is_zero, 1, "read as 1: every overflow halves the loss scale"),
     "fp16.loss_scale": (lambda value: value == "dynamic", 0, "read as 0, which means dynamic"),
-    "gradient_clipping": (_negative, 0.0, "read as 0: gradients are not clipped"),
+    "gradient_clipping": (_no_clipping, 0.0, "read as 0: gradients are not clipped"),
     "steps_per_print": (_infinite, None, "read as null: never"),
     "optimizer.params": (lambda value: value is None, {}, "read as {}"),
     "scheduler.params": (lambda value: value is None, {}, "read as {}"),

@@ -107,7 +107,7 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         *check_scheduler(config, found),
         *check_compression(config, found),
         *check_combinations(config, found, world_size),
-        *check_built(config, found),
+        *check_built(config, found, lenient=document.written is not None),
         *sequence_problems,
     ]
     solved = solve(config, copies, facts, found, document)

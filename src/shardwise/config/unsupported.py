@@ -2,7 +2,8 @@
 
 `UNSUPPORTED`: without the feature the run would be another one, or would lack its purpose. A configuration that asks
 for such a feature is refused, and the message says what to do instead. A section that is present but switched off, or
-holds only defaults, is accepted.
+holds only defaults, is accepted. Where only the speed would differ, the reader for DeepSpeed's files (`accept`) lets
+the key pass with a warning.
 
 `IGNORED`: without the feature the run is the same; it prints less, or differs in speed. Such a key is accepted with a
 warning.
@@ -28,6 +29,7 @@ class Unsupported:
     """One feature: the key that asks for it, what it is, when a value asks for it, and what to do now.
 
     `within` are switches that have to be on as well. `instead` may depend on the rest of the configuration.
+    `speed_only`: results are the same without the feature.
     """
 
     path: str
@@ -35,6 +37,7 @@ class Unsupported:
     asks: Callable[[Any], bool]
     instead: str | Callable[[Config], str]
     within: tuple[str, ...] = ()
+    speed_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,12 +91,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "GPUDirect Storage",
         _on,
         "switch it off: data goes from disk to the device through page-locked memory of the host",
+        speed_only=True,
     ),
     Unsupported(
         "zero_optimization.offload_optimizer.super_offload",
         "steps of the host optimizer during the backward pass (SuperOffload), which measured slower than without",
         _on,
         "remove the key; the bits are the same",
+        speed_only=True,
     ),
     Unsupported(
         "zero_optimization.zenflow",
@@ -118,12 +123,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "kernels that take the place of layers",
         _on,
         "switch it off; torch.nn.functional.scaled_dot_product_attention and engine.compile() choose fused kernels",
+        speed_only=True,
     ),
     Unsupported(
         "tensor_parallel.vocab_parallel_ce_backend",
         "a cross entropy of Liger for split logits",
         lambda value: value == "liger",
         'write "torch": the library\'s own sends three numbers a token',
+        speed_only=True,
     ),
     Unsupported(
         "tensor_parallel.tp.mpu",
@@ -141,7 +148,14 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported("pipeline.enabled", "pipeline parallelism", _on, f"remove the section; {_SHARD}"),
     Unsupported("pipeline.stages", "pipeline parallelism", _above_one, f"remove the section; {_SHARD}"),
     *(
-        Unsupported(f"expert_parallel.{name}", what, asks, instead, within=("expert_parallel.enabled",))
+        Unsupported(
+            f"expert_parallel.{name}",
+            what,
+            asks,
+            instead,
+            within=("expert_parallel.enabled",),
+            speed_only=name == "comm_backend",
+        )
         for name, what, asks, instead in (
             ("route_norm", "routers of its own", _given, _ROUTES),
             ("route_scale", "routers of its own", lambda value: value != 1, _ROUTES),
@@ -235,6 +249,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "compiler passes (DeepCompile)",
         _on,
         "switch it off; engine.compile() uses torch.compile",
+        speed_only=True,
     ),
 )
 
@@ -263,25 +278,47 @@ def value_at(config: Config, path: str) -> Any:
     return place
 
 
-def check_built(config: Config, found: Scan) -> list[Problem]:
-    """Return one problem for each requested feature that this version does not have."""
-    problems = []
-    for entry in UNSUPPORTED:
-        value = value_at(config, entry.path)
-        if entry.asks(value) and all(value_at(config, switch) for switch in entry.within):
-            instead = entry.instead if isinstance(entry.instead, str) else entry.instead(config)
-            message = f"this version does not have {entry.feature}; {instead}"
-            problems.append(Problem(_as_written(entry.path, found), message, NotBuiltError))
-    return problems
+def check_built(config: Config, found: Scan, lenient: bool) -> list[Problem]:
+    """Return one problem for each requested feature that this version does not have.
+
+    Args:
+        config: the validated configuration.
+        found: the scan, for spelling.
+        lenient: the file was read by `accept`, so that features that change only the speed are no problem.
+    """
+    return [
+        Problem(_as_written(entry.path, found), f"{_missing(entry)}; {_instead(entry, config)}", NotBuiltError)
+        for entry in UNSUPPORTED
+        if _asked(entry, config) and not (lenient and entry.speed_only)
+    ]
 
 
 def unheard(config: Config, found: Scan) -> list[Note]:
     """Return a note on each key that asks for something that is not done, and without which all is the same."""
-    return [
+    ignored = [
         Note(_as_written(entry.path, found), value, f"accepted, and changes nothing: {entry.missing}")
         for entry in IGNORED
         if entry.asks(value := value_at(config, entry.path))
     ]
+    slower = [
+        Note(_as_written(entry.path, found), value_at(config, entry.path), f"{_missing(entry)}; results are the same")
+        for entry in UNSUPPORTED
+        if entry.speed_only and _asked(entry, config)
+    ]
+    return ignored + slower
+
+
+def _asked(entry: Unsupported, config: Config) -> bool:
+    on = all(value_at(config, switch) for switch in entry.within)
+    return on and entry.asks(value_at(config, entry.path))
+
+
+def _missing(entry: Unsupported) -> str:
+    return f"this version does not have {entry.feature}"
+
+
+def _instead(entry: Unsupported, config: Config) -> str:
+    return entry.instead if isinstance(entry.instead, str) else entry.instead(config)
 
 
 def _as_written(path: str, found: Scan) -> str:

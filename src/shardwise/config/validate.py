@@ -179,6 +179,10 @@ def _advice(key: Key, value: Any) -> str:
         return _advice_on_string(key, value)
     if isinstance(value, bool) and key.child is not None and "enabled" in keys_of(key.child):
         return f'Write {{"enabled": {json.dumps(value)}}}'
+    if key.child is not None and "device" in keys_of(key.child) and isinstance(value, bool):
+        return f'Write {{"device": "{"cpu" if value else "none"}"}}'
+    if key.name == "zero_optimization" and type(value) is int:
+        return f'Write {{"stage": {value}}}'
     number = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     if number and abs(value) > LARGEST_INT:
         return f"Give at most {LARGEST_INT} (64 bits)" if _takes_integers(key) else ""
@@ -194,6 +198,9 @@ def _takes_integers(key: Key) -> bool:
 
 
 def _advice_on_string(key: Key, value: str) -> str:
+    switch = next((name for name in ("device", "type") if key.child is not None and name in keys_of(key.child)), None)
+    if switch is not None:
+        return f"Write {json.dumps({switch: value})}"
     words = expected(key)
     close = nearest(value, re.findall(r'"([^"]*)"', words))
     if close is not None:

@@ -382,6 +382,7 @@ _FLOPS_PROFILER = joined(
     ),
 )
 _UNKNOWN = "no script is known that imports a name of it"
+_OLD = "scripts for its versions of 2020 and 2021 import it"
 _TOPOLOGY = raising(PIPELINE, "ProcessTopology")
 
 TABLE: dict[str, dict[str, Entry]] = {
@@ -1136,6 +1137,17 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.inference.v2.inference_utils": raising(INFERENCE, "ActivationType DtypeEnum NormTypeEnum ceil_div"),
     "deepspeed.io": raising(WRITERS, "MockFileWriter PyFileWriter FastFileWriter FastFileWriterConfig"),
     "deepspeed.nvme": absent(TUNING, "*", _UNKNOWN),
+    "deepspeed.compile": absent(
+        "compiler passes are not built yet; engine.compile() uses torch.compile", "*", _UNKNOWN
+    ),
+    "deepspeed.model_implementations.diffusers": absent(INFERENCE, "*", _UNKNOWN),
+    "deepspeed.module_inject.containers": absent(TENSOR, "*", _UNKNOWN),
+    "deepspeed.runtime.superoffload": absent(WRAPPERS, "*", _UNKNOWN),
+    "deepspeed.runtime.zenflow": absent(ZENFLOW, "*", _UNKNOWN),
+    "deepspeed.runtime.zero.stage1": absent(WRAPPERS, "*", _OLD),
+    "deepspeed.runtime.zero.stage2": absent(WRAPPERS, "*", _OLD),
+    "deepspeed.runtime.csr_tensor": absent("it is `deepspeed.runtime.sparse_tensor` since 2021", "*", _OLD),
+    "deepspeed.pt": absent("its names are in `deepspeed.runtime` and `deepspeed.utils` since 2020", "*", _OLD),
     "deepspeed.launcher.runner": joined(
         functions("shardwise.dropin.launcher", "main(args=None)", "fetch_hostfile(hostfile_path)"),
         values("shardwise.dropin.launcher", "DEEPSPEED_ENVIRONMENT_NAME"),

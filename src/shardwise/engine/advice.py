@@ -21,6 +21,8 @@ _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedD
 """Classes of torch that reduce gradients, or move parameters, themselves."""
 
 _DTYPES = re.compile(r"dtype|scalar type|BFloat16|Half\b")
+_MISMATCH = re.compile(r"(same|but (got|found)).*(BFloat16|Half)|(BFloat16|Half).*(same|but (got|found))")
+"""Messages of torch about two tensors of different dtypes, one of 16 bits."""
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -106,23 +108,39 @@ def warn_of_clipping(parameters: list[torch.Tensor]) -> None:
         )
 
 
-def explain_dtype(error: Exception, inputs: Any, dtype: torch.dtype | None) -> str | None:
-    """Return a hint where a forward pass has failed on inputs of another floating dtype than the parameters'.
+def explain_dtype(error: Exception, inputs: Any, dtype: torch.dtype | None, module: nn.Module) -> str | None:
+    """Return a hint where a forward pass has failed on tensors of another floating dtype than the parameters'.
 
     Args:
         error: what it has raised.
         inputs: tensors that it was given.
         dtype: of the parameters; None: they keep their own.
+        module: the model, whose buffers keep their dtype.
     """
-    given = {tensor.dtype for tensor in inputs if tensor.is_floating_point()} - {dtype}
-    if dtype not in (torch.bfloat16, torch.float16) or not given or not _DTYPES.search(str(error)):
+    if dtype not in (torch.bfloat16, torch.float16) or not _DTYPES.search(str(error)):
         return None
     section = "bf16" if dtype is torch.bfloat16 else "fp16"
-    names = ", ".join(sorted(str(one).removeprefix("torch.") for one in given))
     cast = ', or set "fp16": {"auto_cast": true}' if dtype is torch.float16 else ""
+    given = {tensor.dtype for tensor in inputs if tensor.is_floating_point()} - {dtype}
+    buffers = [(name, b) for name, b in module.named_buffers() if b.is_floating_point() and b.dtype != dtype]
+    if given:
+        what = f"inputs are {', '.join(sorted(map(_short, given)))}"
+        advice = f"Cast the inputs (x.to({dtype})){cast}"
+    elif not _MISMATCH.search(str(error)):
+        return None
+    elif buffers:
+        what = f"buffer {buffers[0][0]!r} is {_short(buffers[0][1].dtype)}"
+        advice = f'Set "data_types": {{"buffer_dtype": "{section}"}}, or cast the buffer where the model uses it'
+    else:
+        what = "a tensor that the forward pass makes has another dtype"
+        advice = f"Make the tensor with dtype={dtype}, or cast it where the model uses it"
     return (
-        f"the engine's forward(): inputs are {names}, and `{section}` makes the parameters {section} "
-        f"({str(error).splitlines()[0]}). Cast the inputs (x.to({dtype})){cast}; or replace the `{section}` section by "
-        f'"torch_autocast": {{"enabled": true, "dtype": "{str(dtype).removeprefix("torch.")}"}}, which keeps fp32 '
+        f"the engine's forward(): {what}, and `{section}` makes the parameters {section} "
+        f"({str(error).splitlines()[0]}). {advice}; or replace the `{section}` section by "
+        f'"torch_autocast": {{"enabled": true, "dtype": "{_short(dtype)}"}}, which keeps fp32 '
         "parameters and casts in each operation"
     )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

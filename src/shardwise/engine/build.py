@@ -171,24 +171,28 @@ def initialize(
         raise UsageError(
             "initialize(model=...): it is an engine already. Pass its module (engine.module) for a new engine"
         )
-    with contextlib.ExitStack() as undo:
-        made = _build(
-            undo,
-            args,
-            model,
-            optimizer,
-            model_parameters,
-            training_data,
-            lr_scheduler,
-            distributed_port,
-            mpu,
-            dist_init_required,
-            collate_fn,
-            config,
-            mesh_param,
-            config_params,
-        )
-        undo.pop_all()  # the engine ends what has been made
+    try:
+        with contextlib.ExitStack() as undo:
+            made = _build(
+                undo,
+                args,
+                model,
+                optimizer,
+                model_parameters,
+                training_data,
+                lr_scheduler,
+                distributed_port,
+                mpu,
+                dist_init_required,
+                collate_fn,
+                config,
+                mesh_param,
+                config_params,
+            )
+            undo.pop_all()  # the engine ends what has been made
+    except ConfigError as error:
+        # The mistake is in the configuration: frames of its checks would only hide the message.
+        raise error.with_traceback(None)  # noqa: B904
     return made
 
 

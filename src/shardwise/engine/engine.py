@@ -253,7 +253,7 @@ class Engine(ConfigGetters, StateGetters):
                 if is_out_of_memory(error):
                     raise explained(error, self._memory.circumstances("the engine's forward()")) from error
                 dtype = self.sharded.policy.compute_dtype
-                hint = explain_dtype(error, tensors_in((inputs, kwargs)), dtype)
+                hint = explain_dtype(error, tensors_in((inputs, kwargs)), dtype, self.module)
                 if hint is not None:
                     raise UsageError(hint) from error
             named = None if self._tensors is None else self._tensors.named(error, self.module)

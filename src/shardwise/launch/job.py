@@ -149,7 +149,8 @@ def check(job: Job) -> None:
     if not is_loopback(job.master_addr) and not is_this_machine(job.master_addr):
         raise CommandLineError(
             f"--master_addr {job.master_addr} is not an address of this machine ({socket.gethostname()}). "
-            f"Leave it out to meet on {LOOPBACK}."
+            f"Leave it out to meet on {LOOPBACK}. For several machines run torchrun or srun on each: this command "
+            "starts processes on one."
         )
     if job.log_dir is not None and Path(job.log_dir).exists() and not Path(job.log_dir).is_dir():
         raise CommandLineError(f"--log-dir {job.log_dir} is a file. Give a directory.")

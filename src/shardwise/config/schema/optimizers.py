@@ -84,12 +84,6 @@ class AdamArguments(Elementwise):
         """Whether torch's class is to run the fused implementation where there is one."""
         return self.fused is None and not (self.torch_adam or self.foreach or self.differentiable)
 
-    def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """See `Elementwise.contradictions`; torch picks no implementation if it is told one."""
-        yield from super().contradictions(at)
-        if self.torch_adam and self.fused:
-            yield "torch_adam", f"true contradicts {at('fused')} true; remove one of them", ConflictError
-
 
 class AdamWArguments(AdamArguments):
     """Adam with decoupled weight decay."""

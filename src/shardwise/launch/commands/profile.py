@@ -86,7 +86,7 @@ def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool
                 if not forward_only:
                     loss_of(output).backward()
         except Exception as error:
-            first = str(error).partition("\n")[0]
+            first = str(error).partition("\n")[0].rstrip(".")
             raise CommandLineError(
                 f"{type(model).__name__} raises {type(error).__name__} on token ids of shape "
                 f"[{micro_batch}, {length}]: {first}. Give a model that takes token ids as its only input; "
