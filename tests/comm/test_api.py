@@ -139,6 +139,10 @@ def where_a_rank_waits(call: str) -> list[str]:
         layer(tensor)
     elif call == "work":
         api.all_reduce(tensor, api.ReduceOp.MAX, async_op=True).wait()
+    elif call == "torch's work":
+        works = [torch.distributed.all_reduce(tensor, async_op=True)]
+        for work in works:
+            work.wait()
     elif call in PLACES:
         PLACES[call](lambda: torch.distributed.all_reduce(tensor))
     elif api.get_rank():
@@ -156,6 +160,7 @@ def where_a_rank_waits(call: str) -> list[str]:
     [
         ("forward", "torch.distributed.broadcast(src=1)|12|"),
         ("work", "torch.distributed.all_reduce(op=MAX)|12|"),
+        ("torch's work", "torch.distributed.Work.wait()|0|"),
         ("recv", "torch.distributed.recv(src=1)|0|"),
         ("thread", "torch.distributed.all_reduce()|12|"),
         ("pool", "torch.distributed.all_reduce()|12|"),

@@ -24,6 +24,8 @@ layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
 def own(place):
     if fault == place and step == 2 and rank == 0:
         torch.distributed.all_reduce(torch.zeros(7))  # OWN PLACE
+    if fault == place + " async" and step == 2 and rank == 0:
+        torch.distributed.all_reduce(torch.zeros(7), async_op=True).wait()  # OWN WORK
 class Own(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -146,6 +148,10 @@ FAULTS = {
             "gradient": r", in engine\.backward\(\)",
         }.items()
     },
+    "hook async": Fault(
+        EXIT_CODE,
+        (STUCK, r"rank 0: waits in torch\.distributed\.Work\.wait\(\) for \d+ s, in a forward pass at .*@OWN WORK"),
+    ),
     "root": Fault(
         EXIT_CODE,
         (

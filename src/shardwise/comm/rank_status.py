@@ -8,6 +8,8 @@ that thread waits for another one (autograd's of a device, `Thread.join`, `Futur
 
 from __future__ import annotations
 
+import dis
+import functools
 import hashlib
 import os
 import sys
@@ -18,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -166,6 +168,7 @@ class Position:
         number: of the wait on that rank.
         turn: of a collective of torch, how many the rank has launched in the group, with this one; -1: not known.
         step: steps that it has taken; -1: not known.
+        collectives: of torch that it has launched in the default group; -1: not known.
         loader: what the engine's data loader has done; empty: not known.
     """
 
@@ -180,6 +183,7 @@ class Position:
     number: int = -1
     turn: int = -1
     step: int = -1
+    collectives: int = -1
     loader: str = ""
 
     @classmethod
@@ -306,7 +310,9 @@ class Here:
         if script.blocked and script.torch is None and (other := _waited_for(frame, frames)):
             thread, within = other, _Script.of(frames.get(other))
             script = replace(script, torch=within.torch, line=within.line or script.line)
+        default = dist.group.WORLD
         rest: dict[str, Any] = {"doing": script.doing, "line": script.line, **self._facts()}
+        rest["collectives"] = -1 if default is None else launched_of(default)
         wait = self._wait(thread, script.blocked, quiet)
         if wait is not None and isinstance(record := wait[0], Record):
             rest |= {"line": record.line or script.line, "call": record.call}
@@ -453,6 +459,37 @@ class _TorchCall:
         turn = -1 if name in _UNCOUNTED else launch.turn
         return cls(what, launch.size, kind, members, hash((place, launch.turn)), turn)
 
+    @classmethod
+    def of_work(cls, place: object) -> _TorchCall | None:
+        """Return the wait for a `Work` of which only the place is known; None: nothing has been launched.
+
+        It is taken for the last collective of the default group: where the other ranks have launched that, too, it is
+        on its way.
+        """
+        if not dist.is_initialized() or (turn := launched_of(dist.group.WORLD)) < 1:
+            return None
+        kind, members = f"{_TORCH}{dist.group.WORLD.group_name}", dist.get_process_group_ranks(dist.group.WORLD)
+        return cls(f"{_WORK}()", 0, kind, members, hash((place, turn)), turn)
+
+
+@functools.lru_cache(64)
+def _calls_wait(code: CodeType, place: int) -> bool:
+    """Return whether a function is in `something.wait()`, as `torch.distributed.Work` has it.
+
+    >>> code = compile("work.wait()", "train.py", "eval")
+    >>> [_calls_wait(code, one.offset) for one in dis.get_instructions(code) if one.opname.startswith("CALL")]
+    [True]
+    """
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.offset == place:
+            return before == "wait" and instruction.opname.startswith("CALL")
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            before = str(instruction.argval)
+        elif instruction.opname not in ("PRECALL", "CACHE", "PUSH_NULL"):
+            before = ""
+    return False
+
 
 def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
     """Return the group of a collective of torch from its arguments."""
@@ -462,6 +499,7 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
 
 _TORCH, _PAIR = "torch/", "torch/pair/"
 _PAIRS = ("send", "recv", "isend", "irecv")
+_WORK = "torch.distributed.Work.wait"
 _UNCOUNTED = (*_PAIRS, "monitored_barrier", "wait_tensor")
 """Of torch's collectives those that do not count in their group."""
 _SAYING_WHICH = ("op", "src", "dst", "group_src", "group_dst", "group", "tag")
@@ -520,6 +558,8 @@ class _Script:
         if called is not None:
             name = _WAITING.get(called.f_code.co_name, called.f_code.co_name)
             call = _TorchCall.of(TorchLaunch.of(name, called.f_locals), (id(called), called.f_lasti))
+        elif not frame.f_code.co_filename.startswith(_PACKAGE) and _calls_wait(frame.f_code, frame.f_lasti):
+            call = _TorchCall.of_work((id(frame), frame.f_lasti))
         return cls(line_of(frame), doing, call, blocked)
 
 
