@@ -103,7 +103,12 @@ def as_on_device(work: Callable[[], Any]) -> None:
     spaces: dict[str, Any] = {}
     exec(compile("def backward(ended):\n    ended.wait()\n", torch.autograd.graph.__file__, "exec"), spaces)
     ended = threading.Event()
-    _thread.start_new_thread(lambda: (work(), ended.set()), ())
+
+    def run() -> None:
+        work()
+        ended.set()
+
+    _thread.start_new_thread(run, ())
     spaces["backward"](ended)
 
 
@@ -177,9 +182,10 @@ def launched_and_left() -> list[bool]:
     """Rank 1 has launched a collective that rank 0 waits for, and has gone on."""
     compare_calls(False)
     work = api.all_reduce(torch.ones(3), async_op=True)
-    here = Here()
-    waits = Position("torch.distributed.all_reduce()", kind=f"torch/{torch.distributed.group.WORLD.group_name}")
-    turn = launched_of(torch.distributed.group.WORLD)
+    here, default = Here(), torch.distributed.group.WORLD
+    assert default is not None
+    waits = Position("torch.distributed.all_reduce()", kind=f"torch/{default.group_name}")
+    turn = launched_of(default)
     found = [here.launched_in_torch(waits.kind, turn + later, Position()) for later in (0, 1)]
     found += [here.launched_in_torch(waits.kind, turn, waits), here.launched_in_torch(waits.kind, -1, Position())]
     found += [here.launched_in_torch("torch/unknown", turn, Position()), here.launched_in_torch("x", turn, Position())]
@@ -213,12 +219,16 @@ class _Work:
     def wait(self) -> None: ...
 
 
+def _launch(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+    return _Work() if async_op else None
+
+
 def on_device() -> list[str]:
     """Where a rank is whose device, which the host does not wait for, has not ended a collective."""
     compare_calls(False)
     streams, given = _Streams(), torch.ones(3, device="meta")
     found, launched = [], torch.distributed.all_reduce
-    torch.distributed.all_reduce = lambda tensor, op, group, async_op: _Work() if async_op else None
+    torch.distributed.all_reduce = _launch
     follow_devices(True)
     try:
         with standing_in("meta", streams):

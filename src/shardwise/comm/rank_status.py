@@ -466,9 +466,10 @@ class _TorchCall:
         It is taken for the last collective of the default group: where the other ranks have launched that, too, it is
         on its way.
         """
-        if not dist.is_initialized() or (turn := launched_of(dist.group.WORLD)) < 1:
+        default = dist.group.WORLD
+        if default is None or (turn := launched_of(default)) < 1:
             return None
-        kind, members = f"{_TORCH}{dist.group.WORLD.group_name}", dist.get_process_group_ranks(dist.group.WORLD)
+        kind, members = f"{_TORCH}{default.group_name}", dist.get_process_group_ranks(default)
         return cls(f"{_WORK}()", 0, kind, members, hash((place, turn)), turn)
 
 
