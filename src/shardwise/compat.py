@@ -59,6 +59,15 @@ def launched_of(group: dist.ProcessGroup) -> int:
         return -1
 
 
+def group_named(name: str) -> dist.ProcessGroup | None:
+    """Return the process group of a name, or None if this rank has none or torch does not tell."""
+    try:
+        found = distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type, unused-ignore]
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, dist.ProcessGroup) else None
+
+
 @contextlib.contextmanager
 def connecting_alone() -> Iterator[None]:
     """Have groups that are made inside of the block connect by themselves.

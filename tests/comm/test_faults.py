@@ -14,13 +14,31 @@ import pytest
 from shardwise.comm.stall_watchdog import EXIT_CODE
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 import torch
 import shardwise
 fault, ranks = sys.argv[1], int(os.environ["WORLD_SIZE"])
 shardwise.init_distributed()
 torch.manual_seed(0)
 layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+def own(place):
+    if fault == place and step == 2 and rank == 0:
+        torch.distributed.all_reduce(torch.zeros(7))  # OWN PLACE
+    if fault == place + " async" and step == 2 and rank == 0:
+        torch.distributed.all_reduce(torch.zeros(7), async_op=True).wait()  # OWN WORK
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        own("function")
+        return gradient
+layers[2].register_forward_hook(lambda *_: own("hook"))
+def in_thread():
+    thread = threading.Thread(target=own, args=("thread",))
+    thread.start()
+    thread.join()
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -30,6 +48,10 @@ class Model(torch.nn.Module):
             x = self.layers[index](x)  # LAYER
             if fault == "forward" and step == 2 and rank == 0 and index == 1:
                 shardwise.comm.all_reduce(torch.zeros(7))  # FORWARD
+        in_thread()
+        x = Own.apply(x)
+        if x.requires_grad:
+            x.register_hook(lambda _: own("gradient"))
         return x
 config = {
     "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -45,7 +67,9 @@ class Slow(torch.utils.data.Dataset):
         time.sleep(6)  # SLOW LOADER
         return index
 def train(order):
-    engine.backward(engine(torch.ones(2, 16), order).sum())  # TRAIN
+    loss = engine(torch.ones(2, 16), order).sum()  # FIRST
+    own("metric")
+    engine.backward(loss)  # TRAIN
     engine.step()
 for step in range(3 if fault == "uneven" and rank == 1 else 4):
     order = [0, 1, 2, 3]
@@ -102,7 +126,7 @@ class Fault:
 
 STUCK = "the ranks wait for each other in different collectives"
 FAULTS = {
-    "extra": Fault(EXIT_CODE, (STUCK, r"They part here:\n.*rank 0: .*@TRAIN\n.*rank 1: .*@EXTRA")),
+    "extra": Fault(EXIT_CODE, (STUCK, r"They part here:\n.*rank 0: .*@FIRST\n.*rank 1: .*@EXTRA")),
     "own": Fault(EXIT_CODE, (STUCK, r"torch\.distributed\.all_reduce\(\) has been called by rank 1 at .*@OWN")),
     "forward": Fault(
         EXIT_CODE,
@@ -111,6 +135,22 @@ FAULTS = {
             r"rank 0: waits in torch\.distributed\.all_reduce\(\) for \d+ s, in a forward pass at .*@FORWARD",
             r"ranks? 1.*: waits in all_gather .* for \d+ s, in a forward pass at .*@LAYER",
         ),
+    ),
+    **{
+        place: Fault(
+            EXIT_CODE, (STUCK, rf"rank 0: waits in torch\.distributed\.all_reduce\(\) for \d+ s{doing} at .*@OWN PLACE")
+        )
+        for place, doing in {
+            "hook": ", in a forward pass",
+            "thread": ", in a forward pass",
+            "metric": "",
+            "function": r", in engine\.backward\(\)",
+            "gradient": r", in engine\.backward\(\)",
+        }.items()
+    },
+    "hook async": Fault(
+        EXIT_CODE,
+        (STUCK, r"rank 0: waits in torch\.distributed\.Work\.wait\(\) for \d+ s, in a forward pass at .*@OWN WORK"),
     ),
     "root": Fault(
         EXIT_CODE,

@@ -67,6 +67,11 @@ def test_what_is_said_of_ranks() -> None:
     assert "rank 1: has not answered" in slow.text
     same = judge({0: GATHER, 1: GATHER}, 0)
     assert not same.stuck and "the network between them is slow" in same.text
+    counts = {rank: replace(GATHER, collectives=3 + (rank == 2)) for rank in range(3)}
+    odd = judge(counts, 0)
+    assert not odd.stuck and "on some ranks only (launched with torch.distributed in the default group: " in odd.text
+    assert "3 on ranks 0, 1, 4 on rank 2):" in odd.text
+    assert "on some ranks" not in judge({**counts, 2: GATHER}, 0).text
     moved = judge({0: GATHER, 1: REDUCE}, 0, {0: Confirmation(3), 1: Confirmation(6)})
     assert not moved.stuck and "others wait, too" in moved.text
     assert judged({0: GATHER, 1: replace(GATHER, what="all_gather 'layers.0' #8")}).stuck  # a turn more is another one

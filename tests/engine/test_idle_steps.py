@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.errors import UsageError
 from shardwise.utils.logging import logger, warn_once
 from tests.harness import run_ranks
 
@@ -186,3 +187,11 @@ def left_out_here(stage: int, managed: bool) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_rank_may_leave_out_a_backward_pass_where_gradients_are_added_up_locally(stage: int, managed: bool) -> None:
     run_ranks(left_out_here, 2, stage, managed)
+
+
+def test_a_closure_is_refused() -> None:
+    """It would be left out: step() takes a scheduler's arguments."""
+    engine = build(0, {}, False)
+    with pytest.raises(UsageError, match=r"has got <function .*run the forward pass and engine.backward\(\) before"):
+        engine.step(lambda: engine(torch.ones(2, 4)).mean())
+    engine.destroy()

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import groups, native
+from shardwise.comm import api, groups, native
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.rank_status import follow_devices, oldest_under_way
+from shardwise.comm.rank_status import Here, follow_devices, oldest_under_way
 from tests.gpu.forced import start_group
 from tests.gpu.standin import rehearsing
 
@@ -112,6 +112,21 @@ def test_the_end_of_a_collective_is_seen_and_nothing_holds_its_result(monkeypatc
     finally:
         follow_devices(False)
         comm.destroy()
+
+
+def test_a_collective_of_the_script_is_followed() -> None:
+    start_group()
+    follow_devices(True)
+    try:
+        if not rehearsing():
+            torch.cuda._sleep(10**9)
+        api.all_reduce(torch.ones(4, device="cuda"))
+        if not rehearsing():
+            assert Here()().what == "torch.distributed.all_reduce()"
+        torch.cuda.synchronize()
+        assert not Here()().waits
+    finally:
+        follow_devices(False)
 
 
 def test_a_communicator_of_one_rank_that_sends(monkeypatch: pytest.MonkeyPatch) -> None:

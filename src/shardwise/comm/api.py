@@ -21,9 +21,10 @@ from shardwise.comm.calls import check_call
 from shardwise.comm.clocks import measure_by
 from shardwise.comm.ledger import user_line
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.rank_status import WaitingForWork
+from shardwise.comm.rank_status import TorchLaunch, WaitingForWork, follow, is_following
 from shardwise.comm.stragglers import Stragglers, blame
 from shardwise.compat import all_gather_single, reduce_scatter_single
+from shardwise.device.streams import streams_of
 from shardwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ P = ParamSpec("P")
 
 _ALIKE = ("op", "src", "dst")
 """Arguments beside tensors that are the same on all ranks of a collective."""
-_SAYING_WHICH = (*_ALIKE, "group", "tag")
 
 
 class Log(TypedDict, total=False):
@@ -138,7 +138,7 @@ def _collective(
             asked = bool(given.get("prof"))
             if not (asked or comms_logger.wants(name)):
                 work = launch(*args, **kwargs)
-                return _Pending(work, launch.__name__, given) if pending and work is not None else work
+                return _after(work, launch.__name__, given, counted, pending)
             size = _size(given[counted]) if counted is not None else 0
             world, line = get_world_size(given["group"]), user_line()
 
@@ -146,9 +146,9 @@ def _collective(
                 comms_logger.append(name, size, seconds, world, line, asked=asked)
 
             start = time.perf_counter()
-            work = launch(*args, **kwargs)
-            if pending and work is not None:
-                return _Pending(work, launch.__name__, given, start, record)
+            work = _after(launch(*args, **kwargs), launch.__name__, given, counted, pending, start, record)
+            if isinstance(work, _Pending):
+                return work
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             record(time.perf_counter() - start)
@@ -180,13 +180,44 @@ def _size(tensors: torch.Tensor | list[torch.Tensor] | None) -> int:
     return sum(t.nbytes for t in (tensors if isinstance(tensors, list) else [tensors]))
 
 
+Recorder = Callable[[float | None], None]
+
+
+def _after(
+    work: Any, name: str, given: Mapping[str, Any], counted: str | None, pending: bool, start: float = 0.0,
+    record: Recorder | None = None,
+) -> Any:  # fmt: skip
+    """Let the stall watchdog know of a collective that has been launched; return what the script gets.
+
+    Args:
+        work: what torch has returned.
+        name: of the collective.
+        given: its arguments.
+        counted: which of them is the tensor.
+        pending: whether the script waits by itself.
+        start: see `_Pending`.
+        record: likewise.
+    """
+    waits = pending and work is not None
+    tensors = given[counted] if counted is not None else None
+    tensor = tensors[0] if isinstance(tensors, list) and tensors else tensors
+    device = tensor.device if isinstance(tensor, torch.Tensor) else None
+    followed = device if device is not None and device.type != "cpu" and is_following() else None
+    if waits:
+        launch = TorchLaunch.of(name, given, user_line() if followed is not None else "")
+        return _Pending(work, launch, followed, start, record)
+    if followed is not None:
+        follow(TorchLaunch.of(name, given, user_line()), streams_of(followed).mark())
+    return work
+
+
 class _Pending:
     """torch's `Work`, with the same methods; the watchdog knows which collective a rank waits for in it.
 
     Args:
         work: of torch.
-        name: of the collective.
-        given: its arguments, of which no tensor is kept.
+        launch: the collective, without its tensors.
+        followed: device on which its end is followed; None: it is not.
         start: when it was launched (`time.perf_counter()`).
         record: writes it into the log when it has been waited for; None: it is not logged.
     """
@@ -194,18 +225,20 @@ class _Pending:
     def __init__(
         self,
         work: Any,
-        name: str,
-        given: Mapping[str, Any],
+        launch: TorchLaunch,
+        followed: torch.device | None = None,
         start: float = 0.0,
-        record: Callable[[float | None], None] | None = None,
+        record: Recorder | None = None,
     ) -> None:
-        self._work, self._name, self._start, self._record = work, name, start, record
-        self._given = {argument: given[argument] for argument in _SAYING_WHICH if argument in given}
+        self._work, self._launch, self._followed, self._start, self._record = work, launch, followed, start, record
 
     def wait(self, *args: Any) -> Any:
         """Wait, and record."""
-        with WaitingForWork(self._name, self._given):
+        with WaitingForWork(self._launch):
             result = self._work.wait(*args)
+        if self._followed is not None:
+            follow(self._launch, streams_of(self._followed).mark())
+            self._followed = None
         if self._record is not None:
             # On a device only the stream has waited.
             self._record(None if torch.cuda.is_initialized() else time.perf_counter() - self._start)

@@ -2,11 +2,14 @@
 
 The host waits inside of `Waiting`. On a device the host goes on while collectives wait: an event behind each of them is
 followed (`follow`), and queried once the host has launched none for a while. What the script does is read from the
-stack of its thread: which of the engine's methods it is in, a data loader, a collective of torch, or just a line.
+stack of its thread: which of the engine's methods it is in, a data loader, a collective of torch, or just a line. If
+that thread waits for another one (autograd's of a device, `Thread.join`, `Future.result`), that stack is read, too.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import hashlib
 import os
 import sys
@@ -16,8 +19,8 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from types import FrameType
+from dataclasses import dataclass, fields, replace
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -25,7 +28,7 @@ import torch.distributed as dist
 
 from shardwise.comm.ledger import Ledger, Record, line_of
 from shardwise.comm.rendezvous import machine
-from shardwise.compat import launched_of
+from shardwise.compat import group_named, launched_of
 from shardwise.device.streams import Mark
 
 _DEEP = 400
@@ -34,7 +37,7 @@ _DEEP = 400
 _waits: dict[int, tuple[Record, float]] = {}
 """What each thread of this process waits for, and since when (`time.perf_counter()`)."""
 
-_followed: deque[tuple[Record, Mark, float]] | None = None
+_followed: deque[tuple[Record | TorchLaunch, Mark, float]] | None = None
 """The last collectives that a device has been given, the event behind each, and when (`time.perf_counter()`); None:
 following is off. An entry must not refer to a buffer, nor to a `Work` of torch, which refers to its outputs."""
 _MOST_FOLLOWED = 1024
@@ -58,30 +61,53 @@ class Waiting:
         _waits.pop(self._thread, None)
 
 
-class WaitingForWork:
-    """Let it be known inside of the block that this thread waits for an asynchronous collective of torch.
+@dataclass(frozen=True)
+class TorchLaunch:
+    """A collective of torch that a rank has launched.
 
-    Args:
+    Attributes:
         name: of the collective.
-        given: its arguments, as far as they say which it is.
+        given: its arguments that say which it is; no tensor.
+        size: its bytes, if they are the same on all ranks; else 0.
+        turn: how many collectives the rank has launched in the group, with this one; -1: not known.
+        line: of the script.
     """
 
-    def __init__(self, name: str, given: Mapping[str, Any]) -> None:
-        self._name, self._given = name, given
+    name: str
+    given: Mapping[str, Any]
+    size: int = 0
+    turn: int = -1
+    line: str = ""
+
+    @classmethod
+    def of(cls, name: str, given: Mapping[str, Any], line: str = "") -> TorchLaunch:
+        """Return the collective that this thread has launched last, from its name and arguments."""
+        tensor = given.get(_ALIKE.get(name, ""))
+        size = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+        kept = {argument: given[argument] for argument in _SAYING_WHICH if argument in given}
+        group = _group_of(given)
+        return cls(name, kept, size, -1 if group is None else launched_of(group), line)
+
+
+class WaitingForWork:
+    """Let it be known inside of the block that this thread waits for an asynchronous collective of torch."""
+
+    def __init__(self, launch: TorchLaunch) -> None:
+        self._launch = launch
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
-        _works[self._thread] = self._name, self._given, time.perf_counter()
+        _works[self._thread] = self._launch, time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         _works.pop(self._thread, None)
 
 
-_works: dict[int, tuple[str, Mapping[str, Any], float]] = {}
+_works: dict[int, tuple[TorchLaunch, float]] = {}
 """The asynchronous collective of torch that each thread of this process waits for, and since when."""
 
 
-def follow(record: Record, mark: Mark) -> None:
+def follow(record: Record | TorchLaunch, mark: Mark) -> None:
     """Add a collective to those that are followed, if following is on.
 
     Args:
@@ -109,7 +135,7 @@ def quiet_for() -> float:
     return time.perf_counter() - followed[-1][2] if followed else 0.0
 
 
-def oldest_under_way(quiet: float = 0.0) -> tuple[Record, float] | None:
+def oldest_under_way(quiet: float = 0.0) -> tuple[Record | TorchLaunch, float] | None:
     """Return the first followed collective that the device has not ended, and when the last one was launched.
 
     Args:
@@ -140,7 +166,9 @@ class Position:
         doing: what the script is in ("engine.step()", "its data loader"); empty: not known.
         seconds: for which it has waited.
         number: of the wait on that rank.
+        turn: of a collective of torch, how many the rank has launched in the group, with this one; -1: not known.
         step: steps that it has taken; -1: not known.
+        collectives: of torch that it has launched in the default group; -1: not known.
         loader: what the engine's data loader has done; empty: not known.
     """
 
@@ -153,7 +181,9 @@ class Position:
     doing: str = ""
     seconds: float = 0.0
     number: int = -1
+    turn: int = -1
     step: int = -1
+    collectives: int = -1
     loader: str = ""
 
     @classmethod
@@ -273,28 +303,48 @@ class Here:
 
     def __call__(self, quiet: float = 0.0) -> Position:
         """Return the position of this process; `quiet` is as in `oldest_under_way`."""
-        frame = None if self._thread is None else sys._current_frames().get(self._thread)
+        frames = sys._current_frames()
+        frame = None if self._thread is None else frames.get(self._thread)
         script = _Script.of(frame)
+        thread = self._thread or 0
+        if script.blocked and script.torch is None and (other := _waited_for(frame, frames)):
+            thread, within = other, _Script.of(frames.get(other))
+            script = replace(script, torch=within.torch, line=within.line or script.line)
+        default = dist.group.WORLD
         rest: dict[str, Any] = {"doing": script.doing, "line": script.line, **self._facts()}
-        wait = self._wait(script.blocked, quiet)
-        if wait is not None:
-            record, seconds = wait
+        rest["collectives"] = -1 if default is None else launched_of(default)
+        wait = self._wait(thread, script.blocked, quiet)
+        if wait is not None and isinstance(record := wait[0], Record):
             rest |= {"line": record.line or script.line, "call": record.call}
             return Position(
                 what=named(record),
                 size=_size(record),
                 kind=order_of(record),
                 members=record.members,
-                seconds=seconds,
+                seconds=wait[1],
                 number=record.sequence,
                 **rest,
             )
-        work = _works.get(self._thread or 0)
-        call = script.torch if work is None else _TorchCall.of(*work)
+        call, launch = script.torch, _works.get(thread) if wait is None else wait
+        if launch is not None and isinstance(launch[0], TorchLaunch):
+            call = _TorchCall.of(launch[0], id(launch[0]))
+            rest["line"] = launch[0].line or script.line
         if call is not None:
             return Position(call.what, call.size, call.kind, call.members, seconds=self._seen(call.number),
-                            number=call.number, **rest)  # fmt: skip
+                            number=call.number, turn=call.turn, **rest)  # fmt: skip
         return Position(**rest)
+
+    def launched_in_torch(self, kind: str, turn: int, here: Position) -> bool:
+        """Return whether this rank has launched the collective of torch that another rank waits for, and left it.
+
+        Args:
+            kind: of the other rank's position.
+            turn: likewise.
+            here: where this rank is.
+        """
+        group = group_named(kind.removeprefix(_TORCH)) if turn >= 0 else None
+        # Of two ranks that are in the same turn, each says which collective that is.
+        return group is not None and launched_of(group) - (here.kind == kind) >= turn
 
     def launched(self, waits: Sequence[Place]) -> list[bool]:
         """Return for each collective that some rank waits for whether this rank has launched it."""
@@ -329,14 +379,14 @@ class Here:
     def _records(self) -> list[Record]:
         return [] if self._ledger is None else [record for record in self._ledger.records() if record.kind]
 
-    def _wait(self, blocked: bool, quiet: float) -> tuple[Record, float] | None:
+    def _wait(self, thread: int, blocked: bool, quiet: float) -> tuple[Record | TorchLaunch, float] | None:
         """Return what the script waits for, and how long it has."""
         waits = dict(_waits)
-        own = waits.get(self._thread or 0)
-        if own is None and blocked and waits:  # in the hands of another thread
-            own = min(waits.values(), key=lambda wait: wait[1])
-        own = own or oldest_under_way(quiet)
-        return None if own is None else (own[0], time.perf_counter() - own[1])
+        found: tuple[Record | TorchLaunch, float] | None = waits.get(thread)
+        if found is None and blocked and waits:  # in the hands of another thread
+            found = min(waits.values(), key=lambda wait: wait[1])
+        found = found or oldest_under_way(quiet)
+        return None if found is None else (found[0], time.perf_counter() - found[1])
 
     def _seen(self, number: int) -> float:
         """Return for how long a call has been seen."""
@@ -370,6 +420,7 @@ class _TorchCall:
         kind: see there.
         members: see there.
         number: identifies the call, as far as two looks can tell.
+        turn: see there.
     """
 
     what: str
@@ -377,12 +428,13 @@ class _TorchCall:
     kind: str
     members: Sequence[int]
     number: int
+    turn: int = -1
 
     @classmethod
-    def of(cls, name: str, given: Mapping[str, Any], place: object) -> _TorchCall:
-        """Return a call from its name, its arguments, and something that tells it from others."""
-        group = given.get("group")
-        group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    def of(cls, launch: TorchLaunch, place: object) -> _TorchCall:
+        """Return a call from what has been launched, and something that tells it from others."""
+        name, given = launch.name, launch.given
+        group = _group_of(given)
         members: list[int] = []
         with suppress(RuntimeError, ValueError, KeyError):  # it has been destroyed
             members = dist.get_process_group_ranks(group)
@@ -403,14 +455,55 @@ class _TorchCall:
             ends = (dist.get_rank(), peer) if name.endswith("send") else (peer, dist.get_rank())
             kind = f"{_PAIR}{ends[0]}>{ends[1]}/{given.get('tag')}"
             members = sorted(end for end in ends if end >= 0)
-        tensor = given.get(_ALIKE.get(name, ""))
-        size = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
-        call = hash((place, -1 if group is None else launched_of(group)))
-        return cls(f"torch.distributed.{name}({', '.join(said)})", size, kind, members, call)
+        what = f"torch.distributed.{name}({', '.join(said)})"
+        turn = -1 if name in _UNCOUNTED else launch.turn
+        return cls(what, launch.size, kind, members, hash((place, launch.turn)), turn)
+
+    @classmethod
+    def of_work(cls, place: object) -> _TorchCall | None:
+        """Return the wait for a `Work` of which only the place is known; None: nothing has been launched.
+
+        It is taken for the last collective of the default group: where the other ranks have launched that, too, it is
+        on its way.
+        """
+        default = dist.group.WORLD
+        if default is None or (turn := launched_of(default)) < 1:
+            return None
+        kind, members = f"{_TORCH}{default.group_name}", dist.get_process_group_ranks(default)
+        return cls(f"{_WORK}()", 0, kind, members, hash((place, turn)), turn)
+
+
+@functools.lru_cache(64)
+def _calls_wait(code: CodeType, place: int) -> bool:
+    """Return whether a function is in `something.wait()`, as `torch.distributed.Work` has it.
+
+    >>> code = compile("work.wait()", "train.py", "eval")
+    >>> [_calls_wait(code, one.offset) for one in dis.get_instructions(code) if one.opname.startswith("CALL")]
+    [True]
+    """
+    before = ""
+    for instruction in dis.get_instructions(code):
+        if instruction.offset == place:
+            return before == "wait" and instruction.opname.startswith("CALL")
+        if instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            before = str(instruction.argval)
+        elif instruction.opname not in ("PRECALL", "CACHE", "PUSH_NULL"):
+            before = ""
+    return False
+
+
+def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """Return the group of a collective of torch from its arguments."""
+    group = given.get("group")
+    return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
 
 
 _TORCH, _PAIR = "torch/", "torch/pair/"
 _PAIRS = ("send", "recv", "isend", "irecv")
+_WORK = "torch.distributed.Work.wait"
+_UNCOUNTED = (*_PAIRS, "monitored_barrier", "wait_tensor")
+"""Of torch's collectives those that do not count in their group."""
+_SAYING_WHICH = ("op", "src", "dst", "group_src", "group_dst", "group", "tag")
 _ALIKE = {
     "all_reduce": "tensor",
     "reduce": "tensor",
@@ -465,8 +558,53 @@ class _Script:
         call = None
         if called is not None:
             name = _WAITING.get(called.f_code.co_name, called.f_code.co_name)
-            call = _TorchCall.of(name, called.f_locals, (id(called), called.f_lasti))
+            call = _TorchCall.of(TorchLaunch.of(name, called.f_locals), (id(called), called.f_lasti))
+        elif not frame.f_code.co_filename.startswith(_PACKAGE) and _calls_wait(frame.f_code, frame.f_lasti):
+            call = _TorchCall.of_work((id(frame), frame.f_lasti))
         return cls(line_of(frame), doing, call, blocked)
+
+
+def _waited_for(frame: FrameType | None, frames: Mapping[int, FrameType]) -> int:
+    """Return the thread for which the thread of a frame waits with certainty, 0 if none is known.
+
+    Because a thread of the script may wait for its own peers for long, no other thread counts: the rank is only slow.
+    """
+    for _ in range(_WAITING_FRAMES):
+        if frame is None:
+            return 0
+        file, name, given = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals
+        if file.endswith(_AUTOGRAD):
+            return _of_autograd(frames)
+        if file.endswith(_THREADING) and name == "join":
+            return getattr(given.get("self"), "ident", None) or 0
+        if file.endswith(_FUTURES[0]) and name == "result":
+            return _working_on(given.get("self"), frames)
+        frame = frame.f_back
+    return 0
+
+
+_WAITING_FRAMES = 6
+
+
+def _of_autograd(frames: Mapping[int, FrameType]) -> int:
+    """Return the thread, of those that Python has not started, which is in a collective of torch."""
+    own = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    strange = (thread for thread in frames if thread not in own)
+    return next((thread for thread in strange if thread in _works or _Script.of(frames[thread]).torch is not None), 0)
+
+
+def _working_on(future: object, frames: Mapping[int, FrameType]) -> int:
+    """Return the thread of an executor that computes a future."""
+    for thread, inner in frames.items():
+        frame: FrameType | None = inner
+        for _ in range(_DEEP):
+            if frame is None:
+                break
+            item = frame.f_locals.get("self") if frame.f_code.co_filename.endswith(_FUTURES[1]) else None
+            if item is not None and getattr(item, "future", None) is future:
+                return thread
+            frame = frame.f_back
+    return 0
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -477,6 +615,7 @@ _COLLECTIVES = tuple(
 )
 _AUTOGRAD = os.path.join("torch", "autograd", "graph.py")
 _THREADING, _QUEUE = f"{os.sep}threading.py", f"{os.sep}queue.py"
+_FUTURES = tuple(os.path.join("concurrent", "futures", file) for file in ("_base.py", "thread.py"))
 _LOADERS = (os.path.join("torch", "utils", "data", ""), os.path.join(_PACKAGE, "data", ""))
 _METHODS = {"forward": "a forward pass"}
 _NO_WAITS = ("_", "get_", "is_")

@@ -83,11 +83,25 @@ def judge(
     if absent:
         whom = f", for {ranks_in_words(absent)}"
     elif _may_end(here, there, confirmed or {}):
-        whom = "; all ranks are there, so the network between them is slow"
+        whom = f"; all ranks are there, so {_slow(there)}"
     else:
         whom = "; others wait, too"
     others = {rank: place for rank, place in places.items() if rank != own}
     return Report("\n".join([f"rank {own} {here}{whom}:", *_table(others, silent or {})]), False, absent)
+
+
+def _slow(there: Mapping[int, Position]) -> str:
+    """Say why a collective may not end to which all of its ranks have come."""
+    counts: dict[int, list[int]] = {}
+    for rank, place in there.items():
+        counts.setdefault(place.collectives, []).append(rank)
+    if len(counts) == 1 or -1 in counts:
+        return "the network between them is slow"
+    shown = ", ".join(f"{count} on {ranks_in_words(ranks)}" for count, ranks in _few(counts))
+    return (
+        "the network between them is slow, or a device waits for a collective that the script has launched on some "
+        f"ranks only (launched with torch.distributed in the default group: {shown})"
+    )
 
 
 def is_stuck(places: Positions, confirmed: Mapping[int, Confirmation] | None) -> bool:

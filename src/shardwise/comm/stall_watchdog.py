@@ -284,8 +284,11 @@ class StallWatch:
                 self._write("answer", self._rank, {"to": name, **said})
 
     def _confirmation(self, waits: Sequence[Any], here: Position) -> dict[str, Any]:
-        places = [(str(what), str(kind), int(size)) for what, kind, size in waits]
+        places = [(str(what), str(kind), int(size)) for what, kind, size, _ in waits]
         launched = [place for place, yes in zip(places, self._here.launched(places), strict=True) if yes]
+        for place, (_, kind, _, turn) in zip(places, waits, strict=True):
+            if self._here.launched_in_torch(kind, turn, here):
+                launched.append(place)
         kinds = [place[1] for place in [*places, here.place]]
         return {"wait": here.number, "launched": launched, "recent": self._here.recent(kinds)}
 
@@ -376,7 +379,7 @@ class StallWatch:
         """Ask ranks that all wait once more."""
         waits = waits_of(question.places)
         each = {
-            rank: {"waits": [wait.place for wait in waits if rank in wait.members or not wait.members]}
+            rank: {"waits": [(*wait.place, wait.turn) for wait in waits if rank in wait.members or not wait.members]}
             for rank in self._ranks
         }
         own = each.pop(self._rank)["waits"]

@@ -353,7 +353,7 @@ class Engine(ConfigGetters, StateGetters):
             lr_kwargs: passed to the scheduler's `step`.
 
         Raises:
-            UsageError: the engine has no optimizer, or has been destroyed.
+            UsageError: the engine has no optimizer, or has been destroyed, or `lr_kwargs` is a closure.
             SyncError: inside `no_sync()`.
             NonFiniteError: a gradient is not finite, and `non_finite` is "stop", or "rewind" too often. Parameters,
                 optimizer and schedule are as they were; the window's gradients are dropped.
@@ -364,6 +364,11 @@ class Engine(ConfigGetters, StateGetters):
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
             raise UsageError(f"engine.step(): {self._no_optimizer()}")
+        if lr_kwargs is not None and not isinstance(lr_kwargs, Mapping):
+            raise UsageError(
+                f"engine.step() takes arguments of the scheduler as a dictionary and has got {lr_kwargs!r}. Instead of "
+                "passing a closure, run the forward pass and engine.backward() before engine.step()"
+            )
         if self._tensors is not None:
             self._tensors.step_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
