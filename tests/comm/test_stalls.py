@@ -486,7 +486,7 @@ def waiting(place: Position, since: float = 0.0, until: float = 1e9) -> Callable
     return lambda now: replace(place, seconds=now - since) if since <= now < until else BUSY
 
 
-SIZES = [8, 256, pytest.param(1024, marks=pytest.mark.thorough)]
+SIZES = [8, 256, *(pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (1024, 4096))]
 
 
 @pytest.mark.parametrize("ranks", SIZES)

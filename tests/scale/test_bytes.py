@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,7 +25,6 @@ from shardwise.zero.units.layout import lay_out
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.updates.tp_split import SplitTensors
 from tests.device.recorded import imagined
-from tests.scale.test_groups import Net
 
 CPU = torch.device("cpu")
 WORLDS = (8, 256, 1024, 4096)
@@ -175,35 +174,45 @@ def test_long_values_that_differ_come_in_pieces(world: int) -> None:
     assert comm.received <= 64 * world + 2 * world * len(json.dumps([world] * 40))
 
 
-@pytest.fixture
-def one_step() -> Iterator[Callable[[int], dict[str, int]]]:
-    def run(world: int) -> dict[str, int]:
-        """Return the bytes that a rank sends by label, in a step of as many ranks."""
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 1},
-            "stall_limit": 0,
-        }
-        with imagined(world, 0):
-            engine = shardwise.initialize(model=Net(), config=config)[0]
-            engine.backward(engine(torch.ones(1, 2, 8)))
+class Deep(nn.Module):
+    """A model of so many layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def small_collectives(world: int, stage: int, layers: int) -> list[tuple[str, str, int]]:
+    """Return the collectives of a second step that are not those of units: operation, label and bytes of a rank."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "stall_limit": 0,
+    }
+    with imagined(world, 0):
+        engine = shardwise.initialize(model=Deep(layers), config=config)[0]
+        for _ in range(2):
+            begin = 1 + max(record.sequence for record in engine.job.ledger.records())
+            engine.backward(engine(torch.ones(1, 4)))
             engine.step()
-            found: dict[str, int] = {}
-            for record in engine.job.ledger.records():
-                if record.kind in ("small", "explicit"):
-                    found[record.label] = found.get(record.label, 0) + record.sent
-            engine.destroy()
-        return found
-
-    yield run
+        records = list(engine.job.ledger.records(begin))
+        engine.destroy()
+    return [(one.op, one.label, one.size) for one in records if one.op not in ("all_gather", "reduce_scatter")]
 
 
-def test_the_norm_is_one_sum_of_a_few_numbers(one_step: Callable[[int], dict[str, int]]) -> None:
-    for world in (8, 1024):
-        found = one_step(world)
-        assert found["gradient_norm"] <= 16 * 8 * world, found
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_has_one_small_sum_whatever_the_number_of_tensors(stage: int, world: int) -> None:
+    """The norm, overflow and other facts of a rank: 8 numbers of 8 bytes."""
+    for layers in (2, 20):
+        assert small_collectives(world, stage, layers) == [("all_reduce", "gradient_norm", 64)]
 
 
 def test_groups_are_told_by_strides() -> None:
