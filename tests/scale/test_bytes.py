@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.comm import stragglers
 from shardwise.comm.agreement import check_agreement
 from shardwise.comm.coded import coded, decoded
 from shardwise.comm.communicator import _DIGEST, _INLINE, _LENGTH, Communicator, head_of
 from shardwise.comm.domain import Domain, Domains
 from shardwise.comm.imagined import FakeCommunicator
+from shardwise.comm.ledger import Ledger
 from shardwise.memory import Accountant
 from shardwise.registry import Registry, declare_part
 from shardwise.zero.units.global_ids import GlobalTensorIds
@@ -161,6 +164,23 @@ def test_long_values_that_are_equal_are_sent_once(world: int) -> None:
     comm = Rank(world, 0, lambda rank, label: text)
     assert comm.exchange(value, "equal") == [value] * world
     assert comm.received == 64 * world + len(json.dumps(value)) and comm.calls == 2
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_stragglers_are_found_in_a_bounded_number_of_collectives(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(record_lines=False)
+    for turn in range(4096):
+        record = ledger.open("all_gather", "world", 8, 8, "layers.0", world, range(world))
+        record.kind, record.turn, record.finished, record.waited = "gather", turn, 2e3, 0.5
+    comm = Rank(world, 0)
+    comm.ledger = ledger
+    monkeypatch.setattr(stragglers, "measure", lambda comm: SimpleNamespace(offset=0.0, uncertainty=1e-6))
+    monkeypatch.setattr(comm, "groups_of_ranks", lambda: {"world": range(world)})
+    monkeypatch.setattr(comm, "exchange", lambda value, label: [comm.said.setdefault(label, value)])
+    stragglers.compare(comm)
+    _, _, parts = comm.said["stragglers"]
+    assert len(parts) == min(4096, stragglers.MOST_PARTS // world) and parts[-1].key == "gather:4095@world:0"
+    assert len(json.dumps(comm.said["stragglers"])) * world < 10 << 20
 
 
 def own_values(rank: int, label: str) -> bytes:

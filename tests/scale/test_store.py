@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import Counter
@@ -11,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from shardwise.comm import desync_report
+from shardwise.comm.desync_report import Whereabouts
+from shardwise.comm.ledger import Ledger
 from shardwise.comm.meeting import ended_key, meet
-from shardwise.errors import LaunchError
+from shardwise.errors import DesyncError, LaunchError, PeerLostError
 
 LATE_S = 1.5
 
@@ -115,3 +119,35 @@ def test_all_ranks_are_told_of_one_that_does_not_come() -> None:
     store, errors, _ = meeting(64, lambda store: None, limit=LATE_S)
     assert set(errors[:-1]) == {errors[0]} and "rank 63 has not come to" in errors[0]
     assert "63 of 64 ranks have" in errors[0] and store.requests["compare_set"] == 1
+
+
+def failing(ranks: int, words: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Exception]:
+    """Rank 0 of many has lost rank 1; return the store, in which some ranks have written where they are, and its error.
+
+    Args:
+        ranks: of the job.
+        words: for which rank and in what others wait.
+        monkeypatch: puts the store in place.
+    """
+    store = Store()
+    monkeypatch.setattr(desync_report, "default_store", lambda: store)
+    monkeypatch.setattr(desync_report, "answers", lambda store, patience: True)
+    monkeypatch.setattr(desync_report, "publish", lambda word: None)
+    for rank, (peer, what) in words.items():
+        text = f"waits for rank {peer} in {what}"
+        word = {"state": "waits", "text": text, "what": what, "kind": "gather", "line": "", "peer": peer}
+        store.set(desync_report._key(rank), json.dumps(word))
+    lost = PeerLostError("lost")
+    lost.peer, lost.timed_out = 1, True
+    return store, Whereabouts(Ledger(), range(ranks), 0).explain(lost, "all_gather 'a' #1", "", 30.0, "gather")
+
+
+@pytest.mark.parametrize("ranks", [8, 256, 1024, 4096])
+def test_a_rank_that_has_lost_another_reads_a_few_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The circle of ranks that wait for each other is found, wherever its ranks are."""
+    far = ranks // 2
+    words = {1: (far, "all_gather 'a' #1"), far: (0, "reduce_scatter 'b' #1")}
+    store, error = failing(ranks, words, monkeypatch)
+    assert isinstance(error, DesyncError) and f"rank {far}: waits for rank 0 in reduce_scatter 'b' #1" in str(error)
+    assert store.requests["check"] < 300 and len(str(error)) < 6000
+    assert (f"{ranks - 34} more ranks: not read" in str(error)) is (ranks > 40)
