@@ -386,7 +386,13 @@ def test_a_store_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch, w
 
 
 class Store:
-    """A store that counts what is requested of it."""
+    """A store that counts what is requested of it.
+
+    Attributes:
+        asked: what ranks read as the number of questions, where they all read it before one of them asks.
+    """
+
+    asked: int | None = None
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -396,6 +402,8 @@ class Store:
 
     def add(self, key: str, amount: int) -> int:
         self.requests["add"] += 1
+        if not amount and self.asked is not None:
+            return self.asked
         self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
         return int(self.values[key])
 
@@ -452,9 +460,17 @@ class Job:
         for one in self.watches:
             one.join(store)
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds: float, *, at_once: bool = False) -> None:
+        """Let time go on.
+
+        Args:
+            seconds: until then.
+            at_once: all ranks look at the same moment: none knows of what another asks in it.
+        """
         until = self.now + seconds
         while self.now < until:
+            if at_once:
+                self.store.asked = int(self.store.values.get("shardwise/stalls/0/asked", b"0"))
             for rank, one in enumerate(self.watches):
                 if rank not in self.ended and rank not in self.gone:
                     one.look()
@@ -475,7 +491,7 @@ def waiting(place: Position, since: float = 0.0, until: float = 1e9) -> Callable
     return lambda now: replace(place, seconds=now - since) if since <= now < until else BUSY
 
 
-SIZES = [8, 256, pytest.param(1024, marks=pytest.mark.thorough)]
+SIZES = [8, 256, *(pytest.param(ranks, marks=pytest.mark.thorough) for ranks in (1024, 4096))]
 
 
 @pytest.mark.parametrize("ranks", SIZES)
@@ -515,6 +531,16 @@ def test_a_slow_rank_is_named_by_one_of_many_and_nothing_grows(ranks: int, warni
     assert job.store.values.keys() == held
     assert sum(map(len, job.store.values.values())) < size + 20 * ranks
     assert max(count for key, count in job.store.written.items() if "/answer/" in key) <= 4
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_of_ranks_that_would_ask_at_the_same_moment_one_asks(ranks: int, warnings: list[str]) -> None:
+    job = Job([lambda _: BUSY, *(waiting(GATHER) for _ in range(ranks - 1))])
+    job.run(50.0, at_once=True)
+    assert len(warnings) == 1 and ", for rank 0:" in warnings[0] and not job.ended
+    assert job.store.written["shardwise/stalls/0/question"] == 1
+    assert max(count for key, count in job.store.written.items() if "/answer/" in key) == 1
+    assert job.store.requests["compare_set"] <= 3 * ranks
 
 
 @pytest.mark.parametrize("ranks", SIZES)

@@ -196,6 +196,13 @@ def test_branches_that_differ_by_rank(stage: int, who: str) -> None:
         assert problems(CASES["router"], SETTINGS["accumulation"].with_stage(stage), 4) == []
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("who", ["device", "host"])
+def test_branches_that_differ_by_rank_in_windows_of_two_passes(who: str) -> None:
+    with ordered_by(who):
+        assert problems(MANY, SETTINGS["accumulation"].with_stage(3), 4, loss=routed) == []
+
+
 def evaluated(engine: Any) -> None:
     engine.eval()
     with torch.no_grad():

@@ -57,3 +57,25 @@ def test_a_step_reads_all_that_it_needs_at_once(config: dict[str, Any]) -> None:
             assert reads.seen == ["tolist"]
             assert engine.was_step_applied()
     engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_step_counts_of_an_optimizer_with_state_are_read_at_once(stage: int) -> None:
+    """They may lie on the device (`fused`, `capturable`)."""
+    seen = []
+    for layers in (2, 9):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        optimizer.state[model[1].weight]["step"] += 5
+        config = {"train_batch_size": 2, "zero_optimization": {"stage": stage}}
+        with Reads() as reads:
+            engine, *_ = shardwise.initialize(model=model, optimizer=optimizer, config=config)
+        counts = [float(state["step"]) for state in optimizer.state.values()]
+        assert sorted(set(counts)) == [2.0, 7.0] and counts.count(7.0) == 1
+        seen.append(reads.seen.count("tolist"))
+        engine.destroy()
+    assert seen == [1, 1]

@@ -17,6 +17,7 @@ import shardwise
 from shardwise.trees import map_tensors
 from tests.gpu.forced import MODELS, late_collectives, outcome, start_group
 from tests.gpu.standin import needs_device
+from tests.moe.test_layer import stacked
 from tests.zero.training import DTYPES, Setting, start
 
 WARM = 3
@@ -77,6 +78,23 @@ def test_the_host_does_not_wait_in_other_models(name: str) -> None:
 def test_with_fp16_it_waits_once(stage: int) -> None:
     setting = Setting(stage, precision="fp16", clip=1.0, accumulation=2, optimizer="ours")
     assert steps(setting, "warn", forced=True) <= 1
+
+
+def test_the_host_does_not_wait_in_a_layer_of_experts() -> None:
+    experts = stacked(1).cuda()
+    tokens = torch.randn(8, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    chosen = torch.arange(16, device="cuda").view(8, 2) % 3  # the last expert has no tokens
+    weights = torch.full((8, 2), 0.5, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        experts(tokens, chosen, weights).sum().backward()
+
+    step()
+    torch.cuda.synchronize()
+    with sync_mode("error"):
+        step()
+    gradient = experts.down_proj.grad
+    assert gradient is not None and gradient.isfinite().all() and not gradient[3].any()
 
 
 def sanitized() -> None:

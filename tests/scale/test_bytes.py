@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.comm import stragglers
 from shardwise.comm.agreement import check_agreement
 from shardwise.comm.coded import coded, decoded
 from shardwise.comm.communicator import _DIGEST, _INLINE, _LENGTH, Communicator, head_of
 from shardwise.comm.domain import Domain, Domains
 from shardwise.comm.imagined import FakeCommunicator
+from shardwise.comm.ledger import Ledger
 from shardwise.memory import Accountant
 from shardwise.registry import Registry, declare_part
 from shardwise.zero.units.global_ids import GlobalTensorIds
@@ -25,7 +28,6 @@ from shardwise.zero.units.layout import lay_out
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.updates.tp_split import SplitTensors
 from tests.device.recorded import imagined
-from tests.scale.test_groups import Net
 
 CPU = torch.device("cpu")
 WORLDS = (8, 256, 1024, 4096)
@@ -164,6 +166,23 @@ def test_long_values_that_are_equal_are_sent_once(world: int) -> None:
     assert comm.received == 64 * world + len(json.dumps(value)) and comm.calls == 2
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_stragglers_are_found_in_a_bounded_number_of_collectives(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(record_lines=False)
+    for turn in range(4096):
+        record = ledger.open("all_gather", "world", 8, 8, "layers.0", world, range(world))
+        record.kind, record.turn, record.finished, record.waited = "gather", turn, 2e3, 0.5
+    comm = Rank(world, 0)
+    comm.ledger = ledger
+    monkeypatch.setattr(stragglers, "measure", lambda comm: SimpleNamespace(offset=0.0, uncertainty=1e-6))
+    monkeypatch.setattr(comm, "groups_of_ranks", lambda: {"world": range(world)})
+    monkeypatch.setattr(comm, "exchange", lambda value, label: [comm.said.setdefault(label, value)])
+    stragglers.compare(comm)
+    _, _, parts = comm.said["stragglers"]
+    assert len(parts) == min(4096, stragglers.MOST_PARTS // world) and parts[-1].key == "gather:4095@world:0"
+    assert len(json.dumps(comm.said["stragglers"])) * world < 10 << 20
+
+
 def own_values(rank: int, label: str) -> bytes:
     return json.dumps([rank] * 40).encode()
 
@@ -175,35 +194,45 @@ def test_long_values_that_differ_come_in_pieces(world: int) -> None:
     assert comm.received <= 64 * world + 2 * world * len(json.dumps([world] * 40))
 
 
-@pytest.fixture
-def one_step() -> Iterator[Callable[[int], dict[str, int]]]:
-    def run(world: int) -> dict[str, int]:
-        """Return the bytes that a rank sends by label, in a step of as many ranks."""
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 1},
-            "stall_limit": 0,
-        }
-        with imagined(world, 0):
-            engine = shardwise.initialize(model=Net(), config=config)[0]
-            engine.backward(engine(torch.ones(1, 2, 8)))
+class Deep(nn.Module):
+    """A model of so many layers."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def small_collectives(world: int, stage: int, layers: int) -> list[tuple[str, str, int]]:
+    """Return the collectives of a second step that are not those of units: operation, label and bytes of a rank."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "stall_limit": 0,
+    }
+    with imagined(world, 0):
+        engine = shardwise.initialize(model=Deep(layers), config=config)[0]
+        for _ in range(2):
+            begin = 1 + max(record.sequence for record in engine.job.ledger.records())
+            engine.backward(engine(torch.ones(1, 4)))
             engine.step()
-            found: dict[str, int] = {}
-            for record in engine.job.ledger.records():
-                if record.kind in ("small", "explicit"):
-                    found[record.label] = found.get(record.label, 0) + record.sent
-            engine.destroy()
-        return found
-
-    yield run
+        records = list(engine.job.ledger.records(begin))
+        engine.destroy()
+    return [(one.op, one.label, one.size) for one in records if one.op not in ("all_gather", "reduce_scatter")]
 
 
-def test_the_norm_is_one_sum_of_a_few_numbers(one_step: Callable[[int], dict[str, int]]) -> None:
-    for world in (8, 1024):
-        found = one_step(world)
-        assert found["gradient_norm"] <= 16 * 8 * world, found
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_step_has_one_small_sum_whatever_the_number_of_tensors(stage: int, world: int) -> None:
+    """The norm, overflow and other facts of a rank: 8 numbers of 8 bytes."""
+    for layers in (2, 20):
+        assert small_collectives(world, stage, layers) == [("all_reduce", "gradient_norm", 64)]
 
 
 def test_groups_are_told_by_strides() -> None:

@@ -42,8 +42,8 @@ class Net(nn.Module):
         return values.sum()
 
 
-def counted(zero: dict[str, Any], experts: int = 0, **more: Any) -> list[tuple[int, str]]:
-    """Return the number of ranks and the purpose of each group that one of 8 ranks makes until its first step."""
+def counted(zero: dict[str, Any], experts: int = 0, world: int = 8, **more: Any) -> list[tuple[int, str]]:
+    """Return the number of ranks and the purpose of each group that one rank makes until its first step."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
@@ -51,7 +51,7 @@ def counted(zero: dict[str, Any], experts: int = 0, **more: Any) -> list[tuple[i
         "stall_limit": 0,
         **more,
     }
-    with imagined(8, 0):
+    with imagined(world, 0):
         engine = shardwise.initialize(model=Net(experts), config=config)[0]
         with mock.patch.object(SharedSequences, "compare"):  # imagined ranks have no tokens
             engine.backward(engine(torch.ones(1, 2, 8)))
@@ -100,6 +100,16 @@ SETTINGS: dict[str, tuple[dict[str, Any], list[tuple[int, str]]]] = {
 def test_each_mesh_dimension_has_one_communicator_a_purpose(name: str) -> None:
     given, expected = SETTINGS[name]
     assert counted(**given) == sorted(expected)
+
+
+@pytest.mark.parametrize("world", [256, 1024, 4096])
+@pytest.mark.parametrize("name", ["data parallel, stage 3", "hpZ", "tensors, sequences and experts"])
+def test_more_ranks_make_no_more_communicators(name: str, world: int) -> None:
+    given, expected = SETTINGS[name]
+    found = counted(**given, world=world)
+    assert [purpose for _, purpose in found] == [
+        purpose for _, purpose in sorted((ranks * world // 8 if ranks > 2 else ranks, p) for ranks, p in expected)
+    ]
 
 
 def test_device_memory_of_communicators_is_a_reserve_until_a_step_has_been_measured() -> None:

@@ -20,6 +20,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import DesyncError
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
+from shardwise.zero.parameters import init
 from shardwise.zero.parameters.init import PartStore, materialize, shard_module
 from shardwise.zero.passes.sums import GradientSums
 from tests.harness import run_ranks
@@ -153,3 +154,36 @@ def test_parts_of_what_is_made_on_a_device_may_wait_elsewhere() -> None:
     store.split(other)
     assert made.device == other.device == here
     assert [store._parts[parameter].device for parameter in (made, other)] == [elsewhere, here]
+
+
+class Many:
+    """A communicator of many ranks, of which every eighth has the same part of each tensor."""
+
+    world, rank, device, members = 1024, 0, torch.device("cpu"), range(1024)
+
+    def exchange(self, value: Any, label: str) -> list[Any]:
+        told = [[[[2 * place, 2 * place + 2], [0, 4]] for _ in value] for place in range(8)]
+        return [told[rank % 8] for rank in range(self.world)]
+
+    def all_to_all(self, received: torch.Tensor, message: torch.Tensor, sizes_in: Any, sizes_out: Any, *_: Any) -> Any:
+        assert sum(sizes_in) == received.numel() and sum(sizes_out) == message.numel()
+        self.sent = message.numel()
+        return SimpleNamespace(wait=lambda: received.fill_(1.0))
+
+
+def test_parts_of_many_ranks_are_kept_and_cut_once_for_each_different_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts: list[Any] = []
+    cut = init.overlap
+    monkeypatch.setattr(init, "overlap", lambda *given: cuts.append(given) or cut(*given))
+    store, comm = PartStore(Many()), Many()  # type: ignore[arg-type]
+    store.comm = comm  # type: ignore[assignment]
+    narrowed = [init._Narrowed(number, (16, 4), ((0, 2), (0, 4))) for number in range(50)]
+    store._own_boxes = [((0, 2), (0, 4))] * 50
+    parameters = [nn.Parameter(torch.ones(8, 4)) for _ in narrowed]
+    for one, parameter in zip(narrowed, parameters, strict=True):
+        store._parts[parameter] = torch.ones(1)
+        assert store._part_values(parameter, one).tolist() == [[1.0] * 4] * 2
+        assert comm.sent == 128  # this rank's element is in the part of every eighth rank
+    (_, lists) = store._boxes[0]
+    assert len(store._boxes) == 1 and len({id(boxes) for boxes in lists}) == 8
+    assert len(cuts) == 50 * (8 + comm.world)  # own elements of each part; each rank's elements of the own part

@@ -170,6 +170,80 @@ def test_a_rank_that_is_a_step_ahead_gets_the_values_of_that_step() -> None:
     assert run_ranks(fetch_ahead, 2, timeout=60)[0] == [7.0]
 
 
+class Event:
+    """A CUDA event of which the test says when the device gets there."""
+
+    there = False
+
+    def reached(self) -> bool:
+        return self.there
+
+
+def block(mark: Event, limit: timedelta) -> bool:
+    """See `shardwise.device.streams.CudaStreams.block`."""
+    deadline = time.monotonic() + limit.total_seconds()
+    while not mark.reached():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def fetch_in_two_steps(accumulation: int) -> list[list[float]]:
+    """Ranks 0 and 1 have launched a step that waits on the device for rank 2; ranks 0 and 2 ask rank 1 for values."""
+    engine = start(CASES["gpt"], Setting(stage=3, accumulation=accumulation))
+    channel, unit, rank = engine.sharded.channel, engine.sharded.units[0], engine.job.rank
+    engine.job.timeout = timedelta(seconds=40)
+    step(engine, 0)
+    for section in unit.sections:
+        section.allocate()
+    word, found = torch.zeros(1), []
+    begin, end = unit.sections[0].layout.range_of(1, unit.level)
+
+    def fetch() -> None:
+        channel.fetch(unit)
+        found.append(unit.sections[0].full[begin:end].unique().tolist())
+
+    if rank == 1:
+        step_ends = Event()
+        unit.sections[0].shard.fill_(7.0)
+        with mock.patch.object(channel._streams, "block", block, create=True):
+            channel.shards_written(step_ends)
+            dist.barrier()
+            deadline = time.monotonic() + 5
+            while not channel._awaited and time.monotonic() < deadline:
+                time.sleep(0.001)
+            dist.send(word, 2)
+            dist.recv(word, 2)  # it has launched the step, too
+            unit.sections[0].shard.fill_(8.0)
+            step_ends.there = True
+            dist.barrier()
+    elif rank == 0:
+        channel.shards_written(engine.sharded.domain.gathers.mark())
+        dist.barrier()
+        fetch()
+        dist.barrier()
+    else:
+        dist.barrier()
+        dist.recv(word, 1)
+        fetch()
+        channel.shards_written(engine.sharded.domain.gathers.mark())
+        dist.send(word, 1)
+        dist.barrier()
+    unit.release()
+    engine.sharded.channel.close()
+    engine.job.destroy()
+    return found
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_rank_that_is_behind_is_answered_while_the_device_still_writes_for_one_that_is_ahead(
+    accumulation: int,
+) -> None:
+    """Else three ranks wait for each other: the step on the device is that of all ranks."""
+    assert run_ranks(fetch_in_two_steps, 3, accumulation, timeout=120) == [[[8.0]], [], [[7.0]]]
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 

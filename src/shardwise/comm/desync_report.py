@@ -36,7 +36,9 @@ FAILED = "failed"
 
 _TRACEBACK = 4000
 """Letters of it that are told."""
-_POLL_S = 0.02
+_POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
+_MOST_ASKED = 32
+"""Ranks that a report shows beside those in the circle of waits, because those of all ranks would be the square."""
 _DYING_S = 0.1
 """How long the sockets of a process that has been killed may outlive one another."""
 
@@ -125,7 +127,7 @@ def read(ranks: Iterable[int], patience: float) -> dict[int, Word]:
     store = default_store()
     if store is not None and not answers(store, _DYING_S):
         return found  # it has gone, with the rank that served it
-    deadline = time.monotonic() + patience
+    deadline, pause = time.monotonic() + patience, _POLL_S
     try:
         while missing and store is not None:
             for rank in list(missing):
@@ -136,7 +138,8 @@ def read(ranks: Iterable[int], patience: float) -> dict[int, Word]:
                         found[rank] = word
             if time.monotonic() >= deadline:
                 break
-            time.sleep(_POLL_S if missing else 0)
+            time.sleep(pause if missing else 0)
+            pause = min(2 * pause, _SLOWEST_POLL_S)
     except RuntimeError:
         pass  # it has gone meanwhile
     return found
@@ -203,7 +206,7 @@ class Whereabouts:
         last = self._last_completed()
         text = f"waits for rank {peer} in {what}{at}; {last}"
         publish({"state": "waits", "text": text, "what": what, "kind": kind, "line": line, "peer": peer})
-        others = read([rank for rank in self._ranks if rank != own], PATIENCE_S)
+        others = self._read_others(own, peer)
         who = f"rank {own} of {len(self._ranks)}"
         if error.timed_out:
             begin = (
@@ -213,7 +216,11 @@ class Whereabouts:
         else:
             begin = f"{who} has lost rank {peer} in {what}{at}, after {waited:.1f} s; {last}.\n"
             begin += f"Rank {peer}: {_loss(peer, others)}"
-        table = [f"  rank {rank}: {self._place(rank, others)}" for rank in self._ranks if rank != own]
+        asked = {*self._asked(own, peer), *others}
+        shown = [rank for rank in self._ranks if rank != own and rank in asked]
+        table = [f"  rank {rank}: {self._place(rank, others)}" for rank in shown]
+        if len(shown) < len(self._ranks) - 1:
+            table.append(f"  {len(self._ranks) - 1 - len(shown)} more ranks: not read")
         circle = _circle(own, peer, place, others)
         differ = len(set(circle.values())) > 1
         if differ:
@@ -232,6 +239,22 @@ class Whereabouts:
             report.peer, report.timed_out = peer, error.timed_out
         report.__cause__ = error.__cause__
         return report
+
+    def _asked(self, own: int, peer: int) -> list[int]:
+        """Return the ranks that are looked at: the peer, and those that follow this rank."""
+        place = self._ranks.index(own) + 1
+        following = [*self._ranks[place:], *self._ranks[: place - 1]][:_MOST_ASKED]
+        return list(dict.fromkeys([peer, *following]))
+
+    def _read_others(self, own: int, peer: int) -> dict[int, Word]:
+        """Return what some ranks have written, and those in the circle of ranks that wait for each other."""
+        found, seen = read(self._asked(own, peer), PATIENCE_S), {own}
+        while peer not in seen and len(seen) <= _MOST_ASKED and found.get(peer, {}).get("state") == "waits":
+            seen.add(peer)
+            peer = found[peer]["peer"]
+            if peer not in seen and peer not in found:
+                found.update(read([peer], PATIENCE_S))
+        return found
 
     def _last_completed(self) -> str:
         done = [record for record in self._ledger.records() if record.finished is not None]

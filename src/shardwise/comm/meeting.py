@@ -1,8 +1,12 @@
 """The ranks of a job meet before they form a process group, so that one that does not come is named.
 
 torch waits for all ranks without a word, for the whole limit of a collective, and then names a key of its store. Here
-every rank first writes that it has come. The others say after seconds for whom they wait, and an error names who has
-not come. A launcher that sees a rank end before that writes it into the same store, and the others give up at once.
+every rank first writes that it has come. After seconds the first that has come says for whom the ranks wait, and an
+error names who has not come. A launcher that sees a rank end before that writes it into the same store, and the others
+give up at once.
+
+Because requests of all ranks for all ranks would grow with the square of their number, the first rank alone looks for
+the others, and writes into the store what it finds.
 """
 
 from __future__ import annotations
@@ -18,6 +22,10 @@ from shardwise.comm.rendezvous import NOTICE_S
 from shardwise.errors import DesyncError, LaunchError, ShardwiseError
 
 _POLL_S, _SLOWEST_POLL_S = 0.002, 0.25
+_LATER_S = 2.0
+"""Seconds after the limit from which on other ranks look for themselves, because the first may not look any more."""
+_ALL, _APART = "meeting/all", "meeting/apart"
+"""Keys: all have come; why they do not meet."""
 
 _log = logging.getLogger("shardwise")
 
@@ -73,38 +81,60 @@ def meet(
 def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta, attempt: str, what: str) -> None:
     began = time.monotonic()
     store.set(_came(rank), "")
-    if store.add("meeting/number", 1) == len(ranks):
-        store.set("meeting/all", "")
-    job = store
-    while isinstance(job, dist.PrefixStore):
-        job = job.underlying_store
+    place = store.add("meeting/number", 1)
+    if place == len(ranks):
+        store.set(_ALL, "")
+    limit = timeout.total_seconds() + (0.0 if place == 1 else _LATER_S)
     notice, pause = NOTICE_S, _POLL_S
     # Waiting for the key would have torch print a warning whenever a part of the time is over.
-    while not store.check(["meeting/all"]):
+    while not store.check([_ALL]):
         if store.check([REFUSED]):
             raise DesyncError(f"{what}: {store.get(REFUSED).decode()}")
+        if store.check([_APART]):
+            raise LaunchError(store.get(_APART).decode())
         time.sleep(pause)
         pause = min(2 * pause, _SLOWEST_POLL_S)
         waited = time.monotonic() - began
-        if pause < _SLOWEST_POLL_S and waited < timeout.total_seconds():
+        if waited < limit and (place > 1 or pause < _SLOWEST_POLL_S):
             continue
-        missing = [other for other in ranks if not store.check([_came(other)])]
-        for other in missing:
-            if job.check([ended_key(attempt, other)]):
-                how = job.get(ended_key(attempt, other)).decode()
-                raise LaunchError(
-                    f"rank {other} has not come to {what}: it has ended with {how}. Every rank has to call it."
-                )
-        if waited >= timeout.total_seconds():
-            raise LaunchError(
-                f"{_who(missing)} not come to {what} within {waited:.0f} s; {len(ranks) - len(missing)} of "
-                f"{len(ranks)} ranks have. Look at what they do: they stand still, load something for long, or take "
-                "another way through the script. If they are only slow, raise the limit (SHARDWISE_TIMEOUT, in "
-                "minutes)."
-            )
-        if waited >= notice and rank == min(set(ranks) - set(missing), default=rank):
+        missing = _missing(store, ranks)
+        why = _why_apart(store, ranks, missing, attempt, what, waited if waited >= limit else None)
+        if why is not None:
+            store.compare_set(_APART, "", why)
+            raise LaunchError(why)
+        if waited >= notice and missing:
             notice = 2 * waited
             _log.warning("%s not come to %s after %.0f s; the others wait", _who(missing), what, waited)
+
+
+def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks that have not come, in about as many requests as there are of them."""
+    if store.check([_came(rank) for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    half = len(ranks) // 2
+    return _missing(store, ranks[:half]) + _missing(store, ranks[half:])
+
+
+def _why_apart(
+    store: dist.Store, ranks: Sequence[int], missing: Sequence[int], attempt: str, what: str, limit: float | None
+) -> str | None:
+    """Return why ranks do not meet, if they do not: one has ended, or the limit (None: there is time) is over."""
+    job = store
+    while isinstance(job, dist.PrefixStore):
+        job = job.underlying_store
+    for other in missing:
+        if job.check([ended_key(attempt, other)]):
+            how = job.get(ended_key(attempt, other)).decode()
+            return f"rank {other} has not come to {what}: it has ended with {how}. Every rank has to call it."
+    if limit is None or not missing:
+        return None
+    return (
+        f"{_who(missing)} not come to {what} within {limit:.0f} s; {len(ranks) - len(missing)} of {len(ranks)} ranks "
+        "have. Look at what they do: they stand still, load something for long, or take another way through the "
+        "script. If they are only slow, raise the limit (SHARDWISE_TIMEOUT, in minutes)."
+    )
 
 
 def _came(rank: int) -> str:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.comm.ledger import Record
 
+MOST_PARTS = 1 << 16
+"""Collectives of all ranks together that are compared: every rank receives them."""
+
 Key = str
 """Names a collective; the same on all ranks that take part, and different from all others."""
 
@@ -184,8 +187,9 @@ def parts_of(
 
 
 def compare(comm: Communicator, since: int = 0) -> Stragglers:
-    """Compare what all ranks have waited in the collectives that their ledgers still have (all ranks call).
+    """Compare what all ranks have waited in the last collectives that their ledgers have (all ranks call).
 
+    The more ranks, the fewer collectives: 64 of each with 1,024 ranks, all that a ledger keeps with up to 16.
     Where the host does not wait for collectives (NCCL), what it is not blocked in counts nothing.
 
     Args:
@@ -194,7 +198,7 @@ def compare(comm: Communicator, since: int = 0) -> Stragglers:
     """
     records = list(comm.ledger.records(since))
     clock: Clock = measure(comm)
-    own = parts_of(records, comm.groups_of_ranks(), lambda at: at + clock.offset)
+    own = parts_of(records, comm.groups_of_ranks(), lambda at: at + clock.offset)[-max(1, MOST_PARTS // comm.world) :]
     rank = comm.members[comm.rank] if comm.world > 1 else 0
     everyone = comm.exchange([rank, clock.uncertainty, own], "stragglers")
     found = {number: [Part(*part) for part in parts] for number, _, parts in everyone}

@@ -2,9 +2,11 @@
 
 Squares are summed in fp64 parameter by parameter (each rank over its own runs of each parameter), then over a rank's
 parameters in registration order, and over ranks in rank order in one all-reduce of a few numbers. Sums by parameter are
-reduced only where an observer asks for them. fp32 squares are exact in fp64, so that what the
-split can change is far below the fp32 result's last bit. A non-finite norm is an overflow: any infinite or NaN gradient
-makes it so.
+reduced only where an observer asks for them. fp32 squares are exact in fp64, so that what the split can change is far
+below the fp32 result's last bit. A non-finite norm is an overflow: any infinite or NaN gradient makes it so.
+
+fp64 stays also on GPUs with 1/64 of the fp32 rate: conversion and sum of a value take about 3 ps on an RTX 4090, and
+its read from memory 4 ps (estimates).
 """
 
 from __future__ import annotations

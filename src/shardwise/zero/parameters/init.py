@@ -72,7 +72,8 @@ class PartStore:
         self.names = WeakTensorKeyDictionary()
         self._current: int | None = None
         self._narrowed = WeakTensorKeyDictionary()
-        self._boxes: list[list[Region]] = []  # of all ranks, by the number of what is narrowed
+        # By rank, the parts of what is narrowed, from a number on; ranks with equal parts share a list.
+        self._boxes: list[tuple[int, list[list[Region]]]] = []
         self._own_boxes: list[Region] = []
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -132,24 +133,31 @@ class PartStore:
         """Whether the values that are kept are those of the part which some ranks have."""
         return parameter in self._narrowed or len(ranks or self.comm.members) == self.comm.world
 
+    def _parts_of_all(self, number: int) -> list[Region]:
+        """Return the parts that ranks have of a narrowed tensor, by rank (a collective if they are not known yet)."""
+        first = sum(len(ranks[0]) for _, ranks in self._boxes)
+        if number >= first:
+            told = self.comm.exchange(self._own_boxes[first:], "zero.Init parts")
+            lists = {id(boxes): [region(box) for box in boxes] for boxes in told}
+            self._boxes.append((first, [lists[id(boxes)] for boxes in told]))
+        first, ranks = next((first, ranks) for first, ranks in reversed(self._boxes) if first <= number)
+        return [boxes[number - first] for boxes in ranks]
+
     def _part_values(self, parameter: nn.Parameter, narrowed: _Narrowed) -> torch.Tensor:
         """Bring each rank its part of a tensor (a collective), from the ranks that have runs of the whole."""
-        missing = self._own_boxes[len(self._boxes) :]
-        if missing:
-            told = self.comm.exchange(missing, "zero.Init parts")
-            self._boxes += [[region(box) for box in boxes] for boxes in zip(*told, strict=True)]
-        parts = self._boxes[narrowed.number]
+        parts = self._parts_of_all(narrowed.number)
         own = self._to_travel(self._parts[parameter])
         outer, numel, size = whole(narrowed.shape), math.prod(narrowed.shape), own.numel()
         ranges = [(min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(self.comm.world)]
         start, stop = ranges[self.comm.rank]
-        sent = [
-            [
+        runs_of = {
+            part: [
                 own.as_strided(patch.shape, patch.source_strides, patch.source).reshape(-1)
                 for patch in overlap(outer, start, stop, part, 0, math.prod(sizes(part)))
             ]
-            for part in parts
-        ]
+            for part in dict.fromkeys(parts)
+        }
+        sent = [runs_of[part] for part in parts]
         values = own.new_empty(sizes(narrowed.part))
         targets = [
             [

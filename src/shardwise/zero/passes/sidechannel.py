@@ -7,8 +7,10 @@ blocked elsewhere.
 *fetch*: a rank needs a released unit once more than ever before in a pass (a shared layer met for the first time, a
 router that picks a layer twice). The peers' threads answer with their shards, which do not change while any rank is
 inside a pass, because no rank can step before all have finished their backward pass. Where the host does not wait for
-collectives, the rank that asks may be a step ahead: a peer answers when it has launched that step. A shard goes in
-chunks from where it lies to where it belongs; nothing is held twice.
+collectives, the rank that asks may be a step ahead: a peer answers when its device has made that step. Until then the
+thread answers other ranks: one of them may still be in the pass before, and the step waits for that rank. So the rank
+that is behind all others is answered at once, whatever the number of micro-batches, and no ranks wait for each other. A
+shard goes in chunks from where it lies to where it belongs; nothing is held twice.
 
 *want*: a rank waits for a gather while reductions that come earlier in the agreed order are still to be launched here.
 A peer that waits for such a reduction would never launch the gather: each would wait for the other. The message lets
@@ -39,6 +41,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -66,6 +69,8 @@ _TEXT_BYTES = 4096
 _SAID = 500
 """Characters of what a rank says of itself."""
 _FIRST_POLL_S, _POLL_S = 0.001, 0.1
+_DEVICE_S = 0.001
+"""Seconds between two looks whether the device has written what a peer asks for."""
 _GRACE_S = 0.2
 """How long a rank in `destroy()` waits for the others before it asks where they are."""
 _MOST_ASKED = 8
@@ -102,6 +107,7 @@ class SideChannel:
         self._written: dict[int, Mark] = {}
         self._version = 0
         self._held: set[_Peer] = set()  # peers that have asked for values of a step still to be launched here
+        self._awaited: set[_Peer] = set()  # peers that have asked for values of a step that the device still runs
         self.shards_written(self._streams.mark())
         self._selector = selectors.DefaultSelector()
         self._alarm, self._alarmed = socket.socketpair()
@@ -354,7 +360,7 @@ class SideChannel:
         if self.comm.device.type == "cuda":
             torch.cuda.set_device(self.comm.device)  # the current device is a thread's own
         while True:
-            for key, _ in self._selector.select(self._links.patience()):
+            for key, _ in self._selector.select(_DEVICE_S if self._awaited else self._links.patience()):
                 if key.data is None:
                     if not self._alarmed.recv(CHUNK):
                         return  # this rank leaves
@@ -365,6 +371,9 @@ class SideChannel:
                     self._attend_to(key.data)
                 else:
                     key.data()
+            for peer in list(self._awaited):
+                self._awaited.discard(peer)
+                self._attend_to(peer)
             self._links.expire()
 
     def _welcome(self, rank: int, connection: socket.socket) -> None:
@@ -392,16 +401,26 @@ class SideChannel:
 
     def _drop(self, peer: _Peer) -> None:
         self._held.discard(peer)
+        self._awaited.discard(peer)
         self._selector.unregister(peer.connection)
         peer.connection.close()
 
     def _holds(self, peer: _Peer) -> bool:
-        """Whether a peer asks for values that are still to be written here; then `shards_written` wakes the thread."""
+        """Return whether a peer asks for values that are still to be written here, by the host or by the device.
+
+        The thread waits for neither. The device may be in a step that a third rank has still to launch, and that rank
+        may ask here for values of the step before.
+        """
+        version = peer.version()
         with self._changed:
-            if peer.version() > self._version:
-                self._held.add(peer)
+            if version > self._version:
+                self._held.add(peer)  # `shards_written` wakes the thread
                 return True
+            written = self._written.get(version)
+        if written is None or self._streams.block(written, timedelta(0)):
             return False
+        self._awaited.add(peer)
+        return True
 
     def _answer(self, peer: _Peer, kind: int, first: int, second: int, text: bytes) -> None:
         """Do what a message asks for."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -104,12 +105,13 @@ class SegmentUpdate(ReducedUpdate):
         for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
             if tensor.box is not None and id(parameter) in old_state:
                 of_parts[id(parameter)] = state_of_part(old_state[id(parameter)], tensor, self._is_elementwise)
+        counts = self._counts_of(of_parts)
         for unit in self.units:
             first = len(self._segments)
             with borrowed(unit.borrowing()):
                 for section, lane in unit.segments():
                     if not section.layout.whole:
-                        self._place_lane(section, lane, members, of_parts)
+                        self._place_lane(section, lane, members, of_parts, counts)
                 sections = [section for section in unit.trainable if not section.layout.whole]
                 part = Part(sections, self._segments[first:], self._origins[first:])
                 self._everything.sections += sections
@@ -124,9 +126,10 @@ class SegmentUpdate(ReducedUpdate):
         lane: GroupRange,
         members: list[list[nn.Parameter]],
         old_state: dict[int, dict[str, Any]],
+        counts: Mapping[int, dict[str, Any]],
     ) -> None:
         assert section.master is not None and lane.group is not None
-        for start, stop, pieces in self._cut(section, lane, old_state):
+        for start, stop, pieces in self._cut(section, lane, counts):
             segment = nn.Parameter(section.master[start:stop], requires_grad=True)
             members[lane.group].append(segment)
             self._segments.append((section, slice(start, stop), segment))
@@ -180,26 +183,40 @@ class SegmentUpdate(ReducedUpdate):
         if there is not sums:
             sums.copy_(there)
 
+    def _counts_of(self, old_state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Return the state that parameters have as a whole, such as step counts, by index; the host waits once."""
+        found: dict[int, dict[str, Any]] = {}
+        tensors: dict[tuple[torch.device, torch.dtype], list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
+        sections = [section for unit in self.units for section in unit.trainable if not section.layout.whole]
+        for index in sorted({slot.index for section in sections for slot in section.layout.slots}):
+            own = found[index] = dict[str, Any]()
+            for key, value in old_state.get(id(self.registry.parameters[index]), {}).items():
+                if self._is_elementwise(value, self.registry[index].numel, key):
+                    continue
+                own[key] = value
+                if isinstance(value, torch.Tensor):
+                    tensors.setdefault((value.device, value.dtype), []).append((own, key, value))
+        for alike in tensors.values():
+            numbers = iter(torch.cat([value.reshape(-1) for *_, value in alike]).tolist())
+            for own, key, value in alike:
+                own[key] = tuple(value.shape), list(itertools.islice(numbers, value.numel()))
+        return found
+
     def _cut(
-        self, section: FlatParamStorage, lane: GroupRange, old_state: dict[int, dict[str, Any]]
+        self, section: FlatParamStorage, lane: GroupRange, known: Mapping[int, dict[str, Any]]
     ) -> Iterator[tuple[int, int, list[ShardSlice]]]:
         """Yield the segments of a lane: start and stop in the master, and pieces counted from the start.
 
-        A segment has one step count. Where parameters of an instance with state have different ones, the lane is cut.
+        A segment has one step count. Where parameters of an instance with state have different ones (`_counts_of`),
+        the lane is cut.
         """
         first = section.master_start + lane.start
         start, counts, pieces = 0, None, []  # type: tuple[int, Any, list[ShardSlice]]
         for piece in section.layout.pieces(first, section.master_start + lane.stop):
-            state = old_state.get(id(self.registry.parameters[piece.index]), {})
-            found = {
-                key: value.tolist() if isinstance(value, torch.Tensor) else value
-                for key, value in state.items()
-                if not self._is_elementwise(value, self.registry[piece.index].numel, key)
-            }
-            if pieces and found != counts:
+            if pieces and known[piece.index] != counts:
                 yield lane.start + start, lane.start + piece.offset, pieces
                 start, pieces = piece.offset, []
-            counts = found
+            counts = known[piece.index]
             pieces.append(replace(piece, offset=piece.offset - start))
         yield lane.start + start, lane.stop, pieces
 
