@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -59,6 +61,34 @@ def mean_over_tokens() -> nn.Module:
     return model
 
 
+class FirstToken(GPT):
+    """Returns logits of the first token that a rank has."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, position_ids)[:, 0]
+
+
+class PooledLoss(GPT):
+    """Returns a loss of the mean of the tokens that a rank has."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, position_ids).mean(1).square().sum()
+
+
+class LogSum(GPT):
+    """Returns the logarithm of a sum over the tokens that a rank has."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, position_ids).logsumexp((0, 1, 2))
+
+
+class MeanLoss(GPT):
+    """Returns a mean over the tokens that a rank has."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, position_ids).square().mean()
+
+
 def mixtral() -> nn.Module:
     """Its loss takes what hooks collect."""
     torch.manual_seed(7)
@@ -104,6 +134,43 @@ def begun(kinds: list[str], more: dict[str, Any]) -> dict[str, str]:
             found[kind] = str(error)
         engine.destroy()
     return found
+
+
+POOLED: dict[str, tuple[Any, str]] = {
+    "first token": (FirstToken, r"the model returns other numbers for a sequence \(output 0 of shape \[1, \d+\]"),
+    "log of a sum": (LogSum, r"the model returns a loss that is neither a mean nor a sum of the ranks' losses"),
+    "pooled loss": (PooledLoss, r"^trains: .* the loss that PooledLoss returns is no mean of the ranks' losses"),
+    "mean loss": (MeanLoss, r"^trains: $"),
+}
+
+
+def pooled() -> dict[str, str]:
+    found = {}
+    for name, (kind, _) in POOLED.items():
+        torch.manual_seed(7)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "sequence_parallel_size": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        }
+        engine, *_ = shardwise.initialize(model=kind(shared=True), config=config)
+        batch = split(data(0, 1, length=30))
+        try:
+            with mock.patch("shardwise.parallel.proof.warn_once") as warned:
+                engine.backward(engine(batch["input_ids"], batch["position_ids"]).mean())
+            found[name] = "trains: " + " ".join(call.args[0] for call in warned.call_args_list)
+        except UsageError as error:
+            found[name] = str(error)
+        engine.destroy()
+    return found
+
+
+def test_outputs_of_whole_sequences_that_a_rank_takes_from_its_tokens_are_named() -> None:
+    for rank, found in enumerate(run_ranks(pooled, 2)):
+        for name, (_, words) in POOLED.items():
+            if rank and name == "pooled loss":  # rank 0 warns
+                continue
+            assert re.search(words, found[name]), (name, found[name])
 
 
 @pytest.mark.parametrize(
