@@ -332,8 +332,8 @@ def _loss_apart(
     if group.rank == 0:
         warn_once(
             f"sequence parallelism: the loss that {type(model).__name__} returns is no mean of the ranks' losses by "
-            f"their tokens or labels ({shown}). If the model shifts labels, or takes a mean of tokens, gradients differ "
-            "from those of one process: have it return logits, and compute the loss by shardwise.parallel.token_loss"
+            f"their tokens or labels ({shown}). If the model shifts labels, or takes a mean of tokens, gradients are "
+            "not those of one process: have it return logits, and compute the loss by shardwise.parallel.token_loss"
         )
     return None
 
