@@ -186,6 +186,31 @@ def test_what_differs_from_one_process_is_named(more: dict[str, Any]) -> None:
                 raise UsageError(found[kind])
 
 
+class Normalized(GPT):
+    """Normalizes by the tokens that a rank has, in training."""
+
+    def __init__(self) -> None:
+        super().__init__(shared=True)
+        self.batch_norm = nn.BatchNorm1d(VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.batch_norm(super().forward(input_ids, position_ids).transpose(1, 2))
+
+
+def normalized() -> list[str]:
+    config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "optimizer": {"type": "SGD"}}
+    with mock.patch("shardwise.engine.advice.warn_once") as warned:
+        engine, *_ = shardwise.initialize(model=Normalized(), config=config)
+    engine.destroy()
+    return [call.args[0] for call in warned.call_args_list]
+
+
+def test_batch_normalization_of_a_ranks_tokens_is_warned_of() -> None:
+    first, second = run_ranks(normalized, 2)
+    assert second == []
+    assert any("'batch_norm' (BatchNorm1d): each of 2 ranks normalizes with its own" in text for text in first), first
+
+
 def collected() -> list[int]:
     torch.manual_seed(7)
     config = {
