@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -59,6 +61,34 @@ def mean_over_tokens() -> nn.Module:
     return model
 
 
+class FirstToken(GPT):
+    """Returns logits of the first token that a rank has."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, position_ids)[:, 0]
+
+
+class PooledLoss(GPT):
+    """Returns a loss of the mean of the tokens that a rank has."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, position_ids).mean(1).square().sum()
+
+
+class LogSum(GPT):
+    """Returns the logarithm of a sum over the tokens that a rank has."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, position_ids).logsumexp((0, 1, 2))
+
+
+class MeanLoss(GPT):
+    """Returns a mean over the tokens that a rank has."""
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids, position_ids).square().mean()
+
+
 def mixtral() -> nn.Module:
     """Its loss takes what hooks collect."""
     torch.manual_seed(7)
@@ -106,6 +136,43 @@ def begun(kinds: list[str], more: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+POOLED: dict[str, tuple[Any, str]] = {
+    "first token": (FirstToken, r"the model returns other numbers for a sequence \(output 0 of shape \[1, \d+\]"),
+    "log of a sum": (LogSum, r"the model returns a loss that is neither a mean nor a sum of the ranks' losses"),
+    "pooled loss": (PooledLoss, r"^trains: .* the loss that PooledLoss returns is no mean of the ranks' losses"),
+    "mean loss": (MeanLoss, r"^trains: $"),
+}
+
+
+def pooled() -> dict[str, str]:
+    found = {}
+    for name, (kind, _) in POOLED.items():
+        torch.manual_seed(7)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "sequence_parallel_size": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        }
+        engine, *_ = shardwise.initialize(model=kind(shared=True), config=config)
+        batch = split(data(0, 1, length=30))
+        try:
+            with mock.patch("shardwise.parallel.proof.warn_once") as warned:
+                engine.backward(engine(batch["input_ids"], batch["position_ids"]).mean())
+            found[name] = "trains: " + " ".join(call.args[0] for call in warned.call_args_list)
+        except UsageError as error:
+            found[name] = str(error)
+        engine.destroy()
+    return found
+
+
+def test_outputs_of_whole_sequences_that_a_rank_takes_from_its_tokens_are_named() -> None:
+    for rank, found in enumerate(run_ranks(pooled, 2)):
+        for name, (_, words) in POOLED.items():
+            if rank and name == "pooled loss":  # rank 0 warns
+                continue
+            assert re.search(words, found[name]), (name, found[name])
+
+
 @pytest.mark.parametrize(
     "more", [{}, pytest.param({"bf16": {"enabled": True}}, marks=pytest.mark.thorough)], ids=["fp32", "bf16"]
 )
@@ -117,6 +184,31 @@ def test_what_differs_from_one_process_is_named(more: dict[str, Any]) -> None:
                 UsageError, match=rf"computes something else than in one process; on rank \d {name} other numbers"
             ):
                 raise UsageError(found[kind])
+
+
+class Normalized(GPT):
+    """Normalizes by the tokens that a rank has, in training."""
+
+    def __init__(self) -> None:
+        super().__init__(shared=True)
+        self.batch_norm = nn.BatchNorm1d(VOCABULARY)
+
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.batch_norm(super().forward(input_ids, position_ids).transpose(1, 2))
+
+
+def normalized() -> list[str]:
+    config = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "optimizer": {"type": "SGD"}}
+    with mock.patch("shardwise.engine.advice.warn_once") as warned:
+        engine, *_ = shardwise.initialize(model=Normalized(), config=config)
+    engine.destroy()
+    return [call.args[0] for call in warned.call_args_list]
+
+
+def test_batch_normalization_of_a_ranks_tokens_is_warned_of() -> None:
+    first, second = run_ranks(normalized, 2)
+    assert second == []
+    assert any("'batch_norm' (BatchNorm1d): each of 2 ranks normalizes with its own" in text for text in first), first
 
 
 def collected() -> list[int]:

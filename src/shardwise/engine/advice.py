@@ -66,7 +66,7 @@ def warn_of_arguments(settings: Config, optimizer: Any, lr_scheduler: Any, model
 
 
 def warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
-    """Warn of batch normalization whose statistics each of several data-parallel ranks keeps for itself."""
+    """Warn of batch normalization by the statistics of a rank's own samples or tokens."""
     found = [
         (name, type(module).__name__)
         for name, module in model.named_modules()

@@ -406,7 +406,7 @@ def _build(
 
     if job.rank == 0:
         warn_of_arguments(settings, optimizer, lr_scheduler, model, trains=stepped is not None)
-        warn_of_batch_norm(model, data.world)
+        warn_of_batch_norm(model, data.world * sequence)
     watch_clipping(warn_of_clipping)
 
     # Signals that come from here on find a whole engine.

@@ -19,6 +19,7 @@ from shardwise.parallel.tensor.group import NAME, TensorGroup, fingerprint
 from shardwise.parallel.tensor.guard import GradientGuard
 from shardwise.parallel.tensor.layers import Parallel
 from shardwise.parallel.tensor.registry_marks import declare_marked
+from shardwise.parallel.tensor.watch import begin_pass
 from shardwise.trees import tensors_in
 from shardwise.zero.passes.modulehook import ModuleHook, weakly
 
@@ -100,6 +101,9 @@ class SharedTensors:
         Raises:
             DesyncError: on all ranks alike, if they differ.
         """
+        begin_pass(model)
+        if self._gradients is not None:
+            self._gradients.begin_pass()
         if self._compared or not model.training:
             return
         self._compared = True

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,10 @@ from torch import nn
 
 from shardwise.compat import belongs_to_transformers
 from shardwise.errors import ShardwiseError, UsageError
+from shardwise.parallel.data import IGNORED
 from shardwise.parallel.sequence import SequenceGroup, runs_of, whole_sequences
 from shardwise.trees import tensors_in
+from shardwise.utils.logging import warn_once
 
 TOKENS = 8
 """Tokens of each rank, at most."""
@@ -42,6 +45,13 @@ class _Call:
     whole: tuple[tuple[Any, ...], dict[str, Any]]
     own: tuple[tuple[Any, ...], dict[str, Any]]
     tokens: int
+
+    @property
+    def weights(self) -> list[int]:
+        """How many of this rank's tokens have a label, and how many are not 0, by each tensor of integers."""
+        args, kwargs = self.own
+        some = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor) and x.dim() > 1]
+        return [int((x != none).sum()) for x in some if not x.is_floating_point() for none in (IGNORED, 0)]
 
 
 @dataclass
@@ -134,7 +144,7 @@ def difference(
         with torch.no_grad(), _without_observers(model):
             try:
                 with own.of(model):  # first, as what cannot be shared says so by name
-                    run(*call.own[0], **call.own[1])
+                    mine = run(*call.own[0], **call.own[1])
             except (ShardwiseError, torch.OutOfMemoryError):
                 raise
             except _RAISED as error:
@@ -147,14 +157,16 @@ def difference(
                     "process, it cannot share sequences: set sequence_parallel_size to 1"
                 ) from error
             with whole_sequences(group), whole.of(model):
-                run(*call.whole[0], **call.whole[1])
+                expected = run(*call.whole[0], **call.whole[1])
     finally:
         group.comparing = False
         for module, training in modes.items():
             module.training = training
     if group.exchanges == exchanges:
         return None  # the pass that follows is refused for it
-    return _first_difference(whole.seen, own.seen, group, call.tokens)
+    found = _first_difference(whole.seen, own.seen, group, call.tokens) or _pooled(expected, mine)
+    apart = _loss_apart(model, tensors_in(expected), tensors_in(mine), call, group)
+    return found or apart
 
 
 def _call_of(model: nn.Module, group: SequenceGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
@@ -276,6 +288,62 @@ def _first_difference(whole: list[_Seen], own: list[_Seen], group: SequenceGroup
                 f"{seen.name or 'the model'} {how} other numbers (what it returns differs by {off:.1e} of the largest)"
             )
     return None
+
+
+def _pooled(expected: Any, mine: Any) -> str | None:
+    """Return how an output of the model differs that has a row of numbers for each sequence."""
+    for number, (whole, own) in enumerate(zip(tensors_in(expected), tensors_in(mine), strict=False)):
+        if whole.dim() != 2 or whole.shape != own.shape or len(whole) != 1 or not whole.is_floating_point():
+            continue
+        off = float((whole - own).abs().nan_to_num(0, 0, 0).max()) / (float(whole.abs().max()) or 1.0)
+        if off > _LIMITS[whole.dtype]:
+            return (
+                f"the model returns other numbers for a sequence (output {number} of shape {list(own.shape)} differs "
+                f"by {off:.1e} of the largest), as it takes a token, a mean or a maximum of this rank's tokens"
+            )
+    return None
+
+
+def _loss_apart(
+    model: nn.Module, whole: list[torch.Tensor], own: list[torch.Tensor], call: _Call, group: SequenceGroup
+) -> str | None:
+    """Return how the loss of whole sequences can be no mean, and no sum, of the losses of the ranks (all ranks call).
+
+    A mean with any weights lies between the least and the largest. Of one by other weights than those of tokens and
+    labels a warning is logged.
+    """
+    losses = [[x for x in some if x.dim() == 0 and x.is_floating_point()][:1] for some in (whole, own)]
+    told = group.comm.exchange([[float(some[0]) if some else None for some in losses], call.weights], "sequence_loss")
+    expected = told[0][0][0]
+    every = [(mine, [1, *weights]) for (_, mine), weights in told if mine is not None and math.isfinite(mine)]
+    if expected is None or not math.isfinite(expected) or not every or _balances(model):
+        return None
+    found = [mine for mine, _ in every]
+    limit = _LIMITS[losses[0][0].dtype] * max(map(abs, [expected, *found]))
+    means = [
+        sum(mine * some[index] for mine, some in every) / (sum(some[index] for _, some in every) or 1)
+        for index in range(len(every[0][1]))
+    ]
+    if any(abs(one - expected) <= limit for one in [sum(found), *means]):
+        return None
+    shown = f"{expected:.5g} of whole sequences, {', '.join(f'{mine:.5g}' for mine in found)} of the ranks' tokens"
+    if not min(found) - 10 * limit <= expected <= max(found) + 10 * limit:
+        return f"the model returns a loss that is neither a mean nor a sum of the ranks' losses ({shown})"
+    if group.rank == 0:
+        warn_once(
+            f"sequence parallelism: the loss that {type(model).__name__} returns is no mean of the ranks' losses by "
+            f"their tokens or labels ({shown}). If the model shifts labels, or takes a mean of tokens, gradients are "
+            "not those of one process: have it return logits, and compute the loss by shardwise.parallel.token_loss"
+        )
+    return None
+
+
+def _balances(model: nn.Module) -> bool:
+    """Whether a model may add a loss of imbalance of experts, which is of each rank's tokens."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any(getattr(config, "output_router_logits", False) for config in configs) or any(
+        type(module).__name__ == "MoE" for module in model.modules()
+    )
 
 
 def _apart(whole: list[torch.Tensor], own: list[torch.Tensor], group: SequenceGroup, few: int) -> float | None:

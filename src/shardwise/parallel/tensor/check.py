@@ -1,9 +1,9 @@
-"""Whether divided blocks compute what they compute whole: compared by numbers in the first forward pass.
+"""Whether a divided block computes what it computes whole: compared by numbers.
 
 Which layers of a block can be divided is guessed from names and sizes, or said by rules. What lies between them is code
-of the model's own: a norm over heads, a softmax over features, a weight that is used without calling its layer. So each
-kind of divided block is copied twice, with the same random weights, as it is divided and as it was before. Both copies
-get some tokens of the block's first inputs. Outputs, gradients of inputs and gradients of parameters have to be equal.
+of the model's own: a norm over heads, a softmax over features, a weight that is used without calling its layer. So the
+block is copied twice, with the same random weights, as it is divided and as it was before. Both copies get some tokens
+of the block's first inputs. Outputs, gradients of inputs and gradients of parameters have to be equal.
 
 Every rank computes the whole copy by itself. The divided copies first run without sending anything, so that an error
 of shapes comes up before ranks wait for each other, and is raised by all.
@@ -12,13 +12,10 @@ of shapes comes up before ranks wait for each other, and is raised by all.
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import gc
 import linecache
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,175 +23,44 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.hooks import RemovableHandle
 
 from shardwise.boxes import whole as whole_region
-from shardwise.compat import has_values, never_compiled
 from shardwise.errors import ConfigError
-from shardwise.parallel.sequence import current as current_sequences
 from shardwise.parallel.sequence import shares as sequence_shares
-from shardwise.parallel.sequence import whole_sequences
 from shardwise.parallel.tensor import mappings
 from shardwise.parallel.tensor.copies import (
     copied,
     declared,
     map_inputs,
     numbers_changed,
-    signature,
     whole_shape,
 )
 from shardwise.parallel.tensor.group import TensorGroup
-from shardwise.parallel.tensor.guard import numbers_of, same_numbers, sum_gradient
-from shardwise.parallel.tensor.layers import Parallel, RowParallel
+from shardwise.parallel.tensor.guard import numbers_of, same_numbers
+from shardwise.parallel.tensor.layers import Parallel
 from shardwise.registry import cut, part_of, paste
 from shardwise.trees import tensors_in
 
-KEY = "tensor_parallel.check_division"
-_RULES = "tensor_parallel.partition_config.layer_specs"
+RULES = "tensor_parallel.partition_config.layer_specs"
 _ROWS, _TOKENS = 2, 8
 """Of a block's inputs, as many are used as these."""
 _NEAR, _NEAR_IN_HALF = 1e-4, 5e-2
 """Relative to the norm of a tensor."""
 _FLOOR = 1e-4
 """Of the largest gradient: smaller differences relative to that are rounding."""
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)
 
 
-def watch_division(model: nn.Module) -> None:
-    """Have each kind of divided block be compared with the whole one in the first forward pass.
+class _Operators(TorchDispatchMode):
+    """Notes operators, with their arguments that are no tensors and no fractions."""
 
-    Args:
-        model: its layers have been divided.
-    """
-    kinds: dict[str, _Kind] = {}
-    for path in blocks_of(model):
-        block = model.get_submodule(path)
-        kind = kinds.setdefault(signature(block), _Kind())
-        hook = _Hook(kind, path)
-        kind.blocks.append(block)
-        kind.handles.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
 
-
-def blocks_of(model: nn.Module) -> list[str]:
-    """Return the paths of the smallest parts of a model outside of which nothing is divided.
-
-    These are elements of lists of layers (blocks of a decoder), and what else has layers of which the one takes parts
-    that the other gives.
-    """
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, Parallel)}
-    half = sum(whole.numel() for whole in model.parameters()) / 2
-    found: set[str] = set()
-    loose: dict[str, Parallel] = {}
-    for path, layer in layers.items():
-        chain = [outer for outer in _elements(model, path) if outer != path]
-        small = [outer for outer in chain if sum(p.numel() for p in model.get_submodule(outer).parameters()) <= half]
-        if chain:
-            found.add((small or chain[-1:])[0])
-        elif not _closed(layer):
-            loose[path] = layer
-    rows = [path for path, layer in loose.items() if isinstance(layer, RowParallel)]
-    for row in rows:
-        outer = row
-        while outer:
-            outer = outer.rpartition(".")[0]
-            inside = [path for path in loose if path not in rows and path.startswith(f"{outer}." if outer else "")]
-            if inside and not isinstance(model.get_submodule(outer), _CONTAINERS):
-                found.add(outer)
-                break
-    return sorted(path for path in found if not any(path != o and path.startswith(f"{o}." if o else "") for o in found))
-
-
-def _closed(layer: Parallel) -> bool:
-    """Whether a layer gets and gives whole tensors."""
-    cut_ = layer.cut
-    if cut_.kind in ("words", "latent", "norm"):
-        return True
-    return cut_.whole_output or cut_.whole_in_evaluation or (cut_.kind == "row" and cut_.whole_input)
-
-
-def _elements(model: nn.Module, path: str) -> Iterator[str]:
-    """Yield the elements of lists in which a module is, the outermost first."""
-    names = path.split(".")
-    for n in range(1, len(names) + 1):
-        outer, own = ".".join(names[: n - 1]), ".".join(names[:n])
-        inside = model.get_submodule(outer)
-        module = model.get_submodule(own)
-        if isinstance(inside, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and not isinstance(module, _CONTAINERS):
-            yield own
-
-
-@dataclass
-class _Kind:
-    """Blocks of one kind: which modes of them have been compared, and their hooks."""
-
-    compared: set[bool] = field(default_factory=set)
-    handles: list[RemovableHandle] = field(default_factory=list)
-    blocks: list[nn.Module] = field(default_factory=list)
-
-    def sum_up(self, names: Sequence[str]) -> None:
-        """Have gradients of parameters, by their names in a block, be summed over the ranks."""
-        for block in self.blocks:
-            layer = next(module for module in block.modules() if isinstance(module, Parallel))
-            for name, parameter in block.named_parameters():
-                if name in names:
-                    sum_gradient(parameter, layer)
-
-
-class _Hook:
-    """Before a block's forward pass: compares it, once."""
-
-    may_wait_for_ranks = True
-
-    def __init__(self, kind: _Kind, path: str) -> None:
-        self._kind, self._path = kind, path
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _in_a_copy, ()
-
-    @never_compiled
-    def __call__(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if block.training in self._kind.compared:
-            return
-        group = next(module.group for module in block.modules() if isinstance(module, Parallel))
-        given = tensors_in((args, kwargs))
-        if any(not has_values(tensor) or tensor.is_meta for tensor in given) or group.comm.imagined:
-            return
-        sequences = current_sequences()
-        if sequences is not None and sequences.comparing:
-            return
-        # Because copies see a few tokens of this rank, their attention exchanges nothing with ranks of its sequence.
-        own_tokens = contextlib.nullcontext() if sequences is None else whole_sequences(sequences)
-        with _undisturbed(group.comm.device), own_tokens:
-            # In an empty context, because by context variables models collect outputs of the pass around.
-            summands = contextvars.Context().run(_Comparison(block, self._path, group, args, kwargs).run)
-        gc.collect()  # Because modules of the copies refer to one another, their tensors would stay for some time.
-        self._kind.compared.add(block.training)
-        self._kind.sum_up(summands)
-        if block.training:
-            for handle in self._kind.handles:
-                handle.remove()
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stand for a hook of the original in a copied module."""
-
-
-def _in_a_copy() -> Callable[..., None]:
-    return _nothing
-
-
-@contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Leave random numbers, autograd and autocast of the pass around as they are."""
-    devices = [device] if device.type == "cuda" else []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
-        for kind in {"cpu", device.type}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [one for one in tree_leaves((args, kwargs)) if not isinstance(one, (torch.Tensor, float))]
+        self.found.append(f"{func} {given}")
+        return func(*args, **(kwargs or {}))
 
 
 class _Steady(TorchDispatchMode):
@@ -319,8 +185,8 @@ class _Sizes(NamedTuple):
     tokens: int | None = _TOKENS
 
 
-class _Comparison:
-    """One block, divided and whole.
+class Comparison:
+    """Compares one block, divided and whole.
 
     Args:
         block: is divided.
@@ -348,6 +214,30 @@ class _Comparison:
         # Inputs that may be of this rank's heads, and have the same values on all ranks.
         self._alike_heads: dict[int, tuple[int, list[int], torch.Tensor]] = {}
         self._device = self._comm.device if self._hidden is None else self._tensors[self._hidden].device
+
+    def operators(self) -> str:
+        """Return which operators the divided block runs, up to the first that needs values (no rank waits).
+
+        The block runs on tensors without values, so that this costs neither memory nor computation.
+        """
+        group = _CopyGroup(self._comm, self._group.columns, self._group.place)
+        group.silent = True
+        group.begin_tokens(self._group.tokens)
+
+        def without_values(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            return torch.empty_like(tensor, dtype=dtype, device="meta")
+
+        module = copied(self._block, lambda _, one: without_values(one), torch.float32, group, torch.device("meta"))
+        args, kwargs = map_inputs(self._given, without_values)
+        noted = _Operators()
+        try:
+            with noted, torch.no_grad():
+                module(*args, **kwargs)
+        except Exception as error:
+            noted.found.append(type(error).__name__)
+        group.end_pass()
+        return "\n".join(noted.found)
 
     def run(self) -> list[str]:
         """Compare; return names of parameters of whose gradients each rank has a summand, which nothing has said.
@@ -675,7 +565,7 @@ class _Comparison:
         raise ConfigError(
             f"tensor parallelism: {self._path or 'the model'} ({type(self._block).__name__}), divided over "
             f"{self._group.size} ranks, does not compute what it computes whole: {what}. {leave} the layers there "
-            f'whole ({_RULES}: {{"patterns": ["^{pattern}"], "partition_type": "skip"}}), or divide them by other rules'
+            f'whole ({RULES}: {{"patterns": ["^{pattern}"], "partition_type": "skip"}}), or divide them by other rules'
         )
 
 

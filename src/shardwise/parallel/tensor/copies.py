@@ -26,6 +26,7 @@ from shardwise.registry import part_of
 
 _BEHIND = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _HOOKS = ("_forward_pre_hooks", *_BEHIND)
+_TensorOf = Callable[[torch.Tensor], torch.Tensor]
 _MEMBERS = ("_parameters", "_buffers", "_modules")
 
 
@@ -70,7 +71,11 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def copied(
-    block: nn.Module, values: Callable[[str, nn.Parameter], torch.Tensor], dtype: torch.dtype, group: TensorGroup | None
+    block: nn.Module,
+    values: Callable[[str, nn.Parameter], torch.Tensor],
+    dtype: torch.dtype,
+    group: TensorGroup | None,
+    device: torch.device | None = None,
 ) -> nn.Module:
     """Return a copy of a block.
 
@@ -79,7 +84,9 @@ def copied(
         values: makes the copy's parameter from a name and the block's parameter.
         dtype: of floating-point buffers.
         group: connects the ranks of the divided copy; None: the copy is whole, as before division.
+        device: of buffers; None: where they are.
     """
+    own_tensor = functools.partial(_tensor_of, dtype=dtype, device=device)
     memo: dict[int, Any] = {}
     for module in block.modules():
         before = _before.get(module) if group is None else None
@@ -94,7 +101,7 @@ def copied(
                 )
         for buffer in module._buffers.values():
             if buffer is not None and id(buffer) not in memo:
-                memo[id(buffer)] = _cast(buffer.detach().clone(), dtype)
+                memo[id(buffer)] = own_tensor(buffer)
     for module in block.modules():
         made = memo[id(module)]
         for members in _MEMBERS:
@@ -103,12 +110,12 @@ def copied(
         for name in _HOOKS:
             hooks = vars(module)[name]
             made.__dict__[name] = type(hooks)(
-                (key, for_copy(hook, group) if group is not None and takes_tokens(hook) else _mapped(hook, memo, dtype))
+                (key, _hook_of(hook, memo, own_tensor, group))
                 for key, hook in hooks.items()
                 if _stays(hook, group, name)
             )
         for name, value in _attributes(made).items():
-            made.__dict__[name] = _mapped(value, memo, dtype)
+            made.__dict__[name] = _mapped(value, memo, own_tensor)
         made.__dict__["_compiled_call_impl"] = None
         if "gradient_checkpointing" in vars(made):
             made.__dict__["gradient_checkpointing"] = False
@@ -116,6 +123,10 @@ def copied(
             made.group = group
     found: nn.Module = memo[id(block)]
     return found
+
+
+def _hook_of(hook: Any, memo: dict[int, Any], own_tensor: _TensorOf, group: TensorGroup | None) -> Any:
+    return for_copy(hook, group) if group is not None and takes_tokens(hook) else _mapped(hook, memo, own_tensor)
 
 
 def _stays(hook: Any, group: TensorGroup | None, kind: str) -> bool:
@@ -126,28 +137,29 @@ def _stays(hook: Any, group: TensorGroup | None, kind: str) -> bool:
     return kind not in _BEHIND or belongs_to_transformers(hook)
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _tensor_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    """Return a copy's tensor of the form of a block's."""
+    return tensor.detach().to(device, dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
-def _mapped(value: Any, memo: dict[int, Any], dtype: torch.dtype) -> Any:
+def _mapped(value: Any, memo: dict[int, Any], own_tensor: _TensorOf) -> Any:
     """Return an attribute's value with copies instead of modules and tensors."""
     if isinstance(value, (nn.Module, nn.Parameter)):
         return memo.get(id(value), value)
     if isinstance(value, torch.Tensor):
-        return _cast(value.detach().clone(), dtype)
+        return own_tensor(value)
     if isinstance(value, types.MethodType):
         own = memo.get(id(value.__self__))
         return value if own is None else _method_of(own, value)
     if isinstance(value, types.FunctionType):
-        return _rebound(value, memo, dtype)
+        return _rebound(value, memo, own_tensor)
     if isinstance(value, functools.partial):
-        args = [_mapped(one, memo, dtype) for one in value.args]
-        return functools.partial(_mapped(value.func, memo, dtype), *args, **value.keywords)
+        args = [_mapped(one, memo, own_tensor) for one in value.args]
+        return functools.partial(_mapped(value.func, memo, own_tensor), *args, **value.keywords)
     if type(value) in (list, tuple, dict, set):
         if type(value) is dict:
-            return {key: _mapped(one, memo, dtype) for key, one in value.items()}
-        return type(value)(_mapped(one, memo, dtype) for one in value)
+            return {key: _mapped(one, memo, own_tensor) for key, one in value.items()}
+        return type(value)(_mapped(one, memo, own_tensor) for one in value)
     inner = getattr(value, "__dict__", None)
     if isinstance(inner, dict) and not isinstance(value, type) and any(id(one) in memo for one in inner.values()):
         made = copy.copy(value)
@@ -162,7 +174,7 @@ def _method_of(module: Any, method: types.MethodType) -> Any:
     return types.MethodType(method.__func__ if inherited is None else inherited, module)
 
 
-def _rebound(function: types.FunctionType, memo: dict[int, Any], dtype: torch.dtype) -> types.FunctionType:
+def _rebound(function: types.FunctionType, memo: dict[int, Any], own_tensor: _TensorOf) -> types.FunctionType:
     """Return a function (a forward pass that a script has wrapped) that calls copies instead of modules."""
     if id(function) in memo:
         found: types.FunctionType = memo[id(function)]
@@ -173,7 +185,7 @@ def _rebound(function: types.FunctionType, memo: dict[int, Any], dtype: torch.dt
     def own(inner: Any) -> Any:
         if isinstance(inner, (list, dict, set)):
             return copy.copy(inner)
-        return _mapped(inner, memo, dtype) if isinstance(inner, kinds) else inner
+        return _mapped(inner, memo, own_tensor) if isinstance(inner, kinds) else inner
 
     cells = []
     for cell in function.__closure__ or ():

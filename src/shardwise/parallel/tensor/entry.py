@@ -17,12 +17,12 @@ from shardwise.config import load, resolve
 from shardwise.errors import ConflictError, UsageError
 from shardwise.parallel.sequence import across
 from shardwise.parallel.tensor import huggingface
-from shardwise.parallel.tensor.check import watch_division
 from shardwise.parallel.tensor.copies import snapshot
 from shardwise.parallel.tensor.group import NAME, TensorGroup
 from shardwise.parallel.tensor.layers import Parallel
 from shardwise.parallel.tensor.plan import TensorParallelPlan, cuts_of
 from shardwise.parallel.tensor.sequence_parallel import tokens_of
+from shardwise.parallel.tensor.watch import watch_division
 from shardwise.registry import part_of
 
 if TYPE_CHECKING:

@@ -137,6 +137,11 @@ class TensorGroup:
         self._totals.add(tokens)
         return shares(tokens, self.size)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of the sequence that the ranks share."""
+        return self._tokens
+
     def tokens_of_all(self, own: int) -> list[int]:
         """Return how many tokens each place has, as they have been shared before.
 

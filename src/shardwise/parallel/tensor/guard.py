@@ -6,23 +6,28 @@ does not know that, each rank would step with its summand.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.errors import ConfigError
+from shardwise.parallel.tensor import mappings
 from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.layers import Parallel
-from shardwise.parallel.tensor.mappings import total
 from shardwise.registry import part_of
 
+_RULES = "tensor_parallel.partition_config.layer_specs"
 _NEAR, _NEAR_IN_HALF = 1e-3, 5e-2
 """Relative to the norm of a tensor."""
+_LOSS, _LOSS_IN_HALF = 1e-5, 5e-3
+"""Relative to a loss, which ranks compute of the same numbers."""
 
 
 _summed = WeakTensorKeyDictionary()
@@ -42,7 +47,7 @@ def sum_gradient(parameter: nn.Parameter, layer: Parallel) -> None:
 
     def whole(gradient: torch.Tensor) -> torch.Tensor:
         own = found()
-        return gradient if own is None else total(gradient, own.group, "tensor_gradient")
+        return gradient if own is None else mappings.total(gradient, own.group, "tensor_gradient")
 
     parameter.register_hook(whole)
 
@@ -62,8 +67,14 @@ class GradientGuard:
         self._halves: list[bool] = []
         self._found: dict[int, torch.Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        self._in_half = False
+        self._divided: dict[int, str] = {}
         if group.comm.imagined:
             return
+        for path, module in model.named_modules():
+            for name, one in module._parameters.items():
+                if isinstance(module, Parallel) and one is not None and part_of(one).box is not None:
+                    self._divided[id(one)] = f"{path}.{name}"
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and part_of(parameter).ranks is None:
                 self._handles.append(parameter.register_hook(self._noting(len(self._names))))
@@ -78,6 +89,10 @@ class GradientGuard:
             self._found[index] = made if before is None else before + made
 
         return note
+
+    def begin_pass(self) -> None:
+        """Note whether the forward pass that begins computes in half precision by autocast."""
+        self._in_half |= torch.is_autocast_enabled(self._group.comm.device.type)
 
     @property
     def ended(self) -> bool:
@@ -101,18 +116,28 @@ class GradientGuard:
             rows = dict(zip(self._found, values, strict=True))
         own = [rows.get(index, [0.0, 0.0, 0.0]) for index in range(len(self._names))]
         number = None if loss is None else float(loss.detach())
-        told = self._group.comm.exchange([number, *own], "tensor_gradients")
-        losses, every = [theirs[0] for theirs in told], [theirs[1:] for theirs in told]
+        by_hand = None if loss is None else self._used_by_hand(loss)
+        told = self._group.comm.exchange([number, by_hand, *own], "tensor_gradients")
+        losses, every = [theirs[0] for theirs in told], [theirs[2:] for theirs in told]
         if not any(number for theirs in every for row in theirs for number in row):
             return  # a pass without gradients
-        parameters = self._parameters
+        parameters, half = self._parameters, self._in_half or any(self._halves)
+        half |= loss is not None and loss.dtype in (torch.float16, torch.bfloat16)
         self.close()
-        half = loss is not None and loss.dtype in (torch.float16, torch.bfloat16)
-        if number is not None and not all(same_numbers([one] * 3, [losses[0]] * 3, half=half) for one in losses):
+        by_hand = next((theirs[1] for theirs in told if theirs[1] is not None), None)
+        if by_hand is not None:
+            raise ConfigError(
+                f"tensor parallelism: the loss depends on {by_hand}, of which each rank has a part, in another way "
+                "than by the outputs of divided layers, so that each rank has a loss of its own. Leave the layer whole "
+                f'({_RULES}: {{"patterns": ["^{re.escape(by_hand)}$"], "partition_type": "skip"}}), or leave that term '
+                "out of the loss"
+            )
+        near = _LOSS_IN_HALF if half else _LOSS
+        if number is not None and any(abs(one - losses[0]) > near * max(abs(one), abs(losses[0])) for one in losses):
             raise ConfigError(
                 f"tensor parallelism: the loss differs between the ranks of a copy of the model: {losses}. Each has "
                 "computed it from its part of something that is divided (an output of a column layer without "
-                "gather_output), or from other samples. Set gather_output in "
+                "gather_output, or the weight of a divided layer), or from other samples. Set gather_output in "
                 "tensor_parallel.partition_config.layer_specs, or compute it by "
                 "shardwise.parallel.tensor.loss.words_cross_entropy"
             )
@@ -130,11 +155,28 @@ class GradientGuard:
                     '("partition_type": "skip" in tensor_parallel.partition_config.layer_specs)'
                 )
 
+    def _used_by_hand(self, loss: torch.Tensor) -> str | None:
+        """Return a divided parameter on which a loss depends with no exchange between ranks on the way."""
+        ahead: list[Any] = [loss.grad_fn]
+        seen = set(ahead)
+        while ahead:
+            node = ahead.pop()
+            name = self._divided.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                return name
+            # A function of Python may exchange, unless it is known.
+            if node is None or (isinstance(node, BackwardCFunction) and not mappings.is_enter(node)):
+                continue
+            new = {inner for inner, _ in node.next_functions} - seen
+            seen |= new
+            ahead += new
+        return None
+
     def close(self) -> None:
         """Compare nothing from now on."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._found, self._parameters = [], {}, []
+        self._handles, self._found, self._parameters, self._divided = [], {}, [], {}
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,11 @@ def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     return made
 
 
+def is_enter(node: Any) -> bool:
+    """Whether a node of autograd's graph is that of `enter`."""
+    return type(node).__name__ == f"{_Enter.__name__}Backward"
+
+
 def leave(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     """Return the sum of x over the ranks, the same bits on each."""
     return x if group.size == 1 else _Leave.apply(x, group)

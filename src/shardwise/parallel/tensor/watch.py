@@ -1,0 +1,291 @@
+"""Which divided blocks are compared with whole ones, and when: before their first forward passes, once for each kind.
+
+Blocks are of one kind if they have the same classes, shapes and divisions, and run the same operators. What a block
+runs may depend on numbers, functions and arguments that nothing else shows. So each block runs once without values.
+
+A block that is not called as a module (a model may call its methods, or the modules inside of it) has no forward pass.
+In place of it the smallest modules inside are compared that have a row layer and the column layers before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import gc
+import hashlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.compat import has_values, never_compiled
+from shardwise.errors import ConfigError
+from shardwise.parallel.sequence import current as current_sequences
+from shardwise.parallel.sequence import whole_sequences
+from shardwise.parallel.tensor.check import RULES, Comparison
+from shardwise.parallel.tensor.copies import signature
+from shardwise.parallel.tensor.guard import sum_gradient
+from shardwise.parallel.tensor.layers import Parallel, RowParallel
+from shardwise.trees import tensors_in
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)
+_CALLS = 8
+"""A block is looked at in as many calls at most, where no forward pass of the model ends before."""
+
+_watched: weakref.WeakKeyDictionary[nn.Module, DivisionWatch] = weakref.WeakKeyDictionary()
+
+
+def watch_division(model: nn.Module) -> None:
+    """Have divided blocks be compared with whole ones in the first forward passes in training and in evaluation.
+
+    Args:
+        model: its layers have been divided.
+    """
+    _watched[model] = DivisionWatch(model)
+
+
+def begin_pass(model: nn.Module) -> None:
+    """Look at no blocks any more that have been called in an earlier pass of the same mode."""
+    watch = _watched.get(model)
+    if watch is not None:
+        watch.begin_pass(model.training)
+
+
+class DivisionWatch:
+    """The hooks on blocks of a model.
+
+    Args:
+        model: its layers have been divided.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        summands: dict[Any, list[str]] = {}
+        self._hooks: list[_BlockHook] = []
+        for path in blocks_of(model):
+            block = model.get_submodule(path)
+            own = _BlockHook(block, path, summands)
+            parts = {inner: _BlockHook(part, inner, summands) for inner, part in _parts(block, path)}
+            for hook in parts.values():
+                own.inner.append(hook.register())
+            for name in _open(block):
+                inner = f"{path}.{name}".strip(".")
+                around = [own, *(hook for part, hook in parts.items() if inner.startswith(f"{part}."))]
+                before = _LayerHook(around, inner, path)
+                own.inner.append(block.get_submodule(name).register_forward_pre_hook(before))
+            self._hooks += [own, *parts.values()]
+            own.register()
+
+    def begin_pass(self, training: bool) -> None:
+        """Take away hooks of blocks that have been called in this mode, and put back those of others."""
+        for hook in self._hooks:
+            if training in hook.modes:
+                hook.remove()
+            elif hook.modes:
+                hook.register()
+
+
+class _BlockHook:
+    """Before a block's forward pass: compares the block, if none of its kind has been compared.
+
+    Args:
+        block: has divided layers.
+        path: its name in the model.
+        summands: of each kind that has been compared, names of parameters whose gradients are summed over ranks.
+
+    Attributes:
+        modes: whether the block was in training, at each of its calls.
+        inner: hooks of its parts and layers.
+    """
+
+    may_wait_for_ranks = True
+
+    def __init__(self, block: nn.Module, path: str, summands: dict[Any, list[str]]) -> None:
+        self._block, self._path, self._summands = weakref.ref(block), path, summands
+        self._signature = signature(block)
+        self._handle: RemovableHandle | None = None
+        self._calls = 0
+        self.modes: set[bool] = set()
+        self.inner: list[RemovableHandle] = []
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _in_a_copy, ()
+
+    def register(self) -> RemovableHandle:
+        """Have the hook be called."""
+        block = self._block()
+        if self._handle is None and block is not None:
+            self._handle = block.register_forward_pre_hook(self, with_kwargs=True)
+            self._calls = 0
+        assert self._handle is not None
+        return self._handle
+
+    def remove(self) -> None:
+        """Have the hook be called no more."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    @never_compiled
+    def __call__(self, block: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        for handle in self.inner:
+            handle.remove()
+        self.inner = []
+        group = next(module.group for module in block.modules() if isinstance(module, Parallel))
+        given = tensors_in((args, kwargs))
+        if any(not has_values(tensor) or tensor.is_meta for tensor in given) or group.comm.imagined:
+            return
+        sequences = current_sequences()
+        if sequences is not None and sequences.comparing:
+            return
+        self.modes.add(block.training)
+        self._calls += 1
+        if self._calls > _CALLS:
+            self.remove()
+            return
+        # Because copies see a few tokens of this rank, their attention exchanges nothing with ranks of its sequence.
+        own_tokens = contextlib.nullcontext() if sequences is None else whole_sequences(sequences)
+        comparison = Comparison(block, self._path, group, args, kwargs)
+        with _undisturbed(group.comm.device), own_tokens:
+            # In an empty context, because by context variables models collect outputs of the pass around.
+            runs = contextvars.Context().run(comparison.operators)
+            own = hashlib.blake2b(f"{self._signature}\n{runs}".encode(), digest_size=8).hexdigest()
+            kind = block.training, *group.comm.exchange(own, "tensor_check")
+            if kind not in self._summands:
+                self._summands[kind] = contextvars.Context().run(comparison.run)
+                gc.collect()  # Because modules of the copies refer to one another, their tensors would stay.
+        _sum_up(block, self._summands[kind])
+
+
+def _sum_up(block: nn.Module, names: Sequence[str]) -> None:
+    """Have gradients of parameters, by their names in a block, be summed over the ranks."""
+    layer = next(module for module in block.modules() if isinstance(module, Parallel))
+    for name, parameter in block.named_parameters():
+        if name in names:
+            sum_gradient(parameter, layer)
+
+
+class _LayerHook:
+    """Before a divided layer's forward pass: refuses a call that is in no forward pass of a block.
+
+    Args:
+        around: hooks of the block, and of its part, that the layer is in.
+        path: of the layer.
+        block: path of its block.
+    """
+
+    may_wait_for_ranks = True
+
+    def __init__(self, around: Sequence[_BlockHook], path: str, block: str) -> None:
+        self._around, self._path, self._block = around, path, block
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _in_a_copy, ()
+
+    @never_compiled
+    def __call__(self, layer: Any, args: Any) -> None:
+        sequences = current_sequences()
+        if any(hook.modes for hook in self._around) or (sequences is not None and sequences.comparing):
+            return
+        if layer.group.comm.imagined or any(not has_values(one) or one.is_meta for one in tensors_in(args)):
+            return
+        raise ConfigError(
+            f"tensor parallelism: the model calls {self._path} ({type(layer).__name__}) outside of the forward pass of "
+            f"{self._block or 'the model'}, so that nothing compares what it computes of the layer's part with what it "
+            f"computes of the whole. Call {self._block or 'the model'} as a module, or leave its layers whole "
+            f'({RULES}: "partition_type": "skip")'
+        )
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Return the paths of the smallest parts of a model outside of which nothing is divided.
+
+    These are elements of lists of layers (blocks of a decoder), and what else has layers of which the one takes parts
+    that the other gives.
+    """
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, Parallel)}
+    half = sum(whole.numel() for whole in model.parameters()) / 2
+    found: set[str] = set()
+    loose: dict[str, Parallel] = {}
+    for path, layer in layers.items():
+        chain = [outer for outer in _elements(model, path) if outer != path]
+        small = [outer for outer in chain if sum(p.numel() for p in model.get_submodule(outer).parameters()) <= half]
+        if chain:
+            found.add((small or chain[-1:])[0])
+        elif not _closed(layer):
+            loose[path] = layer
+    return _outermost(found | _around_rows(model, loose))
+
+
+def _parts(block: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the parts of a block that can be compared by themselves, by their names in the model."""
+    for name in _outermost(_around_rows(block, _open(block)) - {""}):
+        yield f"{path}.{name}".strip("."), block.get_submodule(name)
+
+
+def _open(block: nn.Module) -> dict[str, Parallel]:
+    """Return the divided layers of a block that take or give parts of tensors."""
+    layers = {name: module for name, module in block.named_modules() if isinstance(module, Parallel)}
+    return {name: layer for name, layer in layers.items() if not _closed(layer)}
+
+
+def _around_rows(model: nn.Module, layers: dict[str, Parallel]) -> set[str]:
+    """Return the smallest modules that have a row layer and other divided layers."""
+    rows = [path for path, layer in layers.items() if isinstance(layer, RowParallel)]
+    found = set()
+    for row in rows:
+        outer = row
+        while outer:
+            outer = outer.rpartition(".")[0]
+            inside = [path for path in layers if path not in rows and path.startswith(f"{outer}." if outer else "")]
+            if inside and not isinstance(model.get_submodule(outer), _CONTAINERS):
+                found.add(outer)
+                break
+    return found
+
+
+def _outermost(paths: set[str]) -> list[str]:
+    return sorted(path for path in paths if not any(path != o and path.startswith(f"{o}." if o else "") for o in paths))
+
+
+def _closed(layer: Parallel) -> bool:
+    """Whether a layer gets and gives whole tensors."""
+    cut_ = layer.cut
+    if cut_.kind in ("words", "latent", "norm"):
+        return True
+    return cut_.whole_output or cut_.whole_in_evaluation or (cut_.kind == "row" and cut_.whole_input)
+
+
+def _elements(model: nn.Module, path: str) -> Iterator[str]:
+    """Yield the elements of lists in which a module is, the outermost first."""
+    names = path.split(".")
+    for n in range(1, len(names) + 1):
+        outer, own = ".".join(names[: n - 1]), ".".join(names[:n])
+        inside = model.get_submodule(outer)
+        module = model.get_submodule(own)
+        if isinstance(inside, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) and not isinstance(module, _CONTAINERS):
+            yield own
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Stand for a hook of the original in a copied module."""
+
+
+def _in_a_copy() -> Callable[..., None]:
+    return _nothing
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Leave random numbers, autograd and autocast of the pass around as they are."""
+    devices = [device] if device.type == "cuda" else []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        for kind in {"cpu", device.type}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

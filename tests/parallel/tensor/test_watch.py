@@ -1,0 +1,200 @@
+"""Blocks that differ by nothing but what they run, and blocks that are not called as modules: compared or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise
+from shardwise.errors import ConfigError
+from shardwise.parallel.tensor.check import Comparison
+from tests.harness import run_ranks
+from tests.parallel.random_decoders import differing
+from tests.parallel.tensor.test_division import Refused, config, gradients
+
+WIDTH = 8
+
+
+class MLP(nn.Module):
+    """Takes a softmax over its inner features if `soft` is true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.soft: Any = 0
+
+    def forward(self, x: torch.Tensor, soft: bool = False) -> torch.Tensor:
+        y = F.silu(self.up_proj(x))
+        chosen = self.soft(y) if callable(self.soft) else self.soft
+        return self.down_proj(y.softmax(-1) if soft or chosen else y)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), MLP()
+
+    def forward(self, x: torch.Tensor, soft: bool = False) -> torch.Tensor:
+        return x + self.mlp(self.norm(x), soft)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def _blocks(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in model.blocks:
+        x = block(x)
+    return x
+
+
+def _with_argument(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for number, block in enumerate(model.blocks):
+        x = block(x, number == 1)
+    return x
+
+
+def _again_with_argument(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.blocks[0](model.blocks[0](x), True)
+
+
+def _methods(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in model.blocks:
+        x = block.run(x)
+    return x
+
+
+def _parts(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in model.blocks:
+        x = x + block.mlp(block.norm(x))
+    return x
+
+
+def _layers(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in model.blocks:
+        x = x + block.mlp.down_proj(F.silu(block.mlp.up_proj(x)).softmax(-1))
+    return x
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[[Any, torch.Tensor], torch.Tensor], penalty: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.body, self.penalty = body, penalty
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = self.body(self, x).square().mean()
+        weight = self.blocks[0].mlp.up_proj.weight  # type: ignore[union-attr]
+        return loss + self.penalty * weight.square().mean() if self.penalty else loss
+
+
+def never(_: torch.Tensor) -> bool:
+    return False
+
+
+def always(_: torch.Tensor) -> bool:
+    return True
+
+
+def model(kind: str) -> Model:
+    torch.manual_seed(0)
+    name, _, soft = kind.partition(": ")
+    bodies = {"argument": _with_argument, "again": _again_with_argument, "methods": _methods, "parts": _parts}
+    made = Model(bodies.get(name, _layers if name == "layers" else _blocks), 1e-3 if name == "penalty" else 0.0)
+    first, second = (block.mlp for block in made.blocks)
+    if name == "number":
+        second.soft = 1
+    elif name == "fraction":
+        first.soft, second.soft = 0.0, 0.5
+    elif name == "function":
+        first.soft, second.soft = never, always
+    elif soft:
+        first.soft = second.soft = 1
+    return made
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def trained(kinds: list[str]) -> list[Any]:
+    return [gradients(model(kind), config(), inputs()) for kind in kinds]
+
+
+REFUSED = {
+    "number": "blocks.1 (Block), divided over 2 ranks, does not compute",
+    "fraction": "blocks.1 (Block), divided over 2 ranks, does not compute",
+    "function": "blocks.1 (Block), divided over 2 ranks, does not compute",
+    "argument": "blocks.1 (Block), divided over 2 ranks, does not compute",
+    "again": "blocks.0 (Block), divided over 2 ranks, does not compute",
+    "methods: soft": "blocks.0.mlp (MLP), divided over 2 ranks, does not compute",
+    "parts: soft": "blocks.0.mlp (MLP), divided over 2 ranks, does not compute",
+    "layers": "the model calls blocks.0.mlp.up_proj (Linear) outside of the forward pass of blocks.0",
+    "penalty": "the loss depends on blocks.0.mlp.up_proj.weight, of which each rank has a part",
+}
+RIGHT = ["plain", "methods", "parts"]
+
+
+def test_each_block_is_compared_that_runs_something_else() -> None:
+    """Nothing but a number, a function, an argument or the caller says that a block takes a softmax over features."""
+    for found in run_ranks(trained, 2, [*REFUSED, *RIGHT]):
+        told = dict(zip([*REFUSED, *RIGHT], found, strict=True))
+        for kind, words in REFUSED.items():
+            assert isinstance(told[kind], Refused) and words in told[kind], (kind, told[kind])
+            assert told[kind].startswith("ConfigError: tensor parallelism: "), kind
+        for kind in RIGHT:
+            whole = model(kind)
+            loss = whole(inputs())
+            loss.backward()
+            grads = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+            assert not isinstance(told[kind], Refused), (kind, told[kind])
+            assert differing(*told[kind], (loss.item(), grads)) == [], kind
+
+
+class Evaluated(MLP):
+    """Takes the softmax in evaluation only."""
+
+    def forward(self, x: torch.Tensor, soft: bool = False) -> torch.Tensor:
+        return super().forward(x, not self.training)
+
+
+def evaluated() -> tuple[int, str]:
+    net = model("plain")
+    for block in net.blocks:
+        block.mlp = Evaluated()  # type: ignore[assignment]
+    engine, *_ = shardwise.initialize(model=net, config=config())
+    for _ in range(2):
+        engine.backward(engine(inputs()))
+        engine.step()
+    hooks = sum("BlockHook" in type(h).__name__ for m in net.modules() for h in m._forward_pre_hooks.values())
+    engine.eval()
+    try:
+        with torch.no_grad():
+            engine(inputs())
+    except ConfigError as error:
+        return hooks, str(error)
+    finally:
+        engine.destroy()
+    return hooks, "nothing"
+
+
+def test_evaluation_behind_training_is_compared() -> None:
+    for hooks, told in run_ranks(evaluated, 2):
+        assert hooks == 0  # from the second pass on
+        assert "blocks.0 (Block), divided over 2 ranks, does not compute what it computes whole" in told
+
+
+def test_a_block_of_many_is_compared_once() -> None:
+    assert all(found == 1 for found in run_ranks(compared, 2))
+
+
+def compared() -> int:
+    net = model("plain")
+    net.blocks = nn.ModuleList(Block() for _ in range(6))
+    with mock.patch.object(Comparison, "run", autospec=True, side_effect=Comparison.run) as run:
+        gradients(net, config(), inputs())
+    return run.call_count
