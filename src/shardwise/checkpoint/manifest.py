@@ -14,8 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from typing_extensions import override
-
 from shardwise import boxes
 from shardwise.boxes import Patch, Region
 from shardwise.checkpoint.checksums import FileFacts
@@ -204,8 +202,8 @@ class StoredPart(StoredTensor):
     of: tuple[int, ...] = ()
     region: Region = ()
 
-    @override
     def runs(self, start: int, stop: int) -> list[tuple[Slice, Patch]]:
+        """Return what makes up elements `[start, stop)` of the part."""
         return self._runs(self.of, self.region, start, stop)
 
 
