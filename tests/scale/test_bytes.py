@@ -194,6 +194,18 @@ def test_long_values_that_differ_come_in_pieces(world: int) -> None:
     assert comm.received <= 64 * world + 2 * world * len(json.dumps([world] * 40))
 
 
+def one_long_value(rank: int, label: str) -> bytes:
+    return json.dumps("x" * (1 << 20) if rank == 5 else str(rank) * 100).encode()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_one_long_value_does_not_make_the_others_long(world: int) -> None:
+    comm = Rank(world, 0, one_long_value)
+    found = comm.exchange("0" * 100, "one")
+    assert found == [json.loads(one_long_value(rank, "")) for rank in range(world)]
+    assert comm.received <= (1 << 20) + 2 + (64 + 402) * world and comm.calls == 3
+
+
 class Deep(nn.Module):
     """A model of so many layers."""
 

@@ -24,6 +24,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -77,8 +78,8 @@ _COUNT_BITS, _NAME_BITS = 12, 16
 
 _DIGEST, _LENGTH, _INLINE = 16, 4, 44
 """Bytes of an exchanged value's digest, of its length, and of a value that needs no further collective."""
-_MOST_BROADCASTS = 2
-"""Long values up to which each is broadcast. More are gathered from all ranks, unless half of these have equal ones."""
+_BROADCAST_COST = 4096
+"""Bytes that take about as long as the start of a broadcast."""
 _MOST_BYTES = 4 << 20
 """Size of the buffer on the device in which long values are gathered."""
 _ERROR_TEXT = 2000
@@ -539,8 +540,8 @@ class Communicator:
         """Return the JSON values that all ranks have passed, in rank order (it blocks).
 
         A value comes back as JSON has it: a tuple as a list. Ranks first send a row of fixed size: digest, length, and
-        the value if it is short. Of longer values one rank sends each that differs from the others. Equal values are
-        parsed once and are one object.
+        the value if it is short. Of longer values one rank sends each that differs from the others, and one long value
+        does not make the others long. Equal values are parsed once and are one object.
         """
         if not self.sends or self.imagined:
             return [value] * self.world
@@ -566,12 +567,20 @@ class Communicator:
             senders: rank and size of each, by digest.
             label: for records.
         """
-        if len(senders) <= max(_MOST_BROADCASTS, self.world // 2):
-            return {digest: self._broadcast_bytes(own, rank, size, label) for digest, (rank, size) in senders.items()}
-        longest = max(size for _, size in senders.values())
+        # Of the longest values each is broadcast, and the others are gathered from all ranks: what takes the least.
+        ordered = sorted(senders, key=lambda digest: (-senders[digest][1], senders[digest][0]))
+        sizes = [senders[digest][1] for digest in ordered]
+        broadcast = [0, *accumulate(size + _BROADCAST_COST for size in sizes)]
+        cost = [one + self.world * size for one, size in zip(broadcast, [*sizes, 0], strict=True)]
+        count = cost.index(min(cost))
+        found = {digest: self._broadcast_bytes(own, *senders[digest], label) for digest in ordered[:count]}
+        longest = sizes[count] if count < len(sizes) else 0
         width = min(longest, max(_INLINE, _MOST_BYTES // self.world))
-        parts = [self._rows(own[at : at + width], width, label) for at in range(0, longest, width)]
-        return {d: b"".join(part[rank] for part in parts)[:size] for d, (rank, size) in senders.items()}
+        parts = [self._rows(own[at : at + width], width, label) for at in range(0, longest, width or 1)]
+        for digest in ordered[count:]:
+            rank, size = senders[digest]
+            found[digest] = b"".join(part[rank] for part in parts)[:size]
+        return found
 
     def _broadcast_bytes(self, own: bytes, src: int, size: int, label: str) -> bytes:
         data = torch.zeros(size, dtype=torch.uint8, device=self.device)
