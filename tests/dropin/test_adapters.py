@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import importlib
 import logging
@@ -472,3 +473,32 @@ def test_builders_say_what_works_here(caplog: pytest.LogCaptureFixture) -> None:
     assert device.get_op_builder("Nothing") is None
     with pytest.raises(UsageError, match="no builder of operators is called 'CPUAdam'; there are AsyncIOBuilder"):
         device.create_op_builder("CPUAdam")
+
+
+@pytest.mark.parametrize(
+    "name", ["DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion", "FusedAdam", "FusedLion"]
+)
+def test_a_schedule_of_the_optimizer_that_gave_its_groups_sets_the_rates(name: str, installed: None) -> None:
+    """Accelerate exchanges the optimizer where one is offloaded, and steps the script's schedule."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    own = torch.optim.AdamW([{"params": iter([model.weight])}, {"params": [model.bias]}], lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 0.0 if step else 1.0)
+    optimizers = importlib.import_module("shardwise.dropin.adapters.optimizers")
+    exchanged = getattr(optimizers, name)(own.param_groups, lr=0.5)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=exchanged,
+        config={"train_batch_size": 2, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    )
+    weights = []
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 2)).square().mean())
+        engine.step()
+        weights.append(model.weight.detach().clone())
+        with pytest.warns(UserWarning, match="lr_scheduler.step") if len(weights) == 1 else contextlib.nullcontext():
+            schedule.step()
+    assert engine.get_lr() == [0.0, 0.0] and torch.equal(weights[0], weights[2])
+    engine.destroy()

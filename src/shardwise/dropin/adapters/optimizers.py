@@ -34,8 +34,16 @@ def _state_dtype(name: str, params: list[Any], fp32: bool) -> torch.dtype | None
 
 
 def _listed(params: Iterable[Any]) -> list[Any]:
-    """Return parameters or groups as lists, which can be gone through twice."""
-    return [{**p, "params": list(p["params"])} if isinstance(p, dict) else p for p in params]
+    """Return parameters or groups as lists, which can be gone through twice.
+
+    Groups stay the same dictionaries, as in torch: Accelerate passes those of the script's optimizer, in which the
+    script's learning-rate schedule writes its rates.
+    """
+    entries = list(params)
+    for entry in entries:
+        if isinstance(entry, dict) and not isinstance(entry["params"], torch.Tensor):
+            entry["params"] = list(entry["params"])
+    return entries
 
 
 class FusedAdam(Adam):
