@@ -223,3 +223,11 @@ def test_a_device_takes_as_many_at_once_as_are_small() -> None:
     shapes = [(64, 64), (768, 3072), (2048, 2048), (4096, 4096), (4096, 16384), (0, 4)]
     assert [together(shape, device) for shape in shapes] == [16, 7, 4, 1, 1, 16]
     assert together((64, 64), torch.device("cpu")) == 1
+
+
+def test_groups_of_one_kind_stay_the_dictionaries_of_the_caller() -> None:
+    matrices = {"params": [nn.Parameter(torch.ones(2, 2))], "lr": 0.1}
+    vectors = {"params": [nn.Parameter(torch.ones(2))], "lr": 0.2, "use_muon": False}
+    optimizer = Muon([matrices, vectors])
+    assert optimizer.param_groups[0] is matrices and optimizer.param_groups[1] is vectors
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True, False]

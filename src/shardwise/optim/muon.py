@@ -345,7 +345,9 @@ def together(shape: Sequence[int], device: torch.device) -> int:
 
 
 def muon_groups(params: Iterable[Any], names: Mapping[int, Sequence[str]] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield parameter groups with a flag `use_muon`: groups that have one as they are, others divided in two.
+    """Yield parameter groups with a flag `use_muon`: groups that have one as they are, mixed groups divided in two.
+
+    A group of one kind stays the same dictionary, as in torch: a schedule of the script may write its rates there.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups of either.
@@ -355,15 +357,19 @@ def muon_groups(params: Iterable[Any], names: Mapping[int, Sequence[str]] | None
     for group in entries if entries and isinstance(entries[0], dict) else [{"params": entries}]:
         members = group["params"]
         if "use_muon" in group:
-            yield dict(group)
+            yield group
             continue
         kinds: dict[bool, list[Any]] = {True: [], False: []}
         for entry in [members] if isinstance(members, torch.Tensor) else list(members):
             name, parameter = entry if isinstance(entry, tuple) else ("", entry)
             kinds[_is_for_muon(parameter, (name, *(names or {}).get(id(parameter), ())))].append(entry)
-        for flag, found in kinds.items():
-            if found:
+        if all(kinds.values()):
+            for flag, found in kinds.items():
                 yield {**group, "params": found, "use_muon": flag}
+        else:
+            flag = bool(kinds[True])
+            group.update(params=kinds[flag], use_muon=flag)
+            yield group
 
 
 def _is_for_muon(parameter: torch.Tensor, names: Iterable[str]) -> bool:
