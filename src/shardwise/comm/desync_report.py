@@ -50,11 +50,11 @@ _CHECK = (
 _FEWER = "Did it get fewer batches than the others?"
 
 Word = dict[str, Any]
-"""What a rank has written: `state` and `text`. State "waits", for a collective: also `what`, `kind`, `line` and `peer`.
+"""What a rank has written: `state` and `text`. State "waits", for a collective: also `what`, `kind` and `line`.
 State "ended", of a process: also `failed`, whether by an exception. State "ends": the rank is in `destroy()`."""
 
 _PARTS: dict[str, dict[str, type]] = {
-    "waits": {"text": str, "what": str, "kind": str, "line": str, "peer": int},
+    "waits": {"text": str, "what": str, "kind": str, "line": str},
     "ended": {"text": str, "failed": bool},
     "ends": {"text": str},
 }
@@ -184,7 +184,7 @@ class Whereabouts:
         """Return the error to raise: the first failure of this communicator, with what the other ranks say.
 
         Args:
-            error: what the exchange has raised; `peer` is the group rank that it was waiting for.
+            error: what the exchange has raised; `peer` is the group rank that has not answered, if that is known.
             what: the collective, in words that are the same on all ranks.
             line: the user's line that has led to it, or nothing.
             waited: seconds.
@@ -198,12 +198,12 @@ class Whereabouts:
     def _compare(self, error: PeerLostError, place: Place, waited: float) -> DesyncError | PeerLostError:
         what, kind, line = place
         own = self._ranks[self._rank]
-        peer = self._ranks[error.peer]
         at = f" at {line}" if line else ""
         last = self._last_completed()
-        text = f"waits for rank {peer} in {what}{at}; {last}"
-        publish({"state": "waits", "text": text, "what": what, "kind": kind, "line": line, "peer": peer})
-        others = read([rank for rank in self._ranks if rank != own], PATIENCE_S)
+        publish({"state": "waits", "text": f"waits in {what}{at}; {last}", "what": what, "kind": kind, "line": line})
+        others = [rank for rank in self._ranks if rank != own]
+        words = read(others, PATIENCE_S)
+        peer = self._ranks[error.peer] if error.peer >= 0 else _missing(others, words, place)
         who = f"rank {own} of {len(self._ranks)}"
         if error.timed_out:
             begin = (
@@ -212,21 +212,21 @@ class Whereabouts:
             )
         else:
             begin = f"{who} has lost rank {peer} in {what}{at}, after {waited:.1f} s; {last}.\n"
-            begin += f"Rank {peer}: {_loss(peer, others)}"
-        table = [f"  rank {rank}: {self._place(rank, others)}" for rank in self._ranks if rank != own]
-        circle = _circle(own, peer, place, others)
-        differ = len(set(circle.values())) > 1
-        if differ:
+            begin += f"Rank {peer}: {_loss(peer, words)}"
+        waits = {place} | {_place_of(word) for word in words.values() if word["state"] == "waits"}
+        all_wait = len(words) == len(others) and all(word["state"] == "waits" for word in words.values())
+        if all_wait and len(waits) > 1:
             end = f"The ranks wait for each other in different collectives. {_CHECK}"
-        elif error.timed_out and circle:
+        elif error.timed_out and all_wait:
             end = "The ranks are in the same collective: the network between them is too slow, or broken."
-        elif error.timed_out and others.get(peer, {}).get("state") not in ("ended", "ends"):
+        elif error.timed_out and words.get(peer, {}).get("state") not in ("ended", "ends"):
             end = f"If rank {peer} is only slow, raise the limit. {_CHECK}"
         elif error.timed_out:
-            end = f"Rank {peer}: {_loss(peer, others)}"
+            end = f"Rank {peer}: {_loss(peer, words)}"
         else:
             end = f"The cause is on rank {peer}, or on a rank that it was waiting for: see their output."
-        desync = differ or others.get(peer, {}).get("state") == "ends"
+        desync = (all_wait and len(waits) > 1) or words.get(peer, {}).get("state") == "ends"
+        table = [f"  rank {rank}: {self._place(rank, words)}" for rank in others]
         report = (DesyncError if desync else PeerLostError)("\n".join([begin, *table, end]))
         if isinstance(report, PeerLostError):
             report.peer, report.timed_out = peer, error.timed_out
@@ -262,13 +262,20 @@ def _loss(peer: int, others: dict[int, Word]) -> str:
     return f"it has ended without an exception. {_FEWER}"
 
 
-def _circle(own: int, peer: int, place: Place, others: dict[int, Word]) -> dict[int, Place]:
-    """Return the ranks that wait for each other in a circle, from this one on, and what for; empty if none do."""
-    seen = {own: place}
-    while peer not in seen:
-        word = others.get(peer)
-        if word is None or word["state"] != "waits":
-            return {}
-        seen[peer] = (word["what"], word["kind"], word["line"])
-        peer = word["peer"]
-    return seen
+def _place_of(word: Word) -> Place:
+    return word["what"], word["kind"], word["line"]
+
+
+def _missing(ranks: Sequence[int], words: dict[int, Word], place: Place) -> int:
+    """Return the rank that is most likely the cause, where torch does not name one.
+
+    First comes a rank that has ended, then one that has said nothing, then one that waits in another collective.
+    """
+
+    def order(rank: int) -> int:
+        word = words.get(rank)
+        if word is None:
+            return 1
+        return 0 if word["state"] != "waits" else 2 if _place_of(word) != place else 3
+
+    return min(ranks, key=order)

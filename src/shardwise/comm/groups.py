@@ -26,10 +26,13 @@ from shardwise import compat
 from shardwise.comm.ledger import Record, user_line
 from shardwise.comm.meeting import meet
 from shardwise.comm.rank_status import Waiting
-from shardwise.comm.wire import CPU, Deadline, Message
 from shardwise.errors import PeerLostError
 
 T = TypeVar("T")
+
+CPU = torch.device("cpu")
+_ROUNDING_S = 0.005
+"""Because Gloo counts in whole milliseconds, a wait may end this much before its limit."""
 
 _ATTEMPTS = 5
 _LIMIT = timedelta(seconds=10)
@@ -38,6 +41,22 @@ _TAG = 1
 _POLL_S, _SLOWEST_POLL_S = 0.001, 0.1
 
 _log = logging.getLogger("shardwise")
+
+
+class Deadline:
+    """End of several waits that share one limit; None: there is none."""
+
+    def __init__(self, limit: timedelta | None) -> None:
+        self.limit = limit
+        self._end = None if limit is None else time.monotonic() + limit.total_seconds()
+
+    def left(self) -> timedelta | None:
+        """Return the time that is left, at least a millisecond (Gloo takes 0 for no limit); None without a limit."""
+        return None if self._end is None else timedelta(seconds=max(self._end - time.monotonic(), 0.001))
+
+    def over(self) -> bool:
+        """Return whether a wait that has failed now has failed because the time is up."""
+        return self._end is not None and time.monotonic() > self._end - _ROUNDING_S
 
 
 def made_well(
@@ -95,16 +114,17 @@ def _missing(group: dist.ProcessGroup, key: str) -> int | None:
     deadline = Deadline(_LIMIT if limit is None else min(limit, _LIMIT))
     peer = rank
     try:
-        messages = []
+        messages: list[tuple[int, dist.Work]] = []
         for step in range(1, world):
             peer = (rank + step) % world
             for call, tensor in ((compat.receive, heard[peer]), (compat.send, cards[rank])):
                 work = call(tensor, group, peer, _TAG)
                 assert work is not None  # None is for ranks outside the group
-                messages.append(Message(peer, work))
-        for message in messages:
-            peer = message.peer
-            message.wait(deadline.left())
+                messages.append((peer, work))
+        for peer, work in messages:  # noqa: B007 (`peer` is returned)
+            left = deadline.left()
+            assert left is not None
+            work.wait(left)
     except RuntimeError:
         return peer
     heard[rank] = cards[rank]
@@ -141,6 +161,7 @@ class GroupCache:
     def __init__(self, timeout: timedelta, backend: str, device: torch.device) -> None:
         self._timeout, self._backend, self._device = timeout, backend, device
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._closed = False
         _caches.add(self)
 
     def get(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
@@ -149,6 +170,7 @@ class GroupCache:
         Raises:
             PeerLostError: it cannot be made.
         """
+        assert not self._closed, "destroyed"
         key = (tuple(ranks), purpose)
         if key not in self._made:
             self._made[key] = new_group(ranks, self._timeout, self._backend, self._device, purpose)
@@ -163,7 +185,8 @@ class GroupCache:
         return list(self._made.values())
 
     def close(self) -> None:
-        """Destroy all groups."""
+        """Destroy all groups; no more can be made."""
+        self._closed = True
         while self._made:
             give_back(self._made.popitem()[1])
 

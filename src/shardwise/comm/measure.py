@@ -284,7 +284,7 @@ def links_of(comm: Communicator) -> dict[str, Any]:
     machines = comm.fingerprints(machine(), "bench.machines")
     copy, compute = _copying(comm), _computing(comm)
     return {
-        "transport": "memory" if comm.reads_peers else "messages" if comm.waits_on_host else "nccl",
+        "transport": comm.transport,
         "machines": [machines.index(one) for one in machines],
         "copy": comm.exchange(copy, "bench.copy"),
         "compute_ms": comm.exchange(compute, "bench.compute"),

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.domain import Domain
-from shardwise.comm.imagined import FakeCommunicator
+from shardwise.comm.fake import FakeCommunicator
 from shardwise.engine.activations import Activations
 from shardwise.engine.batch import Batches
 from shardwise.engine.experts import divide_experts
