@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from shardwise.comm.fake import FakeCommunicator
 from torch import nn
 
 import shardwise
@@ -18,6 +17,7 @@ from shardwise.comm.agreement import check_agreement
 from shardwise.comm.coded import coded, decoded
 from shardwise.comm.communicator import _DIGEST, _INLINE, _LENGTH, Communicator, head_of
 from shardwise.comm.domain import Domain, Domains
+from shardwise.comm.fake import FakeCommunicator
 from shardwise.memory import Accountant
 from shardwise.registry import Registry, declare_part
 from shardwise.zero.units.global_ids import GlobalTensorIds

@@ -256,7 +256,7 @@ class Communicator:
             if whole is None and not self.imagined and self.world == dist.get_world_size():
                 enter(call or name, self.timeout)
             self._cache = cache = inherited or groups.GroupCache(self.timeout, backend, device)
-            # Without a reference to this object: process groups are destroyed with its last reference, not by a collector.
+            # Without a reference to this object, so that process groups are destroyed as soon as nothing refers to it.
             group_of = functools.partial(_group_of, cache, self.members, self._on_host)
             self._backend = own_backend = native.TorchBackend(group_of, self.world, ordered=ordered or self._on_host)
             if not self._on_host:
