@@ -12,9 +12,9 @@ import torch
 
 import shardwise
 from shardwise.comm import api
-from shardwise.comm.calls import compare_calls
+from shardwise.comm.desync import Position, compare_calls
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.rank_status import Here, Position
+from shardwise.comm.rank_status import Here
 from shardwise.errors import UsageError
 from tests.harness.pool import run_ranks
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.comm.agreement import check_agreement
 from shardwise.comm.coded import coded, decoded
 from shardwise.comm.communicator import _DIGEST, _INLINE, _LENGTH, Communicator, head_of
+from shardwise.comm.desync import check_agreement
 from shardwise.comm.domain import Domain, Domains
 from shardwise.comm.fake import FakeCommunicator
 from shardwise.memory import Accountant

@@ -245,7 +245,7 @@ def wrap_twice() -> tuple[int, int, list[int], list[int]]:
 
 def test_a_model_that_is_wrapped_again_leaves_no_groups_and_no_connections() -> None:
     for before, after, counts, files in run_ranks(wrap_twice, 2, timeout=60):
-        assert counts == [before + 1] * 5
+        assert counts == [before + 3] * 5  # gather, reduce, small
         assert files[4] <= files[1] + 1  # Gloo closes the sockets of a group a little later
         assert after == before
 

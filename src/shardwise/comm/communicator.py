@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import groups, intra_node_transport, native
-from shardwise.comm.desync_report import Whereabouts, describe
+from shardwise.comm.desync import FailureReports, Position, position_of, ranks_in_words
 from shardwise.comm.entry import enter
 from shardwise.comm.groups import GroupCache
 from shardwise.comm.ledger import Ledger, Record, user_line
@@ -83,22 +83,6 @@ def head_of(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()[:_DIGEST] + len(text).to_bytes(_LENGTH, "little") + text[:_INLINE]
 
 
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Return words for some ranks, runs of them in short.
-
-    >>> named_ranks([3]), named_ranks([0, 2, 3, 4, 9])
-    ('rank 3', 'ranks 0, 2-4, 9')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(words)}"
-
-
 def purpose_of(kind: str, on_host: bool) -> str:
     """Return the name of the process group that carries a kind of collective; see `PURPOSES`."""
     return PURPOSES[kind] if on_host else PURPOSES[kind].removesuffix("_on")
@@ -111,21 +95,21 @@ class Handle:
         pending: the collective; None: nothing is to be waited for.
         record: of the ledger.
         ledger: where `record` is.
-        whereabouts: makes the errors.
+        failures: makes the errors.
         streams: of a device that waits for the collective; None: the host does.
 
     Attributes:
         record: of the ledger.
     """
 
-    __slots__ = ("__weakref__", "_ledger", "_pending", "_record", "_streams", "_whereabouts", "record")
+    __slots__ = ("__weakref__", "_failures", "_ledger", "_pending", "_record", "_streams", "record")
 
     def __init__(
         self,
         pending: native.PendingCollective | None,
         record: Record | None,
         ledger: Ledger,
-        whereabouts: Whereabouts | None = None,
+        failures: FailureReports | None = None,
         streams: Streams | None = None,
     ) -> None:
         self._streams = streams
@@ -133,7 +117,7 @@ class Handle:
         self._record = record
         self.record = record
         self._ledger = ledger
-        self._whereabouts = whereabouts
+        self._failures = failures
 
     @property
     def scratch(self) -> Sequence[torch.Tensor]:
@@ -154,12 +138,10 @@ class Handle:
             with Waiting(self._record, start):
                 self._pending.wait()
         except PeerLostError as error:
-            if self._whereabouts is None or self._record is None:
+            if self._failures is None or self._record is None:
                 raise
-            waited = time.perf_counter() - start
-            record = self._record
-            report = self._whereabouts.explain(error, describe(record), record.line, waited, record.kind)
-            raise report from error.__cause__
+            here = position_of(self._record, time.perf_counter() - start)
+            raise self._failures.explain(error, here) from error.__cause__
         self._pending = None
         if self._record is not None:
             if self._streams is not None and is_following():
@@ -242,7 +224,7 @@ class Communicator:
         self._cache: GroupCache | None = None
         self._is_part = whole is not None
         self.imagined = False
-        self._whereabouts: Whereabouts | None = None
+        self._failures: FailureReports | None = None
         self._backend = native.Backend()
         limit = whole.timeout if whole is not None else timeout_of(group, device) if initialised else None
         self.timeout: timedelta = limit or timeout_from_environment()
@@ -251,7 +233,7 @@ class Communicator:
             self._on_host = backend == "gloo"
             self.imagined = backend == "fake"
             self._peers = self.members
-            self._whereabouts = Whereabouts(ledger, self.members, self.rank)
+            self._failures = FailureReports(ledger, self.members, self.rank)
             inherited = None if whole is None else whole._cache
             if whole is None and not self.imagined and self.world == dist.get_world_size():
                 enter(call or name, self.timeout)
@@ -543,7 +525,7 @@ class Communicator:
         failed = [rank for rank, other in enumerate(texts) if other]
         if failed:
             raise DesyncError(
-                f"{what}: {named_ranks(failed)} of {self.world} raised {texts[failed[0]]} This rank did not raise: "
+                f"{what}: {ranks_in_words(failed)} of {self.world} raised {texts[failed[0]]} This rank did not raise: "
                 "ranks have to be given the same"
             )
         return found
@@ -640,9 +622,8 @@ class Communicator:
         try:
             return self._handle(launch(), record)
         except PeerLostError as error:
-            assert self._whereabouts is not None  # there are peers
-            report = self._whereabouts.explain(error, describe(record), record.line, 0.0, record.kind)
-            raise report from error.__cause__
+            assert self._failures is not None  # there are peers
+            raise self._failures.explain(error, position_of(record)) from error.__cause__
 
     def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError | DesyncError:
         """Return an error that also says where the other ranks are, for exchanges outside of this class.
@@ -652,9 +633,9 @@ class Communicator:
             what: what it was waited for in, in words that are the same on all ranks.
             waited: seconds.
         """
-        if self._whereabouts is None:
+        if self._failures is None:
             return error
-        return self._whereabouts.explain(error, what, user_line(), waited)
+        return self._failures.explain(error, Position(what, line=user_line(), seconds=waited))
 
     def _open(self, op: str, size: int, sent: int, label: str) -> Record:
         return self.ledger.open(op, self.name, size, sent if self.world > 1 else 0, label, self.world, self._peers)
@@ -666,7 +647,7 @@ class Communicator:
         streams = None if self.waits_on_host else self.streams
         if streams is not None and self.ledger.timed:
             record.begun = now(cuda=True)
-        return Handle(pending, record, self.ledger, self._whereabouts, streams)
+        return Handle(pending, record, self.ledger, self._failures, streams)
 
 
 def _group_of(cache: GroupCache, members: Sequence[int], on_host: bool, kind: str) -> dist.ProcessGroup:

@@ -94,7 +94,7 @@ class FakeCommunicator(Communicator):
         self._on_host = device.type == "cpu" if like is None else like._on_host
         self._count = dict.fromkeys(KINDS, 0)
         self._parts: list[Communicator] = []
-        self._whereabouts = None
+        self._failures = None
         self._peers = ()
         self._nodes = ["fake"] * world
         self._waits = device.type == "cpu" or world == 1 if like is None else like.waits_on_host

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.comm.desync_report import publish_end
+from shardwise.comm.desync import publish_end
 from shardwise.comm.environment import NO_LAUNCHER, TORCH_LAYOUT, RankPlace, discover
 from shardwise.comm.groups import forget, made_well
 from shardwise.comm.meeting import meet

@@ -17,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.comm.agreement import check_agreement
 from shardwise.comm.api import configure as configure_log
-from shardwise.comm.calls import compare_calls
 from shardwise.comm.communicator import Communicator, members_of
+from shardwise.comm.desync import check_agreement, compare_calls
 from shardwise.comm.domain import REPLICATE, Domain
 from shardwise.comm.entry import refuse
 from shardwise.comm.environment import DEVICE_LIMIT

@@ -45,7 +45,7 @@ import torch
 
 from shardwise.comm import p2p
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.desync_report import describe, publish_end
+from shardwise.comm.desync import named, publish_end
 from shardwise.comm.ledger import Record, user_line
 from shardwise.comm.rank_status import Waiting
 from shardwise.compat import default_store
@@ -441,7 +441,7 @@ class SideChannel:
         open_ones = [record for record in self.comm.ledger.records() if record.finished is None]
         text = "is outside of collectives"
         if open_ones:
-            text = f"is in {describe(open_ones[-1])}" + (f" at {open_ones[-1].line}" if open_ones[-1].line else "")
+            text = f"is in {named(open_ones[-1])}" + (f" at {open_ones[-1].line}" if open_ones[-1].line else "")
         return {"text": text[:_SAID], "launched": launched, "ended": False}
 
     def _chunks(self, unit: Unit, version: int) -> Iterator[memoryview]:
