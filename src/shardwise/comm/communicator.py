@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 from shardwise.comm import groups, intra_node_transport, native
 from shardwise.comm.desync import FailureReports, Position, position_of, ranks_in_words
-from shardwise.comm.entry import enter
 from shardwise.comm.groups import GroupCache
 from shardwise.comm.ledger import Ledger, Record, user_line
 from shardwise.comm.rank_status import Waiting, follow, is_following
@@ -236,7 +235,7 @@ class Communicator:
             self._failures = FailureReports(ledger, self.members, self.rank)
             inherited = None if whole is None else whole._cache
             if whole is None and not self.imagined and self.world == dist.get_world_size():
-                enter(call or name, self.timeout)
+                groups.enter(call or name, self.timeout)
             self._cache = cache = inherited or groups.GroupCache(self.timeout, backend, device)
             # Without a reference to this object, so that process groups are destroyed as soon as nothing refers to it.
             group_of = functools.partial(_group_of, cache, self.members, self._on_host)

@@ -4,6 +4,10 @@ Ranks of Gloo tell each other with a small number who they are, and no proof. A 
 in which a group is made, and says such a number first, takes a rank's place, and both ranks would wait for the whole
 limit of a collective. So a new group carries a message between each pair of its ranks before it is used; if one is
 missing, all ranks make another. What ranks tell each other about that goes through the default group's store.
+
+All ranks enter a call (`initialize`, `zero.Init`, `tp_model_init`) before its first collective. A rank that has entered
+another call, or has refused its arguments, is named at once; else its peers would wait for the whole limit of a
+collective. Each rank makes three requests to the store, and polls it while it waits.
 """
 
 from __future__ import annotations
@@ -17,16 +21,16 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardwise import compat
 from shardwise.comm.ledger import Record, user_line
-from shardwise.comm.meeting import meet
 from shardwise.comm.rank_status import Waiting
-from shardwise.errors import PeerLostError
+from shardwise.comm.rendezvous import REFUSED, meet
+from shardwise.errors import DesyncError, PeerLostError
 
 T = TypeVar("T")
 
@@ -260,7 +264,7 @@ def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) 
         what: to which they come, in words.
 
     Raises:
-        LaunchError: see `shardwise.comm.meeting.meet`.
+        LaunchError: see `shardwise.comm.rendezvous.meet`.
         DesyncError: see there.
     """
     store = compat.default_store()
@@ -276,6 +280,74 @@ def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) 
 def meeting_store(name: str, store: dist.Store) -> dist.Store:
     """Return the part of a store in which the ranks of a meeting write."""
     return dist.PrefixStore(f"shardwise/made/{name}", store)
+
+
+# -- calls that all ranks make -----------------------------------------------------------------------------------------
+
+_TEXT = 2000
+"""Characters of an error that the other ranks are told."""
+
+
+class _Calls:
+    """Numbers of the calls that this process has entered, since its default group was made."""
+
+    def __init__(self) -> None:
+        self._default: object = None
+        self._count = 0
+
+    def next(self) -> str:
+        """Return the key of the next call: the same on all ranks that have made the same calls."""
+        if self._default is not dist.group.WORLD:
+            self._default, self._count = dist.group.WORLD, 0
+        self._count += 1
+        return f"entry/{self._count}"
+
+
+_calls = _Calls()
+
+
+def enter(what: str, timeout: timedelta) -> None:
+    """Wait until all ranks of the default group have entered a call.
+
+    Args:
+        what: the call, such as "initialize()".
+        timeout: limit for the wait.
+
+    Raises:
+        DesyncError: a rank has entered another call, or has refused its arguments.
+        LaunchError: a rank has ended, or has not come within the limit.
+    """
+    store, name = compat.default_store(), _calls.next()
+    if store is None:
+        return
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = meeting_store(name, store)
+    first, _, known = _text(own.compare_set("call", "", f"{rank}:{what}")).partition(":")
+    if known != what:
+        _publish(own, f"rank {rank} is in {what}, and rank {first} in {known}. All ranks make the same calls")
+        raise DesyncError(f"{what}: {_text(own.get(REFUSED))}")  # not counted: the others wait until they read this
+    await_ranks(range(world), timeout, name, f"the meeting in {what}")
+
+
+def refuse(what: str, error: BaseException) -> None:
+    """Tell ranks that are waiting in `enter` that this rank has refused the call (it counts as entered here)."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store, name = compat.default_store(), _calls.next()
+    if store is not None:
+        text = f"{type(error).__name__}: {error}"[:_TEXT]
+        _publish(meeting_store(name, store), f"rank {dist.get_rank()} has refused its arguments with {text}")
+
+
+def _publish(store: dist.Store, text: str) -> None:
+    try:
+        store.compare_set(REFUSED, "", text)
+    except RuntimeError:
+        return  # the store has gone, and with it the ranks that would read this
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def give_back(group: dist.ProcessGroup) -> None:
