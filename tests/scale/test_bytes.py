@@ -14,8 +14,7 @@ from torch import nn
 
 import shardwise
 from shardwise.comm.coded import coded, decoded
-from shardwise.comm.communicator import _DIGEST, _INLINE, _LENGTH, Communicator, head_of
-from shardwise.comm.desync import check_agreement
+from shardwise.comm.communicator import _DIGEST, _INLINE, _LENGTH, Communicator, check_agreement, head_of
 from shardwise.comm.domain import Domain, Domains
 from shardwise.comm.fake import FakeCommunicator
 from shardwise.memory import Accountant

@@ -9,9 +9,8 @@ collective fails writes its own into the default group's store, and reads those 
 Gloo a wait that has run out closes the connection to the peer, so that the peer's own collective fails at once and it
 writes as well.
 
-Ranks compare what they were given before they begin to exchange anything (`check_agreement`), and under `strict_sync`
-what they pass to each collective of `shardwise.comm` (`check_call`): torch does not compare. Of tensors of different
-shapes Gloo aborts the process, and NCCL waits or returns wrong values.
+Under `strict_sync` ranks compare what they pass to each collective of `shardwise.comm` (`check_call`): torch does not
+compare. Of tensors of different shapes Gloo aborts the process, and NCCL waits or returns wrong values.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import traceback
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,9 +35,6 @@ from shardwise.comm.ledger import Ledger, Record, is_of_script, user_line
 from shardwise.comm.rendezvous import answers
 from shardwise.compat import all_gather_single, backend_of, default_store
 from shardwise.errors import DesyncError, PeerLostError
-
-if TYPE_CHECKING:
-    from shardwise.comm.communicator import Communicator
 
 T = TypeVar("T")
 
@@ -724,59 +720,6 @@ def _cause(ranks: Sequence[int], words: Mapping[int, Word], here: Position) -> i
 
 
 # -- comparisons beforehand --------------------------------------------------------------------------------------------
-
-_VERSIONS = 4
-"""Of what differs, so many are compared."""
-_SHOWN = 5
-"""Differences that the error lists."""
-
-
-def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
-    """Compare what ranks were given; one small all-reduce, and more only if they differ (all ranks call).
-
-    Args:
-        comm: the ranks that have to agree.
-        facts: what this rank was given: name of a fact to what it is, in the same order on all ranks.
-
-    Raises:
-        DesyncError: on every rank, if any rank's facts differ from rank 0's; the first differences are listed.
-    """
-    if comm.world == 1:
-        return
-    given = comm.fingerprints(json.dumps(list(facts.items())), "agreement")
-    if len(set(given)) > 1:
-        raise difference(comm, facts, given)
-
-
-def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str]) -> DesyncError:
-    """Return an error that names what differs (all ranks call); one rank sends each of the first few versions.
-
-    Args:
-        comm: the ranks that have to agree.
-        facts: see `check_agreement`.
-        given: of each rank, what is equal where facts are.
-    """
-    senders: dict[str, int] = {}
-    for rank, version in enumerate(given):
-        senders.setdefault(version, rank)
-    told: dict[int, dict[str, str]] = {}
-    for rank in list(senders.values())[:_VERSIONS]:
-        told[rank] = dict(comm.share_object(list(facts.items()), "agreement.facts", src=rank))  # type: ignore[call-overload]
-    lines = [
-        f"  {name}: " + ", ".join(f"{version.get(name, 'nothing')} on rank {rank}" for rank, version in told.items())
-        for name in dict.fromkeys(name for version in told.values() for name in version)
-        if len({version.get(name) for version in told.values()}) > 1
-    ]
-    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    others = [rank for rank, version in enumerate(given) if version != given[0]]
-    who = f"{ranks_in_words(others)} {'was' if len(others) == 1 else 'were'}"
-    return DesyncError(
-        f"initialize(): {who} not given the same as rank 0:\n"
-        + "\n".join(lines[:_SHOWN] or ["  the same in another order"])
-        + more
-        + "\nEvery rank has to build the same model and read the same configuration; only data may differ."
-    )
-
 
 _TEXT = 1024
 """Bytes of a call that are shown."""

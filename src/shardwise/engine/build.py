@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.comm.api import configure as configure_log
-from shardwise.comm.communicator import Communicator, members_of
-from shardwise.comm.desync import check_agreement, compare_calls
+from shardwise.comm.communicator import Communicator, check_agreement, members_of
+from shardwise.comm.desync import compare_calls
 from shardwise.comm.domain import REPLICATE, Domain
 from shardwise.comm.environment import DEVICE_LIMIT
 from shardwise.comm.groups import refuse
