@@ -1,4 +1,4 @@
-"""Own point-to-point collectives on Gloo against those of torch.distributed, on loopback.
+"""Collectives of an engine on Gloo ranks of one machine, through messages and through memory, and torch's own.
 
     python bench/comm_gloo.py [--worlds 2 4] [--repeat 15]
 
@@ -9,6 +9,7 @@ load from elsewhere falls on all of them. Results: bench/results/comm_gloo.json.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import time
@@ -24,58 +25,52 @@ import torch.multiprocessing as mp
 from _jobs import parser, read
 from _machine import save
 
-from shardwise.comm import gloo
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.intra_node_transport import VARIABLE
+from shardwise.comm.ledger import Ledger
 from shardwise.compat import all_gather_single, reduce_scatter_single
 
 KIB = 1024
 SIZES = [4 * KIB, 64 * KIB, KIB * KIB, 8 * KIB * KIB, 32 * KIB * KIB]
-SMALL = 64 * KIB
-"""All-reduce is for small tensors only: it is not measured beyond this size."""
 
 Launch = Callable[[], Any]
 
 
-def candidates(op: str, size: int) -> dict[str, Launch]:
+def communicators() -> dict[str, Communicator]:
+    """Return one that sends messages, and one that reads its peers' memory."""
+    found = {}
+    for name in ("messages", "memory"):
+        os.environ[VARIABLE] = name
+        found[name] = Communicator(None, Ledger(), torch.device("cpu"), name=name)
+    return found
+
+
+def candidates(op: str, size: int, comms: dict[str, Communicator]) -> dict[str, Launch]:
     """The ways to do `op` on a buffer of `size` bytes; each returns a handle with `wait()`."""
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     full = torch.randn(size // 4)
     half = full.bfloat16()
     piece = full.numel() // world
     own = full[rank * piece : (rank + 1) * piece]
-    out, other = torch.zeros(piece), torch.empty_like(full)
+    out = torch.zeros(piece)
     if op == "all_gather":
-        return {
-            "torch": lambda: all_gather_single(full, own, group=group, async_op=True),
-            "chosen": lambda: gloo.all_gather([(full, own)], group, 1),
-            "direct": lambda: gloo.all_gather_direct([(full, own)], group, 1),
-            "doubling": lambda: gloo.all_gather_doubling([(full, own)], group, 1),
+        found: dict[str, Launch] = {"torch": lambda: all_gather_single(full, own, group=group, async_op=True)}
+        ours = {"": lambda comm: comm.all_gather([(full, own)], op)}
+    else:
+        found = {"torch": lambda: reduce_scatter_single(out, full, group=group, async_op=True)}
+        ours = {
+            "": lambda comm: comm.reduce_scatter([(out, full)], op),
+            ", bf16": lambda comm: comm.reduce_scatter([(out, half)], op),
         }
-    if op == "reduce_scatter":
-        return {
-            "torch": lambda: reduce_scatter_single(out, full, group=group, async_op=True),
-            "own": lambda: gloo.reduce_scatter([(out, full)], group, 1),
-            "own, bf16 wire": lambda: gloo.reduce_scatter([(out, half)], group, 1),
-        }
-    if op == "all_reduce":
-        return {
-            "torch": lambda: dist.all_reduce(other.zero_(), group=group, async_op=True),
-            "own": lambda: gloo.all_reduce_ordered(other.zero_(), group, 1),
-        }
-    if op == "broadcast":
-        return {
-            "torch": lambda: dist.broadcast(full, 0, group=group, async_op=True),
-            "own": lambda: gloo.broadcast(full, 0, group, 1),
-        }
-    split, target = list(full.split(piece)), list(other.split(piece))
-    return {
-        "torch": lambda: dist.all_to_all_single(other, full, group=group, async_op=True),
-        "own": lambda: gloo.all_to_all_v(target, split, group, 1),
-    }
+    for name, comm in comms.items():
+        for suffix, launch in ours.items():
+            found[name + suffix] = functools.partial(launch, comm)
+    return found
 
 
-def measure(op: str, size: int, repeat: int) -> dict[str, dict[str, float]]:
+def measure(op: str, size: int, repeat: int, comms: dict[str, Communicator]) -> dict[str, dict[str, float]]:
     """Milliseconds (min and median over rounds) of the slowest rank, per candidate."""
-    launches = candidates(op, size)
+    launches = candidates(op, size, comms)
     times: dict[str, list[float]] = {name: [] for name in launches}
     inner = max(1, min(20, (1 << 20) // size))
     for round_number in range(repeat + 1):
@@ -98,13 +93,14 @@ def work(rank: int, world: int, port: int, repeat: int, results: Any) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    for op in ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "all_reduce"):
+    comms = communicators()
+    for op in ("all_gather", "reduce_scatter"):
         for size in SIZES:
-            if op == "all_reduce" and size > SMALL:
-                continue
-            times = measure(op, size, repeat)
+            times = measure(op, size, repeat, comms)
             if rank == 0:
                 results.put({"op": op, "ranks": world, "bytes": size, "ms": times})
+    for comm in comms.values():
+        comm.destroy()
     dist.destroy_process_group()
 
 

@@ -222,10 +222,10 @@ def collectives(results: Results) -> list[str]:
     for row in record["rows"] if record else []:
         if row["bytes"] not in COLLECTIVE_BYTES:
             continue
-        own = row["ms"].get("own") or row["ms"]["chosen"]
         size = f"{row['bytes'] // 1024} KiB"
-        rows.append([row["op"], str(row["ranks"]), size, shown(row["ms"]["torch"]["min"]), shown(own["min"])])
-    return grid(["", "ranks", "buffer", "torch, ms", "shardwise, ms"], rows)
+        times = [shown(row["ms"][name]["min"]) for name in ("torch", "messages", "memory")]
+        rows.append([row["op"], str(row["ranks"]), size, *times])
+    return grid(["", "ranks", "buffer", "torch, ms", "messages, ms", "memory, ms"], rows)
 
 
 def checkpoints(results: Results) -> list[str]:

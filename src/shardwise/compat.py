@@ -205,6 +205,8 @@ def launch_together(
 ) -> list[Any]:
     """Call `op(output, input)` for each pair, as one collective where the backend can join them.
 
+    Gloo is given each by itself: it would copy all into one tensor of the first one's dtype, which rounds the others.
+
     Args:
         op: the collective.
         arguments: the pairs.
@@ -216,7 +218,12 @@ def launch_together(
     """
     device = arguments[0][0].device if arguments else torch.device("cpu")
     joint = device if op not in _captured else None
-    if len(arguments) < 2 or _coalescing_manager is None or not (joint is None or _can_join(group, device)):
+    if (
+        len(arguments) < 2
+        or device.type == "cpu"
+        or _coalescing_manager is None
+        or not (joint is None or _can_join(group, device))
+    ):
         return [op(output, given, group=group, async_op=async_op) for output, given in arguments]
     with _coalescing_manager(group, joint, async_ops=async_op) as together:
         for output, given in arguments:

@@ -17,9 +17,9 @@ import torch
 
 import shardwise
 from shardwise.comm import api
-from shardwise.comm.calls import compare_calls
+from shardwise.comm.desync import Position, compare_calls
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.rank_status import Here, Position, follow_devices
+from shardwise.comm.rank_status import Here, follow_devices
 from shardwise.compat import launched_of
 from shardwise.device.streams import HostStreams, standing_in
 from shardwise.errors import UsageError

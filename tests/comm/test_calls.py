@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.comm.calls import compare_calls
+from shardwise.comm.desync import compare_calls
 from shardwise.errors import DesyncError
 from tests.harness import run_ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.comm import ledger as ledgers
-from shardwise.comm import logfile, logger
+from shardwise.comm import logger
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import UNKNOWN, CommsLogger, EngineLog
 from shardwise.errors import ConfigError
@@ -138,8 +138,8 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 def test_what_comes_faster_than_it_can_be_written_is_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logfile, "_MOST", 3)
-    monkeypatch.setattr(logfile, "_EVERY_S", 60.0)
+    monkeypatch.setattr(logger, "_MOST_LINES", 3)
+    monkeypatch.setattr(logger, "_EVERY_S", 60.0)
     log = CommsLogger()
     log.configure(enabled=True, path=str(tmp_path))
     file = log.file
@@ -153,7 +153,7 @@ def test_what_comes_faster_than_it_can_be_written_is_dropped_and_counted(
 
 
 def test_a_disk_that_fails_stops_the_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logfile, "_EVERY_S", 60.0)
+    monkeypatch.setattr(logger, "_EVERY_S", 60.0)
 
     def full(*_: Any) -> int:
         raise OSError(28, "No space left on device")
@@ -162,7 +162,7 @@ def test_a_disk_that_fails_stops_the_file_and_nothing_else(tmp_path: Path, monke
     log.configure(enabled=True, path=str(tmp_path))
     log.append("all_reduce", 8, None, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(logfile.os, "write", full)
+        patched.setattr(logger.os, "write", full)
         log.settle()
         log.append("all_reduce", 8, None, 2)
         log.configure(path="")

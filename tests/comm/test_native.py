@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -9,23 +11,28 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardwise import compat
-from shardwise.comm import gloo, native
+from shardwise.comm import native
 from shardwise.comm.chain import Runner
+from shardwise.device import summing
 from shardwise.device.recording import Recorder
+from shardwise.errors import PeerLostError
+from tests.comm.values import COPIED, SIZES, SUMMED, ordered_sum, same_bits, values
 from tests.device.recorded import imagined
-from tests.harness import run_ranks
+from tests.harness import RankFailure, run_ranks
 
 Layout = list[tuple[int, torch.dtype, torch.dtype]]
 """(elements of a shard, dtype of the wire, dtype of the sum) of each pair."""
 
+WORLD: Any = None
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 
 
-def pairs_of(layout: Layout) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
+def pairs_of(layout: Layout, rank: int | None = None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
     world = dist.get_world_size()
     return [
         (torch.full((size,), 0.5, dtype=out), torch.randn(world * size, generator=generator).to(wire))
@@ -33,18 +40,27 @@ def pairs_of(layout: Layout) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
+def by_hand(layout: Layout, accumulate: bool) -> list[torch.Tensor]:
+    ranks = [pairs_of(layout, rank) for rank in range(dist.get_world_size())]
+    found = []
+    for number, (size, _, dtype) in enumerate(layout):
+        own = slice(dist.get_rank() * size, (dist.get_rank() + 1) * size)
+        before = ranks[0][number][0] if accumulate else None
+        found.append(ordered_sum([pairs[number][1][own] for pairs in ranks], dtype, before))
+    return found
+
+
 def reduced(
     layout: Layout, accumulate: bool, ordered: bool
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
-    """The sums, those of `gloo.reduce_scatter`, and the (dtype, elements) of the buffers made."""
-    ours, theirs = pairs_of(layout), pairs_of(layout)
+    """The sums, those formed by hand in rank order, and the (dtype, elements) of the buffers made."""
+    ours = pairs_of(layout)
     pending = native.reduce_scatter(ours, dist.group.WORLD, accumulate=accumulate, ordered=ordered)
     scratch = [(buffer.dtype, buffer.numel()) for buffer in pending.scratch]
     pending.wait()
     pending.wait()
     assert not pending.scratch
-    gloo.reduce_scatter(theirs, dist.group.WORLD, 1, accumulate).wait()
-    return [out for out, _ in ours], [out for out, _ in theirs], scratch
+    return [out for out, _ in ours], by_hand(layout, accumulate), scratch
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -74,13 +90,12 @@ def test_sums_go_straight_to_their_place() -> None:
 
 def widened(accumulate: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
     layout = [(5, BF16, FP32), (0, BF16, FP32), (4, FP32, FP32)]
-    ours, theirs = pairs_of(layout), pairs_of(layout)
+    ours = pairs_of(layout)
     with mock.patch.object(native, "exchanges", lambda wire, total, world, per_node: (world, per_node) != (2, 1)):
         pending = native.reduce_scatter(ours, dist.group.WORLD, accumulate=accumulate, per_node=1)
     scratch = [(buffer.dtype, buffer.numel()) for buffer in pending.scratch]
     pending.wait()
-    gloo.reduce_scatter(theirs, dist.group.WORLD, 1, accumulate).wait()
-    return [out for out, _ in ours], [out for out, _ in theirs], scratch
+    return [out for out, _ in ours], by_hand(layout, accumulate), scratch
 
 
 def test_where_nodes_would_send_more_the_backend_adds_up_what_has_been_widened() -> None:
@@ -112,31 +127,32 @@ def test_what_is_sent_between_nodes_decides(world: int, per_node: int, exchanged
     assert native.exchanges(FP32, BF16, world, per_node)  # widening is for narrow wires only
 
 
-def launches(joint: bool) -> tuple[list[int], bool]:
-    """What the backend has been given for units of three sections."""
-    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    manager = compat._coalescing_manager
-    if not joint:
-        compat._coalescing_manager = None
-    try:
-        gathers = [(torch.zeros(world * size), torch.full((size,), float(rank))) for size in (1, 3, 2)]
-        sums = [(torch.zeros(size), torch.arange(float(world * size))) for size in (1, 3, 2)]
-        pending = [native.all_gather(gathers, group), native.reduce_scatter(sums, group)]
-        launched = [len(works._works) for works in pending]
-        for works in pending:
-            works.wait()
-    finally:
-        compat._coalescing_manager = manager
-    right = [torch.equal(full, torch.arange(float(world)).repeat_interleave(s.numel())) for full, s in gathers]
-    right += [torch.equal(out, world * full[rank * out.numel() : (rank + 1) * out.numel()]) for out, full in sums]
-    return launched, all(right)
+def test_several_tensors_are_one_launch_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[Any, ...]] = []
+
+    @contextlib.contextmanager
+    def joined(group: Any, device: torch.device | None, *, async_ops: bool) -> Iterator[str]:
+        launched.append((device, async_ops))
+        yield "all"
+
+    def op(out: torch.Tensor, own: torch.Tensor, *, group: Any, async_op: bool) -> str:
+        launched.append((out.numel(), async_op))
+        return "each"
+
+    pairs = [(torch.zeros(2 * size, device="meta"), torch.zeros(size, device="meta")) for size in (1, 3)]
+    monkeypatch.setattr(compat, "_coalescing_manager", joined)
+    monkeypatch.setattr(compat, "_captured", (op,))
+    assert compat.launch_together(op, pairs, WORLD) == ["all"]
+    assert launched == [(None, True), (2, True), (6, True)]
+    # Where torch cannot join them, and on the CPU:
+    monkeypatch.setattr(compat, "_coalescing_manager", None)
+    assert compat.launch_together(op, pairs, WORLD) == ["each", "each"]
+    monkeypatch.setattr(compat, "_coalescing_manager", joined)
+    assert compat.launch_together(op, [*map(empty_like, pairs)], WORLD) == ["each"] * 2
 
 
-def test_several_sections_are_one_launch() -> None:
-    assert distributed_c10d._coalescing_manager is compat._coalescing_manager
-    assert run_ranks(launches, 2, True) == [([1, 1], True)] * 2
-    # Where torch cannot join them:
-    assert run_ranks(launches, 2, False) == [([3, 3], True)] * 2
+def empty_like(pair: native.Pair) -> native.Pair:
+    return torch.zeros(pair[0].shape), torch.zeros(pair[1].shape)
 
 
 def moved() -> tuple[list[float], list[float], list[float]]:
@@ -176,3 +192,103 @@ def test_collectives_of_a_stream_of_their_own_run_on_it(monkeypatch: pytest.Monk
         streams.start([lambda: native.all_gather(pairs, dist.group.WORLD)]).wait()
         native.all_gather(pairs, dist.group.WORLD).wait()
     assert seen == [("gathers", False), ("compute", True)]
+
+
+# -- any dtype, size and number of ranks -------------------------------------------------------------------------------
+
+
+def gather_case(layout: list[tuple[int, torch.dtype]], in_place: bool) -> list[torch.Tensor]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs = []
+    for salt, (size, dtype) in enumerate(layout):
+        full, shard = torch.zeros(world * size, dtype=dtype), values(rank, size, dtype, salt)
+        if in_place:
+            shard = full[rank * size : (rank + 1) * size].copy_(shard)
+        pairs.append((full, shard))
+    native.all_gather(pairs, dist.group.WORLD).wait()
+    return [full for full, _ in pairs]
+
+
+@settings(max_examples=30)
+@given(
+    world=st.integers(1, 4),
+    layout=st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(COPIED)), max_size=4),
+    in_place=st.booleans(),
+)
+def test_all_gather_equals_concatenation(world: int, layout: list[tuple[int, torch.dtype]], in_place: bool) -> None:
+    results = run_ranks(gather_case, world, layout, in_place)
+    for salt, (size, dtype) in enumerate(layout):
+        expected = torch.cat([values(rank, size, dtype, salt) for rank in range(world)])
+        assert all(same_bits(result[salt], expected) for result in results)
+
+
+def reduce_case(sizes: list[int], wire: torch.dtype, dtype: torch.dtype, accumulate: bool, in_place: bool) -> Any:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    pairs, expected = [], []
+    for salt, size in enumerate(sizes):
+        own = slice(rank * size, (rank + 1) * size)
+        full = values(rank, world * size, wire, salt)
+        out = full[own] if in_place else values(rank + 50, size, dtype, salt)
+        terms = [values(peer, world * size, wire, salt)[own] for peer in range(world)]
+        expected.append(ordered_sum(terms, dtype, out.clone() if accumulate else None))
+        pairs.append((out, full))
+    native.reduce_scatter(pairs, dist.group.WORLD, accumulate=accumulate, ordered=True).wait()
+    return [out for out, _ in pairs], expected
+
+
+@settings(max_examples=30)
+@given(
+    world=st.integers(1, 4),
+    sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3),
+    wire=st.sampled_from(SUMMED),
+    dtype=st.sampled_from([FP32, FP64]),
+    accumulate=st.booleans(),
+)
+def test_ordered_sums_of_any_dtype(
+    world: int, sizes: list[int], wire: torch.dtype, dtype: torch.dtype, accumulate: bool
+) -> None:
+    for found, expected in run_ranks(reduce_case, world, sizes, wire, dtype, accumulate, False):
+        assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_ordered_sums_into_the_own_range_of_the_input(accumulate: bool) -> None:
+    for found, expected in run_ranks(reduce_case, 3, [summing.CHUNK + 7, 5], FP32, FP32, accumulate, True):
+        assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def small_cases(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    found = []
+    for launch in (native.all_reduce, lambda tensor, group: native.broadcast(tensor, 1, group)):
+        tensor = values(dist.get_rank(), torch.Size(shape).numel(), dtype).reshape(shape)
+        if tensor.dim() == 2:
+            tensor = tensor.t().contiguous().t()  # not contiguous
+        launch(tensor, dist.group.WORLD).wait()
+        found.append(tensor)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("dtype", COPIED)
+@pytest.mark.parametrize("shape", [(), (5,), (7, 3)])
+def test_small_sums_and_broadcasts_of_any_dtype_and_layout(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    terms = [values(rank, torch.Size(shape).numel(), dtype).reshape(shape) for rank in range(3)]
+    half = dtype in (BF16, torch.float16)
+    expected = terms[0].to(FP32 if half else dtype)
+    for term in terms[1:]:
+        expected = expected + term
+    for total, word in run_ranks(small_cases, 3, shape, dtype):
+        assert same_bits(total, expected.to(dtype))
+        assert same_bits(word, terms[1])
+
+
+def leave_early() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 has had enough")
+    full = torch.zeros(200)
+    native.all_gather([(full, full[:100])], dist.group.WORLD).wait()
+
+
+def test_a_rank_that_leaves_ends_the_others_with_an_error_of_this_library() -> None:
+    with pytest.raises(RankFailure, match="rank 1 has had enough") as caught:
+        run_ranks(leave_early, 2)
+    assert [(f.rank, f.kind) for f in caught.value.failures] == [(1, "ValueError"), (0, PeerLostError.__name__)]

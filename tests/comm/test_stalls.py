@@ -20,21 +20,17 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwise.comm.desync import DIGEST, Confirmation, Position, Positions, Report, judge, order_of, seal
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.rank_status import (
-    DIGEST,
     Here,
-    Position,
     Waiting,
     follow,
     follow_devices,
     is_following,
-    order_of,
     process_word,
     state_of,
 )
-from shardwise.comm.sealed import seal
-from shardwise.comm.stall_report import Confirmation, Positions, Report, judge
 from shardwise.comm.stall_watchdog import EXIT_CODE, StallWatch, stop_watching, watch
 from shardwise.utils.logging import logger
 from tests.engine.test_idle_steps import Lines

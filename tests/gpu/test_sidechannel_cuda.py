@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shardwise.zero.passes.sidechannel import CHUNK, SideChannel
-from tests.comm.test_links import Group
+from tests.comm.test_p2p import Group
 from tests.gpu.standin import rehearsing
 
 
@@ -59,7 +59,7 @@ def test_a_shard_is_fetched_while_the_peers_stream_waits(monkeypatch: pytest.Mon
     units = [OneUnit(rank, 3 * CHUNK // 4 + 1) for rank in range(2)]  # three chunks and a bit
     group = Group(2, device=torch.device("cuda", torch.cuda.current_device()))
     # Both ranks are in this process, which has no default group, and connect when the first one asks.
-    monkeypatch.setattr("shardwise.comm.links.default_store", lambda: group.store)
+    monkeypatch.setattr("shardwise.comm.p2p.default_store", lambda: group.store)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
 

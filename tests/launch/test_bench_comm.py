@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.interfaces import interfaces
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.measure import OPS, Exchange, Plan, measure
 from shardwise.launch import commbench
 from shardwise.launch.cli import main
+from shardwise.launch.comm_measure import OPS, Exchange, Plan, measure
 from shardwise.launch.commbench import CommWanted, link_speed, share_of_link, show, verdicts
+from shardwise.launch.interfaces import interfaces
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -260,7 +260,7 @@ def test_a_rank_that_dies(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import os, threading\n"
         "if os.environ.get('RANK') == '1':\n"
-        "    from shardwise.comm import measure\n"
+        "    from shardwise.launch import comm_measure as measure\n"
         "    measure._streams = lambda comm: os._exit(7)\n"
     )
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])

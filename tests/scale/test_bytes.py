@@ -15,11 +15,10 @@ from torch import nn
 
 import shardwise
 from shardwise.comm import stragglers
-from shardwise.comm.agreement import check_agreement
 from shardwise.comm.coded import coded, decoded
-from shardwise.comm.communicator import _DIGEST, _INLINE, _LENGTH, Communicator, head_of
+from shardwise.comm.communicator import _DIGEST, _INLINE, _LENGTH, Communicator, check_agreement, head_of
 from shardwise.comm.domain import Domain, Domains
-from shardwise.comm.imagined import FakeCommunicator
+from shardwise.comm.fake import FakeCommunicator
 from shardwise.comm.ledger import Ledger
 from shardwise.memory import Accountant
 from shardwise.registry import Registry, declare_part

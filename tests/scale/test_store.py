@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.comm import desync_report
-from shardwise.comm.desync_report import Whereabouts
+from shardwise.comm import desync
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.meeting import ended_key, meet
+from shardwise.comm.rendezvous import ended_key, meet
 from shardwise.errors import DesyncError, LaunchError, PeerLostError
 
 LATE_S = 1.5
@@ -59,6 +58,9 @@ class Store:
         with self._lock:
             self._count("check", len(keys))
             return all(key in self._values for key in keys)
+
+    def has_extended_api(self) -> bool:
+        return False
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         with self._lock:
@@ -121,33 +123,33 @@ def test_all_ranks_are_told_of_one_that_does_not_come() -> None:
     assert "63 of 64 ranks have" in errors[0] and store.requests["compare_set"] == 1
 
 
-def failing(ranks: int, words: dict[int, Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Exception]:
+def failing(ranks: int, words: dict[int, str], monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Exception]:
     """Rank 0 of many has lost rank 1; return the store, in which some ranks have written where they are, and its error.
 
     Args:
         ranks: of the job.
-        words: for which rank and in what others wait.
+        words: the collectives in which others wait.
         monkeypatch: puts the store in place.
     """
     store = Store()
-    monkeypatch.setattr(desync_report, "default_store", lambda: store)
-    monkeypatch.setattr(desync_report, "answers", lambda store, patience: True)
-    monkeypatch.setattr(desync_report, "publish", lambda word: None)
-    for rank, (peer, what) in words.items():
-        text = f"waits for rank {peer} in {what}"
-        word = {"state": "waits", "text": text, "what": what, "kind": "gather", "line": "", "peer": peer}
-        store.set(desync_report._key(rank), json.dumps(word))
+    monkeypatch.setattr(desync, "default_store", lambda: store)
+    monkeypatch.setattr(desync, "answers", lambda store, patience: True)
+    monkeypatch.setattr(desync.Word, "publish", lambda word: None)
+    for rank, what in words.items():
+        place = desync.Position(what, kind="gather").written()
+        store.set(desync._word_key(rank), json.dumps({"state": "waits", "text": "", "place": place}))
     lost = PeerLostError("lost")
     lost.peer, lost.timed_out = 1, True
-    return store, Whereabouts(Ledger(), range(ranks), 0).explain(lost, "all_gather 'a' #1", "", 30.0, "gather")
+    here = desync.Position("all_gather 'a' #1", kind="gather", seconds=30.0)
+    return store, desync.FailureReports(Ledger(), range(ranks), 0).explain(lost, here)
 
 
 @pytest.mark.parametrize("ranks", [8, 256, 1024, 4096])
 def test_a_rank_that_has_lost_another_reads_a_few_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The circle of ranks that wait for each other is found, wherever its ranks are."""
-    far = ranks // 2
-    words = {1: (far, "all_gather 'a' #1"), far: (0, "reduce_scatter 'b' #1")}
+    """Ranks that wait in different collectives are told from a lost one where all could be read."""
+    words = {rank: f"reduce_scatter 'b' #{rank % 2}" for rank in range(1, ranks)}
     store, error = failing(ranks, words, monkeypatch)
-    assert isinstance(error, DesyncError) and f"rank {far}: waits for rank 0 in reduce_scatter 'b' #1" in str(error)
+    assert type(error) is (DesyncError if ranks == 8 else PeerLostError)
+    assert "rank 1, 3, 5, 7" in str(error) or "ranks 1, 3, 5, 7" in str(error)
     assert store.requests["check"] < 300 and len(str(error)) < 6000
-    assert (f"{ranks - 34} more ranks: not read" in str(error)) is (ranks > 40)
+    assert (f"{ranks - 33} more ranks: not read" in str(error)) is (ranks > 40)

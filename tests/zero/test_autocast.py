@@ -140,7 +140,10 @@ def contexts() -> dict[str, Any]:
     engine.module.linear.forward = lambda v: torch.autocast("cpu", enabled=False)(inner)(v.float())
     found["inside"] = engine(x).dtype
     found["wires"] = [s.layout.wire_dtype for u in engine.sharded.units for s in u.trainable]
+    launched = engine.ledger.sequence
     report = engine.memory_report({"x": x})
+    # The copy calls the engine's own layer, which gets no gradients from that.
+    assert engine.ledger.sequence == launched
     found["planned"] = report.total.planned
     found["words"] = engine.precision_in_words()
     engine.destroy()

@@ -47,8 +47,8 @@ def resident(name: str, setting: Setting) -> dict[str, Any]:
     owned = sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"])
     result = {"sections": sections(engine), "live": dict(engine.accountant.live), "segments": segments, "owned": owned}
     result["gradients"] = engine.accountant.peak[Category.GRADIENTS]
-    near = engine.job._neighbours
-    result["chunks"] = sum(chunk.nbytes for chunk in near.scratch((0, 0))) if near is not None else 0
+    memory = engine.job.transport == "memory"
+    result["chunks"] = sum(chunk.nbytes for chunk in engine.job._backend.scratch((), False)) if memory else 0
     engine.destroy()
     return result
 

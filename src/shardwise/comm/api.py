@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ReduceOp
 
-from shardwise.comm.calls import check_call
 from shardwise.comm.clocks import measure_by
+from shardwise.comm.desync import check_call
 from shardwise.comm.ledger import user_line
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.rank_status import TorchLaunch, WaitingForWork, follow, is_following

@@ -1,13 +1,12 @@
-"""Communicator: the one door through which an engine's collectives go.
+"""The communicator numbers every collective of an engine, and writes it into the ledger before it is launched.
 
-It chooses the algorithms for the backend (own point-to-point ones on Gloo, the backend's own on NCCL, none on one
-rank), numbers every collective, and writes it into the ledger before it is launched.
+A backend launches it: torch.distributed (`shardwise.comm.native`), or on one machine a transport between processes that
+read each other's memory (`shardwise.comm.intra_node_transport`).
 
 Different kinds of collective (gathers, reductions, small sums) may be launched in different interleavings on different
-ranks: on Gloo each kind has its own tags; on NCCL gathers, reductions and small sums have a process group each, and
-those of scripts and checkpoints ("explicit") share that of the small sums and are launched in one order with them.
-Within one kind the order must be the same on all ranks; that is what `shardwise.zero.passes.gather` and
-`shardwise.zero.passes.reduce` guarantee.
+ranks: each has a process group. Those of scripts and checkpoints ("explicit") share that of the small sums and are
+launched in one order with them. Within one kind the order must be the same on all ranks; that is what
+`shardwise.zero.passes.gather` and `shardwise.zero.passes.reduce` guarantee.
 
 A backend serves one type of device: NCCL refuses tensors of the CPU. Every tensor handed in therefore lies on the
 communicator's device, and what is made here is made there.
@@ -16,23 +15,21 @@ communicator's device, and what is made here is made there.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import json
-import logging
 import time
-import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import groups, native
-from shardwise.comm.desync_report import Whereabouts, describe
-from shardwise.comm.entry import enter
+from shardwise.comm import groups, intra_node_transport, native
+from shardwise.comm.desync import FailureReports, Position, position_of, ranks_in_words
 from shardwise.comm.groups import GroupCache
 from shardwise.comm.ledger import Ledger, Record, user_line
 from shardwise.comm.rank_status import Waiting, follow, is_following
@@ -43,12 +40,6 @@ from shardwise.device.clock import now
 from shardwise.device.streams import Streams, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 
-if TYPE_CHECKING:
-    from shardwise.comm.neighbours import Neighbours
-    from shardwise.comm.pieces import Pieces
-
-_log = logging.getLogger("shardwise")
-
 KINDS = ("gather", "reduce", "replicate", "small", "explicit", "gather_on", "reduce_on")
 """Independent sequences: parameter gathers, gradient reductions, gathers of reduced gradients, small sums, the rest,
 and what follows a gather or a reduction in its chain (`shardwise.comm.chain`).
@@ -56,25 +47,21 @@ and what follows a gather or a reduction in its chain (`shardwise.comm.chain`).
 
 PURPOSES = {
     "gather": "gather",
-    "gather_on": "gather",
+    "gather_on": "gather_on",
     "reduce": "reduce",
-    "reduce_on": "reduce",
+    "reduce_on": "reduce_on",
     "replicate": "reduce",
     "small": "small",
     "explicit": "small",
 }
-"""Which process group carries a kind, on backends that keep kinds apart by groups. Kinds of one group are launched in
-one order, on the same stream. On Gloo tags keep kinds apart, and one group carries all.
-"""
+"""The process group that carries a kind. Kinds of one group are launched in one order, on the same stream. Only where
+the host waits for collectives have those that follow another one in a chain a group of their own, because a thread
+launches them."""
 
 _UNCOUNTED = ("gather_on", "reduce_on")
 """Kinds of which ranks in one place may have launched different numbers, because threads launch them."""
 _IN_PASSES = ("gather", "reduce", "replicate")
 """Kinds of which all parts of a group launch the same numbers; small ones of `exchange` depend on values."""
-
-_COUNT_BITS, _NAME_BITS = 12, 16
-"""Parts of a tag, which has 31 bits: the kind (3), how many of the kind came before, and what is exchanged."""
-
 
 _DIGEST, _LENGTH, _INLINE = 16, 4, 44
 """Bytes of an exchanged value's digest, of its length, and of a value that needs no further collective."""
@@ -96,30 +83,9 @@ def head_of(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()[:_DIGEST] + len(text).to_bytes(_LENGTH, "little") + text[:_INLINE]
 
 
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Return words for some ranks, runs of them in short.
-
-    >>> named_ranks([3]), named_ranks([0, 2, 3, 4, 9])
-    ('rank 3', 'ranks 0, 2-4, 9')
-    """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(words)}"
-
-
-class PendingCollective(Protocol):
-    """What an algorithm returns: a launched collective."""
-
-    scratch: Sequence[torch.Tensor]
-    """Buffers that it has made for itself; `wait()` gives them back."""
-
-    def wait(self) -> None:
-        """Block until the result is there."""
+def purpose_of(kind: str, on_host: bool) -> str:
+    """Return the name of the process group that carries a kind of collective; see `PURPOSES`."""
+    return PURPOSES[kind] if on_host else PURPOSES[kind].removesuffix("_on")
 
 
 class Handle:
@@ -129,21 +95,21 @@ class Handle:
         pending: the collective; None: nothing is to be waited for.
         record: of the ledger.
         ledger: where `record` is.
-        whereabouts: makes the errors.
+        failures: makes the errors.
         streams: of a device that waits for the collective; None: the host does.
 
     Attributes:
         record: of the ledger.
     """
 
-    __slots__ = ("__weakref__", "_ledger", "_pending", "_record", "_streams", "_whereabouts", "record")
+    __slots__ = ("__weakref__", "_failures", "_ledger", "_pending", "_record", "_streams", "record")
 
     def __init__(
         self,
-        pending: PendingCollective | None,
+        pending: native.PendingCollective | None,
         record: Record | None,
         ledger: Ledger,
-        whereabouts: Whereabouts | None = None,
+        failures: FailureReports | None = None,
         streams: Streams | None = None,
     ) -> None:
         self._streams = streams
@@ -151,7 +117,7 @@ class Handle:
         self._record = record
         self.record = record
         self._ledger = ledger
-        self._whereabouts = whereabouts
+        self._failures = failures
 
     @property
     def scratch(self) -> Sequence[torch.Tensor]:
@@ -172,12 +138,10 @@ class Handle:
             with Waiting(self._record, start):
                 self._pending.wait()
         except PeerLostError as error:
-            if self._whereabouts is None or self._record is None:
+            if self._failures is None or self._record is None:
                 raise
-            waited = time.perf_counter() - start
-            record = self._record
-            report = self._whereabouts.explain(error, describe(record), record.line, waited, record.kind)
-            raise report from error.__cause__
+            here = position_of(self._record, time.perf_counter() - start)
+            raise self._failures.explain(error, here) from error.__cause__
         self._pending = None
         if self._record is not None:
             if self._streams is not None and is_following():
@@ -206,9 +170,9 @@ class Communicator:
         device: where the tensors of the collectives lie.
         name: name of the group in records.
         call: the call that makes it, in which all ranks have to be; empty: `name`.
-        ordered: on backends with their own reductions, exchange pieces and add them in rank order instead
-            (config key `deterministic_reduce`). On Gloo sums are always in rank order.
-        near: on one machine ranks read each other's memory; else they send messages there, too.
+        ordered: exchange pieces and add them in rank order instead of using the backend's reductions (config key
+            `deterministic_reduce`). On Gloo sums are always in rank order.
+        near: ranks of one machine may read each other's memory.
         nodes: names the node of each rank, as `nodes()` does; None: the ranks ask each other when it is needed.
         alone: of this rank only, whatever others there are; needs no group.
         whole: the communicator of which this is a part.
@@ -216,7 +180,7 @@ class Communicator:
 
     Attributes:
         timeout: limit for one collective: that of `group`.
-        imagined: there are no other ranks (torch's fake backend, and `shardwise.comm.imagined`).
+        imagined: there are no other ranks (torch's fake backend, and `shardwise.comm.fake`).
         members: the global numbers of its ranks, in their order.
 
     Raises:
@@ -254,41 +218,39 @@ class Communicator:
         self._parts: list[Communicator] = []
         self._count = dict.fromkeys(KINDS, 0)
         self._nodes = nodes
-        self._gloo = False
-        self._neighbours: Neighbours | None = None
+        self._on_host = False
         self._peers: Sequence[int] = ()
         self._alone = alone
         self._cache: GroupCache | None = None
         self._is_part = whole is not None
         self.imagined = False
-        self._whereabouts: Whereabouts | None = None
+        self._failures: FailureReports | None = None
+        self._backend = native.Backend()
         limit = whole.timeout if whole is not None else timeout_of(group, device) if initialised else None
         self.timeout: timedelta = limit or timeout_from_environment()
         if self.sends:
             backend = _backend(group if whole is None else whole._given, device)
-            self._gloo = backend == "gloo"
+            self._on_host = backend == "gloo"
             self.imagined = backend == "fake"
             self._peers = self.members
-            self._whereabouts = Whereabouts(ledger, self.members, self.rank)
+            self._failures = FailureReports(ledger, self.members, self.rank)
             inherited = None if whole is None else whole._cache
             if whole is None and not self.imagined and self.world == dist.get_world_size():
-                enter(call or name, self.timeout)
-            self._cache = inherited or groups.GroupCache(self.timeout, backend, device)
-            if self._gloo and near:
-                from shardwise.comm import neighbours
-
-                self._neighbours, reason = neighbours.meet(self._group("explicit"))
-                if self._neighbours is None and self.rank == 0:
-                    _log.info("%s: ranks exchange data through sockets, not memory: %s", name, reason)
-        self._per_node = self.world
-        if self.sends and not self._gloo:
-            # Asked now: reductions are launched by threads that must not begin another collective.
-            self._per_node = max(Counter(self.nodes()).values())
+                groups.enter(call or name, self.timeout)
+            self._cache = cache = inherited or groups.GroupCache(self.timeout, backend, device)
+            # Without a reference to this object, so that process groups are destroyed as soon as nothing refers to it.
+            group_of = functools.partial(_group_of, cache, self.members, self._on_host)
+            self._backend = own_backend = native.TorchBackend(group_of, self.world, ordered=ordered or self._on_host)
+            if not self._on_host:
+                # Now, because reductions are launched by threads that must not begin another collective.
+                own_backend.per_node = max(Counter(self.nodes()).values())
+            elif near:
+                self._backend = intra_node_transport.connect(own_backend, self._group("explicit"), name)
 
     def _group(self, kind: str) -> dist.ProcessGroup:
         """Return the process group that carries a kind; the first time its ranks make it."""
         assert self._cache is not None, "destroyed"
-        return self._cache.get(self.members, "all" if self._gloo else PURPOSES[kind])
+        return _group_of(self._cache, self.members, self._on_host, kind)
 
     def connect(self, *kinds: str) -> None:
         """Make the process groups that carry some kinds (all ranks call), so that no pass waits for that."""
@@ -358,28 +320,12 @@ class Communicator:
         size = 0
         for full, _ in pairs:
             size += full.nbytes
-        record = self._open("all_gather", size, size * (self.world - 1) // self.world, label)
-        if not self.sends:
-            for full, shard in pairs:
-                if full.data_ptr() != shard.data_ptr():
-                    full.copy_(shard)
-            return self._handle(None, record)
-        return self._gather(pairs, kind, record)
-
-    def _gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], kind: str, record: Record) -> Handle:
-        group, tag = self._next(kind, record)
-        if self._neighbours is not None:
-            near = self._neighbours
-            return self._launch(lambda: near.all_gather(pairs, tag), record)
-        if self._gloo:
-            from shardwise.comm import gloo
-
-            return self._launch(lambda: gloo.all_gather(list(pairs), group, tag), record)
-        return self._handle(native.all_gather(pairs, group), record)
+        record = self._next("all_gather", size, size * (self.world - 1) // self.world, label, kind)
+        return self._launch(lambda: self._backend.all_gather(pairs, record), record)
 
     def reduce_scatter(
         self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor | Pieces]],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         label: str,
         *,
         accumulate: bool = False,
@@ -390,35 +336,14 @@ class Communicator:
         out = (out if accumulate else 0) + sum over ranks of full[rank's range], added up in the dtype of `out`.
 
         Args:
-            pairs: `out` and `full` of each reduction; `full` may lie in pieces where `takes_pieces` says so.
+            pairs: `out` and `full` of each reduction.
             label: for the record.
             accumulate: add to `out` instead of replacing it.
             kind: with which collectives it is in one order.
         """
-        size = sum(full.numel() * full.element_size() for _, full in pairs)
-        record = self._open("reduce_scatter", size, size * (self.world - 1) // self.world, label)
-        if self._neighbours is not None:
-            _, tag = self._next(kind, record)
-            near = self._neighbours
-            return self._launch(lambda: near.reduce_scatter(pairs, tag, accumulate), record)
-        flat = [(out, full) for out, full in pairs if isinstance(full, torch.Tensor)]
-        assert len(flat) == len(pairs), "nobody can read pieces here"
-        if not self.sends:
-            for out, full in flat:
-                if accumulate:
-                    out.add_(full.to(out.dtype))
-                elif out.data_ptr() != full.data_ptr():
-                    out.copy_(full)
-            return self._handle(None, record)
-        group, tag = self._next(kind, record)
-        if self._gloo:
-            from shardwise.comm import gloo
-
-            return self._launch(lambda: gloo.reduce_scatter(flat, group, tag, accumulate), record)
-        pending = native.reduce_scatter(
-            flat, group, accumulate=accumulate, ordered=self._ordered, per_node=self._per_node
-        )
-        return self._handle(pending, record)
+        size = sum(full.nbytes for _, full in pairs)
+        record = self._next("reduce_scatter", size, size * (self.world - 1) // self.world, label, kind)
+        return self._launch(lambda: self._backend.reduce_scatter(pairs, record, accumulate), record)
 
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank.
@@ -429,18 +354,11 @@ class Communicator:
         size = tensor.numel() * tensor.element_size()
         if size > MOST_GATHERED and self.sends:
             return self._all_reduce_large(tensor, label)
-        record = self._open("all_reduce", size, size * (self.world - 1), label)
-        if not self.sends:
-            return self._handle(None, record)
-        group, tag = self._next(kind, record)
-        if self._gloo:
-            from shardwise.comm import gloo
-
-            return self._launch(lambda: gloo.all_reduce_ordered(tensor, group, tag), record)
-        return self._handle(native.all_reduce(tensor, group), record)
+        record = self._next("all_reduce", size, size * (self.world - 1), label, kind)
+        return self._launch(lambda: self._backend.all_reduce(tensor, record), record)
 
     def _all_reduce_large(self, tensor: torch.Tensor, label: str) -> Handle:
-        if not (self._gloo or self._ordered):
+        if not (self._on_host or self._ordered):
             return self._sum_at_once(tensor, label)
         flat = tensor.detach().reshape(-1)
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.world))
@@ -460,7 +378,7 @@ class Communicator:
             label: for the record.
             out: receives the sum, and `flat` stays what it is; None: `flat` does.
         """
-        if not (self._gloo or self._ordered or not self.sends):
+        if not (self._on_host or self._ordered or not self.sends):
             if out is not None:
                 out.copy_(flat)
             self._sum_at_once(flat if out is None else out, label).wait()
@@ -475,22 +393,15 @@ class Communicator:
         self.all_gather([(flat if out is None else out, own.to(flat.dtype))], label, kind="explicit").wait()
 
     def _sum_at_once(self, flat: torch.Tensor, label: str) -> Handle:
-        record = self._open("all_reduce", flat.nbytes, 2 * flat.nbytes * (self.world - 1) // self.world, label)
-        group, _ = self._next("explicit", record)
-        return self._handle(native.sum_in_place(flat, group), record)
+        sent = 2 * flat.nbytes * (self.world - 1) // self.world
+        record = self._next("all_reduce", flat.nbytes, sent, label, "explicit")
+        return self._launch(lambda: self._backend.sum_in_place(flat, record), record)
 
     def broadcast(self, tensor: torch.Tensor, src: int, label: str, kind: str = "explicit") -> Handle:
         """Copy a tensor from group rank `src` to all ranks, in place."""
         size = tensor.numel() * tensor.element_size()
-        record = self._open("broadcast", size, size if self.rank == src else 0, label)
-        if not self.sends or not tensor.numel():
-            return self._handle(None, record)
-        group, tag = self._next(kind, record)
-        if self._gloo:
-            from shardwise.comm import gloo
-
-            return self._launch(lambda: gloo.broadcast(tensor, src, group, tag), record)
-        return self._handle(native.broadcast(tensor, src, group), record)
+        record = self._next("broadcast", size, size if self.rank == src else 0, label, kind)
+        return self._launch(lambda: self._backend.broadcast(tensor, src, record) if size else None, record)
 
     def all_to_all(
         self,
@@ -512,17 +423,8 @@ class Communicator:
             kind: with which collectives it is in one order.
         """
         size = given.numel() * given.element_size()
-        record = self._open("all_to_all", size, size - input_sizes[self.rank] * given.element_size(), label)
-        if not self.sends:
-            output.copy_(given)
-            return self._handle(None, record)
-        group, tag = self._next(kind, record)
-        if self._gloo:
-            from shardwise.comm import gloo
-
-            outputs, inputs = output.split(list(output_sizes)), given.split(list(input_sizes))
-            return self._launch(lambda: gloo.all_to_all_v(outputs, inputs, group, tag), record)
-        return self._handle(native.all_to_all(output, given, output_sizes, input_sizes, group), record)
+        record = self._next("all_to_all", size, size - input_sizes[self.rank] * given.element_size(), label, kind)
+        return self._launch(lambda: self._backend.all_to_all(output, given, output_sizes, input_sizes, record), record)
 
     def share_object(self, value: object, label: str, src: int = 0) -> object:
         """Return rank `src`'s JSON-like `value` on every rank (set-up only: it blocks)."""
@@ -596,8 +498,8 @@ class Communicator:
         mine = everything[self.rank * width : (self.rank + 1) * width]
         if own:
             mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
-        record = self._open("exchange", everything.numel(), everything.numel() - width, label)
-        self._gather([(everything, mine)], "explicit", record).wait()
+        record = self._next("exchange", everything.numel(), everything.numel() - width, label, "explicit")
+        self._launch(lambda: self._backend.all_gather([(everything, mine)], record), record).wait()
         here = everything.cpu()
         return [ctypes.string_at(here.data_ptr() + rank * width, width) for rank in range(self.world)]
 
@@ -631,7 +533,7 @@ class Communicator:
         failed = [rank for rank, other in enumerate(texts) if other]
         if failed:
             raise DesyncError(
-                f"{what}: {named_ranks(failed)} of {self.world} raised {texts[failed[0]]} This rank did not raise: "
+                f"{what}: {ranks_in_words(failed)} of {self.world} raised {texts[failed[0]]} This rank did not raise: "
                 "ranks have to be given the same"
             )
         return found
@@ -665,7 +567,7 @@ class Communicator:
     @property
     def waits_on_host(self) -> bool:
         """Whether `Handle.wait` returns when the result is there; NCCL's only makes the current stream wait."""
-        return self._gloo or not self.sends
+        return self._on_host or not self.sends
 
     @property
     def async_gathers(self) -> bool:
@@ -686,17 +588,13 @@ class Communicator:
         return streams_of(self.device)
 
     @property
-    def reads_peers(self) -> bool:
-        """Whether gathers and reductions read the peers' memory, and so need no buffers for what arrives."""
-        return self._neighbours is not None
+    def transport(self) -> str:
+        """How gathers and reductions reach other ranks: "memory", "messages", or "nccl"."""
+        return self._backend.transport if self.waits_on_host else "nccl"
 
-    def takes_pieces(self, count: int) -> bool:
-        """Whether reductions together may take values for all ranks from so many pieces (the same on all ranks)."""
-        if not self.reads_peers:
-            return False
-        from shardwise.comm import neighbours
-
-        return count <= neighbours.MOST_ADDRESSES
+    def received(self, sent: int) -> int:
+        """Return about how many bytes a reduction of `sent` bytes holds for what arrives from other ranks."""
+        return self._backend.received(sent)
 
     @property
     def launched(self) -> list[int]:
@@ -715,32 +613,25 @@ class Communicator:
         for part in self._parts:
             part.destroy()
         self._parts = []
-        if self._neighbours is not None:
-            self._neighbours.close()
-            self._neighbours = None
+        self._backend.close()
         if self._cache is not None and not self._is_part:
             self._cache.close()
         self._cache = None
 
-    def _next(self, kind: str, record: Record) -> tuple[dist.ProcessGroup, int]:
-        record.kind, record.turn = kind, self._count[kind]
-        self._count[kind] += 1
-        if not self._gloo:
-            return self._group(kind), 0
-        count = record.turn % (1 << _COUNT_BITS)
-        # Ranks that are in different collectives must not take each other's messages: where the sizes differ Gloo
-        # aborts the process, where they do not the wrong values arrive. (The parts of an all-to-all differ by rank.)
-        size = 0 if record.op == "all_to_all" else record.size
-        name = zlib.crc32(f"{self.name} {record.op} {record.label} {size}".encode()) % (1 << _NAME_BITS)
-        return self._group(kind), ((KINDS.index(kind) << _COUNT_BITS) + count << _NAME_BITS) + name
+    def _next(self, op: str, size: int, sent: int, label: str, kind: str) -> Record:
+        """Number a collective, and write it into the ledger."""
+        record = self._open(op, size, sent, label)
+        if self.sends:
+            record.kind, record.turn = kind, self._count[kind]
+            self._count[kind] += 1
+        return record
 
-    def _launch(self, launch: Callable[[], PendingCollective], record: Record) -> Handle:
+    def _launch(self, launch: Callable[[], native.PendingCollective | None], record: Record) -> Handle:
         try:
             return self._handle(launch(), record)
         except PeerLostError as error:
-            assert self._whereabouts is not None  # there are peers
-            report = self._whereabouts.explain(error, describe(record), record.line, 0.0, record.kind)
-            raise report from error.__cause__
+            assert self._failures is not None  # there are peers
+            raise self._failures.explain(error, position_of(record)) from error.__cause__
 
     def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError | DesyncError:
         """Return an error that also says where the other ranks are, for exchanges outside of this class.
@@ -750,21 +641,78 @@ class Communicator:
             what: what it was waited for in, in words that are the same on all ranks.
             waited: seconds.
         """
-        if self._whereabouts is None:
+        if self._failures is None:
             return error
-        return self._whereabouts.explain(error, what, user_line(), waited)
+        return self._failures.explain(error, Position(what, line=user_line(), seconds=waited))
 
     def _open(self, op: str, size: int, sent: int, label: str) -> Record:
         return self.ledger.open(op, self.name, size, sent if self.world > 1 else 0, label, self.world, self._peers)
 
-    def _handle(self, pending: PendingCollective | None, record: Record) -> Handle:
+    def _handle(self, pending: native.PendingCollective | None, record: Record) -> Handle:
         if pending is None:
             self.ledger.close(record, 0.0)
             return Handle(None, None, self.ledger)
-        streams = self.streams if isinstance(pending, native.Works) else None
+        streams = None if self.waits_on_host else self.streams
         if streams is not None and self.ledger.timed:
             record.begun = now(cuda=True)
-        return Handle(pending, record, self.ledger, self._whereabouts, streams)
+        return Handle(pending, record, self.ledger, self._failures, streams)
+
+
+_MOST_VERSIONS = 4
+"""Of what differs, so many are compared."""
+_MOST_DIFFERENCES = 5
+"""Differences that the error lists."""
+
+
+def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
+    """Compare what ranks were given; one small all-reduce, and more only if they differ (all ranks call).
+
+    Args:
+        comm: the ranks that have to agree.
+        facts: what this rank was given: name of a fact to what it is, in the same order on all ranks.
+
+    Raises:
+        DesyncError: on every rank, if any rank's facts differ from rank 0's; the first differences are listed.
+    """
+    if comm.world == 1:
+        return
+    given = comm.fingerprints(json.dumps(list(facts.items())), "agreement")
+    if len(set(given)) > 1:
+        raise difference(comm, facts, given)
+
+
+def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str]) -> DesyncError:
+    """Return an error that names what differs (all ranks call); one rank sends each of the first few versions.
+
+    Args:
+        comm: the ranks that have to agree.
+        facts: see `check_agreement`.
+        given: of each rank, what is equal where facts are.
+    """
+    senders: dict[str, int] = {}
+    for rank, version in enumerate(given):
+        senders.setdefault(version, rank)
+    told: dict[int, dict[str, str]] = {}
+    for rank in list(senders.values())[:_MOST_VERSIONS]:
+        told[rank] = dict(comm.share_object(list(facts.items()), "agreement.facts", src=rank))  # type: ignore[call-overload]
+    lines = [
+        f"  {name}: " + ", ".join(f"{version.get(name, 'nothing')} on rank {rank}" for rank, version in told.items())
+        for name in dict.fromkeys(name for version in told.values() for name in version)
+        if len({version.get(name) for version in told.values()}) > 1
+    ]
+    more = f"\n  and {len(lines) - _MOST_DIFFERENCES} more" if len(lines) > _MOST_DIFFERENCES else ""
+    others = [rank for rank, version in enumerate(given) if version != given[0]]
+    who = f"{ranks_in_words(others)} {'was' if len(others) == 1 else 'were'}"
+    return DesyncError(
+        f"initialize(): {who} not given the same as rank 0:\n"
+        + "\n".join(lines[:_MOST_DIFFERENCES] or ["  the same in another order"])
+        + more
+        + "\nEvery rank has to build the same model and read the same configuration; only data may differ."
+    )
+
+
+def _group_of(cache: GroupCache, members: Sequence[int], on_host: bool, kind: str) -> dist.ProcessGroup:
+    return cache.get(members, purpose_of(kind, on_host))
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -208,11 +208,13 @@ class Domain:
             levels: the finest level from which parameters are gathered.
             trained: gradients are reduced.
         """
+        gathers, reductions = (("gather", "gather_on"), ("reduce", "reduce_on"))
+        chained = 1 if self.depth == 1 else 2
         for number, dimension in enumerate(self.dimensions):
             if number < levels:
-                dimension.connect("gather")
+                dimension.connect(*gathers[:chained])
             if trained:
-                dimension.connect("reduce")
+                dimension.connect(*reductions[:chained])
 
     def rank_at(self, place: int) -> int:
         """Return the rank whose range at the finest level has a number."""

@@ -4,6 +4,10 @@ Ranks of Gloo tell each other with a small number who they are, and no proof. A 
 in which a group is made, and says such a number first, takes a rank's place, and both ranks would wait for the whole
 limit of a collective. So a new group carries a message between each pair of its ranks before it is used; if one is
 missing, all ranks make another. What ranks tell each other about that goes through the default group's store.
+
+All ranks enter a call (`initialize`, `zero.Init`, `tp_model_init`) before its first collective. A rank that has entered
+another call, or has refused its arguments, is named at once; else its peers would wait for the whole limit of a
+collective. Each rank makes three requests to the store, and polls it while it waits.
 """
 
 from __future__ import annotations
@@ -17,19 +21,22 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shardwise import compat
 from shardwise.comm.ledger import Record, user_line
-from shardwise.comm.meeting import meet
 from shardwise.comm.rank_status import Waiting
-from shardwise.comm.wire import CPU, Deadline, Message
-from shardwise.errors import PeerLostError
+from shardwise.comm.rendezvous import REFUSED, meet
+from shardwise.errors import DesyncError, PeerLostError
 
 T = TypeVar("T")
+
+CPU = torch.device("cpu")
+_ROUNDING_S = 0.005
+"""Because Gloo counts in whole milliseconds, a wait may end this much before its limit."""
 
 _ATTEMPTS = 5
 _LIMIT = timedelta(seconds=10)
@@ -38,6 +45,22 @@ _TAG = 1
 _POLL_S, _SLOWEST_POLL_S = 0.001, 0.1
 
 _log = logging.getLogger("shardwise")
+
+
+class Deadline:
+    """End of several waits that share one limit; None: there is none."""
+
+    def __init__(self, limit: timedelta | None) -> None:
+        self.limit = limit
+        self._end = None if limit is None else time.monotonic() + limit.total_seconds()
+
+    def left(self) -> timedelta | None:
+        """Return the time that is left, at least a millisecond (Gloo takes 0 for no limit); None without a limit."""
+        return None if self._end is None else timedelta(seconds=max(self._end - time.monotonic(), 0.001))
+
+    def over(self) -> bool:
+        """Return whether a wait that has failed now has failed because the time is up."""
+        return self._end is not None and time.monotonic() > self._end - _ROUNDING_S
 
 
 def made_well(
@@ -95,16 +118,17 @@ def _missing(group: dist.ProcessGroup, key: str) -> int | None:
     deadline = Deadline(_LIMIT if limit is None else min(limit, _LIMIT))
     peer = rank
     try:
-        messages = []
+        messages: list[tuple[int, dist.Work]] = []
         for step in range(1, world):
             peer = (rank + step) % world
             for call, tensor in ((compat.receive, heard[peer]), (compat.send, cards[rank])):
                 work = call(tensor, group, peer, _TAG)
                 assert work is not None  # None is for ranks outside the group
-                messages.append(Message(peer, work))
-        for message in messages:
-            peer = message.peer
-            message.wait(deadline.left())
+                messages.append((peer, work))
+        for peer, work in messages:  # noqa: B007 (`peer` is returned)
+            left = deadline.left()
+            assert left is not None
+            work.wait(left)
     except RuntimeError:
         return peer
     heard[rank] = cards[rank]
@@ -141,6 +165,7 @@ class GroupCache:
     def __init__(self, timeout: timedelta, backend: str, device: torch.device) -> None:
         self._timeout, self._backend, self._device = timeout, backend, device
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._closed = False
         _caches.add(self)
 
     def get(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
@@ -149,6 +174,7 @@ class GroupCache:
         Raises:
             PeerLostError: it cannot be made.
         """
+        assert not self._closed, "destroyed"
         key = (tuple(ranks), purpose)
         if key not in self._made:
             self._made[key] = new_group(ranks, self._timeout, self._backend, self._device, purpose)
@@ -163,7 +189,8 @@ class GroupCache:
         return list(self._made.values())
 
     def close(self) -> None:
-        """Destroy all groups."""
+        """Destroy all groups; no more can be made."""
+        self._closed = True
         while self._made:
             give_back(self._made.popitem()[1])
 
@@ -237,7 +264,7 @@ def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) 
         what: to which they come, in words.
 
     Raises:
-        LaunchError: see `shardwise.comm.meeting.meet`.
+        LaunchError: see `shardwise.comm.rendezvous.meet`.
         DesyncError: see there.
     """
     store = compat.default_store()
@@ -253,6 +280,74 @@ def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) 
 def meeting_store(name: str, store: dist.Store) -> dist.Store:
     """Return the part of a store in which the ranks of a meeting write."""
     return dist.PrefixStore(f"shardwise/made/{name}", store)
+
+
+# -- calls that all ranks make -----------------------------------------------------------------------------------------
+
+_TEXT = 2000
+"""Characters of an error that the other ranks are told."""
+
+
+class _Calls:
+    """Numbers of the calls that this process has entered, since its default group was made."""
+
+    def __init__(self) -> None:
+        self._default: object = None
+        self._count = 0
+
+    def next(self) -> str:
+        """Return the key of the next call: the same on all ranks that have made the same calls."""
+        if self._default is not dist.group.WORLD:
+            self._default, self._count = dist.group.WORLD, 0
+        self._count += 1
+        return f"entry/{self._count}"
+
+
+_calls = _Calls()
+
+
+def enter(what: str, timeout: timedelta) -> None:
+    """Wait until all ranks of the default group have entered a call.
+
+    Args:
+        what: the call, such as "initialize()".
+        timeout: limit for the wait.
+
+    Raises:
+        DesyncError: a rank has entered another call, or has refused its arguments.
+        LaunchError: a rank has ended, or has not come within the limit.
+    """
+    store, name = compat.default_store(), _calls.next()
+    if store is None:
+        return
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = meeting_store(name, store)
+    first, _, known = _text(own.compare_set("call", "", f"{rank}:{what}")).partition(":")
+    if known != what:
+        _publish(own, f"rank {rank} is in {what}, and rank {first} in {known}. All ranks make the same calls")
+        raise DesyncError(f"{what}: {_text(own.get(REFUSED))}")  # not counted: the others wait until they read this
+    await_ranks(range(world), timeout, name, f"the meeting in {what}")
+
+
+def refuse(what: str, error: BaseException) -> None:
+    """Tell ranks that are waiting in `enter` that this rank has refused the call (it counts as entered here)."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    store, name = compat.default_store(), _calls.next()
+    if store is not None:
+        text = f"{type(error).__name__}: {error}"[:_TEXT]
+        _publish(meeting_store(name, store), f"rank {dist.get_rank()} has refused its arguments with {text}")
+
+
+def _publish(store: dist.Store, text: str) -> None:
+    try:
+        store.compare_set(REFUSED, "", text)
+    except RuntimeError:
+        return  # the store has gone, and with it the ranks that would read this
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def give_back(group: dist.ProcessGroup) -> None:

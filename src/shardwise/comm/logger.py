@@ -17,17 +17,21 @@ file's thread makes its lines from them by itself.
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from shardwise.comm.logfile import Line, LogFile
 from shardwise.comm.stragglers import Part, parts_of
 from shardwise.device.clock import seconds_between
-from shardwise.errors import UsageError
+from shardwise.errors import ConfigError, UsageError
+from shardwise.utils.logging import log_dist, logger, warn_once
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -50,6 +54,9 @@ _AT_ONCE = 256
 _WAITING = 4096
 """Collectives of engines that wait to be added up; of what is older, and not known to have ended, no times are known.
 """
+_MOST_LINES = 1 << 16
+"""Collectives that wait to be written into the file."""
+_EVERY_S = 1.0
 
 
 def bandwidths(op: str, size: int, seconds: float, world: int) -> tuple[float, float]:
@@ -99,47 +106,138 @@ class _Entry(list[Any]):
                     del column[:_KEPT]
 
 
-class Ended(NamedTuple):
-    """A collective of an engine that has been waited for.
+class Call:
+    """A collective that has been waited for.
 
-    Attributes:
-        record: what the ledger knows.
-        on_host: the host has waited for it; else the device.
-        time: when that was over, in seconds since 1970.
+    Args:
+        op: operation.
+        size: bytes of the whole message.
+        world: number of ranks.
+        line: of the script.
+        seconds: from launch to the end of waiting; None: not known, or known to the record's device.
+        record: of an engine's ledger; None: a script has called the collective.
     """
 
-    record: Record
-    on_host: bool
-    time: float
+    __slots__ = ("_seconds", "line", "op", "record", "size", "time", "world")
+
+    def __init__(
+        self, op: str, size: int, world: int, line: str, seconds: float | None, record: Record | None = None
+    ) -> None:
+        self.op, self.size, self.world, self.line = op, size, world, line
+        self.record = record
+        self.time = time.time()
+        self._seconds = seconds
 
     def known(self) -> bool:
-        """Whether its times are, or never will be."""
-        return self.record.ended is None or bool(self.record.ended.query())
+        """Return whether reading the time does not wait for the device."""
+        return self.record is None or self.record.ended is None or bool(self.record.ended.query())
 
     def seconds(self) -> float | None:
-        """Return how long it has taken, waiting for the device; None: nobody knows."""
-        record = self.record
-        if record.ended is not None:
-            return seconds_between(record.begun, record.ended)
-        return (record.finished or record.launched) - record.launched if self.on_host else None
+        """Return how long it has taken, waiting for the device; None: not known."""
+        if self.record is None or self.record.ended is None:
+            return self._seconds
+        return seconds_between(self.record.begun, self.record.ended)
 
-    def line(self, rank: int) -> Line:
-        """Return what the file has of it; waits for the device."""
+    def as_json(self, rank: int) -> str:
+        """Return the line of the file, waiting for the device."""
         record, seconds = self.record, self.seconds()
-        return Line(
-            time=self.time,
-            step=record.step,
-            rank=rank,
-            op=record.op,
-            group=record.group,
-            unit=record.label,
-            bytes=record.size,
-            sent=record.sent,
-            waited_ms=None if record.waited is None else record.waited * 1e3,
-            ms=None if seconds is None else seconds * 1e3,
-            busbw_gbps=None if seconds is None else bandwidths(record.op, record.size, seconds, record.ranks)[1],
-            line=record.line,
-        )
+        waited = None if record is None else record.waited
+        row = {
+            "time": round(self.time, 6),
+            "step": None if record is None else record.step,
+            "rank": rank,
+            "op": self.op,
+            "group": "" if record is None else record.group,
+            "unit": "" if record is None else record.label,
+            "bytes": self.size,
+            "sent": None if record is None else record.sent,
+            "waited_ms": None if waited is None else round(waited * 1e3, 4),
+            "ms": None if seconds is None else round(seconds * 1e3, 4),
+            "busbw_gbps": None if seconds is None else round(bandwidths(self.op, self.size, seconds, self.world)[1], 4),
+            "line": self.line,
+        }
+        return json.dumps(row) + "\n"
+
+
+class LogFile:
+    """Appends a line for each collective to `rank_N.jsonl` in a directory (`comms_logger.path`).
+
+    The thread that trains only puts calls into a queue. A thread of the file makes lines of them, once a second, and
+    gives whole lines to the system at once, so that the file outlives the process. What does not fit into the queue is
+    dropped and counted.
+
+    Args:
+        directory: is made if it is not there.
+        rank: of this process.
+
+    Attributes:
+        path: of the file.
+        dropped: calls that came faster than they could be written.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, directory: str, rank: int) -> None:
+        self.path = Path(directory) / f"rank_{rank}.jsonl"
+        self.dropped = 0
+        self._rank = rank
+        self._failed = False
+        self._queue: deque[Call] = deque()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"comms_logger.path: {self.path} cannot be written: {error.strerror}") from error
+        self._writing = threading.Lock()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="shardwise-comms-log", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def put(self, call: Call) -> None:
+        """Have a call written."""
+        if len(self._queue) < _MOST_LINES:
+            self._queue.append(call)
+        else:
+            self.dropped += 1
+
+    def flush(self, *, wait: bool = True) -> None:
+        """Give to the system what waits; a disk that fails is reported once, and written to no more.
+
+        Args:
+            wait: for calls whose times are not known yet; otherwise they, and what comes behind them, are left.
+        """
+        with self._writing:
+            lines = []
+            while self._queue and (wait or self._queue[0].known()):
+                lines.append(self._queue.popleft().as_json(self._rank))
+            if not lines or self._failed:
+                return
+            rest = memoryview("".join(lines).encode())
+            try:
+                while rest:
+                    rest = rest[os.write(self._file, rest) :]
+            except OSError as error:
+                self._failed = True
+                logger.warning("comms_logger.path: %s: %s; it is written no further", self.path, error.strerror)
+        if self.dropped:
+            warn_once(f"comms_logger.path: {self.path}: collectives come faster than lines; some are missing")
+
+    def close(self) -> None:
+        """Write what waits, and end. Closing twice does nothing."""
+        self._end.set()
+        self._thread.join()
+        self.flush()
+        with self._writing:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file, self._failed = -1, True
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        while not self._end.wait(_EVERY_S):
+            self.flush(wait=False)
 
 
 class CommsLogger:
@@ -161,7 +259,7 @@ class CommsLogger:
         self._lock = threading.Lock()
         self._records: deque[tuple[int, Record]] = deque(maxlen=_KEPT_RECORDS)
         self._sources: list[weakref.ref[Communicator]] = []
-        self._waiting: deque[Ended] = deque()
+        self._waiting: deque[Call] = deque()
         self._adding = threading.Lock()
 
     @property
@@ -235,61 +333,49 @@ class CommsLogger:
         `seconds` is None where the host does not know: waiting for NCCL, it only tells the device to wait. `asked`:
         this call is to be recorded whatever the settings are.
         """
-        if not (asked or self.wants(op)):
-            return
-        measured = self._add(op, size, seconds, world, line)
-        if self.file is not None:
-            self.file.put(
-                Line(
-                    time=time.time(),
-                    step=None,
-                    rank=self.file.rank,
-                    op=op,
-                    group="",
-                    unit="",
-                    bytes=size,
-                    sent=None,
-                    waited_ms=None,
-                    ms=measured[0] if measured else None,
-                    busbw_gbps=measured[2] if measured else None,
-                    line=line,
-                )
-            )
+        if asked or self.wants(op):
+            call = Call(op, size, world, line, seconds)
+            self._add(call)
+            if self.file is not None:
+                self.file.put(call)
 
-    def _add(self, op: str, size: int, seconds: float | None, world: int, line: str) -> Sequence[float]:
-        """Add a call to those of its operation and size; return latency and bandwidths, as far as they are known."""
-        name = f"{op} | {line}" if self.debug and line else op
-        measured = () if seconds is None else (seconds * 1e3, *bandwidths(op, size, seconds, world))
+    def _add(self, call: Call, *, wait: bool = True) -> None:
+        """Add a call to those of its operation and size; without waiting its time may stay unknown."""
+        name = f"{call.op} | {call.line}" if self.debug and call.line else call.op
+        seconds = call.seconds() if wait or call.known() else None
+        measured: Sequence[float] = ()
+        if seconds is not None:
+            measured = (seconds * 1e3, *bandwidths(call.op, call.size, seconds, call.world))
         with self._lock:
             sizes = self._entries.setdefault(name, {})
-            entry = sizes.get(size)
+            entry = sizes.get(call.size)
             if not isinstance(entry, _Entry):
-                entry = sizes[size] = _Entry()
+                entry = sizes[call.size] = _Entry()
             entry.add(measured)
         if self.verbose:
-            from shardwise.utils.logging import log_dist
-
             texts = [f"{value:.2f}" for value in measured] or [UNKNOWN] * 3
             log_dist(
-                f"comm op: {name} | time (ms): {texts[0]} | msg size: {readable(size)} | "
+                f"comm op: {name} | time (ms): {texts[0]} | msg size: {readable(call.size)} | "
                 f"algbw (Gbps): {texts[1]} | busbw (Gbps): {texts[2]}",
                 [0],
             )
-        return measured
 
-    def put(self, number: int, ended: Ended) -> None:
-        """Record a collective of an engine.
+    def put(self, number: int, record: Record, on_host: bool) -> None:
+        """Record a collective of an engine that has been waited for.
 
         Args:
             number: of the engine, in the order in which they were made.
-            ended: the collective.
+            record: of the collective.
+            on_host: the host has waited for it; else the device, which knows the time.
         """
-        if not self.wants(ended.record.op):
+        if not self.wants(record.op):
             return
-        self._records.append((number, ended.record))
-        self._waiting.append(ended)
+        seconds = (record.finished or record.launched) - record.launched if on_host else None
+        call = Call(record.op, record.size, record.ranks, record.line, seconds, record)
+        self._records.append((number, record))
+        self._waiting.append(call)
         if self.file is not None:
-            self.file.put(ended)
+            self.file.put(call)
         if self.verbose or len(self._waiting) % _AT_ONCE == 0:
             self._add_up()
 
@@ -298,9 +384,7 @@ class CommsLogger:
         waiting = self._waiting
         with self._adding:
             while waiting and (wait or waiting[0].known() or len(waiting) > _WAITING):
-                first = waiting.popleft()
-                record, known = first.record, wait or first.known()
-                self._add(record.op, record.size, first.seconds() if known else None, record.ranks, record.line)
+                self._add(waiting.popleft(), wait=wait)
 
     def source(self, comm: Communicator) -> EngineLog:
         """Return what is to be told of each collective of an engine when it has ended.
@@ -452,7 +536,7 @@ class EngineLog:
 
     def __call__(self, record: Record) -> None:
         """Take a complete record."""
-        self._log.put(self._number, Ended(record, self._on_host, time.time()))
+        self._log.put(self._number, record, self._on_host)
 
 
 def readable(size: int) -> str:

@@ -1,16 +1,16 @@
-"""The engine's collectives on backends whose own collectives are good (NCCL and torch's fake backend).
+"""The collectives of an engine, launched through torch.distributed, and the interface of other transports.
 
-The functions mirror `shardwise.comm.gloo`. Sums are formed in the dtype of the output (fp32 as a rule), in one of two
-ways:
+Sums are formed in the dtype of the output (fp32 as a rule), in one of two ways:
 
-* exchange: the pieces go to their owner by all-to-all as they are, and it adds them in rank order, which is
+* exchange: an all-to-all brings the pieces to their owner as they are. The owner adds them in rank order, which is
   bit-identical for any number of ranks;
 * the backend's reduce-scatter, for which a narrower wire is widened first.
 
-Where the dtypes are the same the backend's is used, unless the order is asked for. Of 16-bit gradients and fp32 sums
-the exchange sends half the bytes of each rank, and within a node that decides. Between nodes it is bytes of a node that
-count: in an exchange each of its ranks sends all other nodes their parts, while the backend adds up within the node
-and sends each sum about once. So the exchange is left where it would send more; see `exchanges`.
+On Gloo, and where the order is asked for, pieces are exchanged. Elsewhere the backend's reduce-scatter is used if the
+dtypes are the same. Of 16-bit gradients and fp32 sums the exchange sends half the bytes of each rank, and within a node
+that decides. Between nodes it is bytes of a node that count: in an exchange each of its ranks sends all other nodes
+their parts, while the backend adds up within the node and sends each sum about once. So the exchange is left where it
+would send more; see `exchanges`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,31 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.ledger import Record
 from shardwise.compat import all_gather_single, launch_together, reduce_scatter_single
 from shardwise.device import recording
 from shardwise.device.summing import sum_rows
+from shardwise.errors import PeerLostError
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class PendingCollective(Protocol):
+    """A launched collective.
+
+    Attributes:
+        scratch: buffers made for the collective; `wait()` gives them back.
+    """
+
+    scratch: Sequence[torch.Tensor]
+
+    def wait(self) -> None:
+        """Block until the result is there (on CUDA: make the current stream wait)."""
 
 
 class Works:
@@ -41,7 +56,7 @@ class Works:
     def __init__(
         self,
         works: Sequence[dist.Work | None],
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         scratch: Sequence[torch.Tensor] = (),
     ) -> None:
         self.scratch = scratch
@@ -49,9 +64,19 @@ class Works:
         self._finish = finish
 
     def wait(self) -> None:
-        """Wait (on CUDA: make the current stream wait) and do the local rest; later calls do nothing."""
+        """Wait (on CUDA: make the current stream wait) and do the local rest; later calls do nothing.
+
+        Raises:
+            PeerLostError: torch reports an error, which does not name the rank.
+        """
         for work in self._works:
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                text = str(error).partition("\n")[0].partition(" This is typically")[0]
+                lost = PeerLostError(f"a collective of torch.distributed has failed: {text}")
+                lost.timed_out = "timed out" in text.lower()
+                raise lost from error
         if self._finish is not None:
             self._finish()
         self._works, self._finish, self.scratch = [], None, ()
@@ -68,6 +93,129 @@ def in_order() -> Iterator[None]:
         yield
     finally:
         _thread.in_order = before
+
+
+class Backend:
+    """Collectives of one rank without peers; the interface of all backends. Arguments are those of `Communicator`.
+
+    A method returns a launched collective; None: it has ended.
+
+    Attributes:
+        transport: name of the way on which gathers and reductions reach other ranks.
+    """
+
+    transport = "messages"
+
+    def all_gather(self, pairs: Sequence[Pair], record: Record) -> PendingCollective | None:
+        """Gather each 1-D shard into its 1-D tensor of all ranks, rank-major."""
+        for full, shard in pairs:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+        return None
+
+    def reduce_scatter(self, pairs: Sequence[Pair], record: Record, accumulate: bool) -> PendingCollective | None:
+        """Set (or add to) each `out` the sum over ranks of this rank's range of `full`."""
+        for out, full in pairs:
+            if accumulate:
+                out.add_(full.to(out.dtype))
+            elif out.data_ptr() != full.data_ptr():
+                out.copy_(full)
+        return None
+
+    def all_reduce(self, tensor: torch.Tensor, record: Record) -> PendingCollective | None:
+        """Sum a small tensor over ranks, in place: the same bits on every rank."""
+        return None
+
+    def sum_in_place(self, tensor: torch.Tensor, record: Record) -> PendingCollective | None:
+        """Sum a tensor over ranks by one collective of the backend: the same bits on every rank."""
+        return None
+
+    def broadcast(self, tensor: torch.Tensor, src: int, record: Record) -> PendingCollective | None:
+        """Copy a tensor from group rank `src` to all ranks."""
+        return None
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        record: Record,
+    ) -> PendingCollective | None:
+        """Send the r-th part of `given` to rank r and receive the r-th part of `output` from it."""
+        output.copy_(given)
+        return None
+
+    def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
+        """Return buffers as `reduce_scatter` makes them for itself, for plans of memory."""
+        return []
+
+    def received(self, sent: int) -> int:
+        """Return about how many bytes a reduction of so many holds for what arrives."""
+        return 0
+
+    def planned(self, world: int) -> Backend:
+        """Return what makes the same buffers for a number of ranks, of which no other exists."""
+        return Backend()
+
+    def close(self) -> None:
+        """Give back what the backend holds beside process groups."""
+
+
+class TorchBackend(Backend):
+    """Collectives of torch.distributed.
+
+    Args:
+        group: returns the process group for a kind of collective.
+        world: number of ranks.
+        ordered: add in rank order, whatever it costs.
+
+    Attributes:
+        per_node: ranks of the group on a node.
+    """
+
+    def __init__(self, group: Callable[[str], dist.ProcessGroup], world: int, *, ordered: bool) -> None:
+        self.group, self.world, self._ordered = group, world, ordered
+        self.per_node = world
+
+    def all_gather(self, pairs: Sequence[Pair], record: Record) -> PendingCollective:
+        return all_gather(pairs, self.group(record.kind))
+
+    def reduce_scatter(self, pairs: Sequence[Pair], record: Record, accumulate: bool) -> PendingCollective:
+        group = self.group(record.kind)
+        return reduce_scatter(pairs, group, accumulate=accumulate, ordered=self._ordered, per_node=self.per_node)
+
+    def all_reduce(self, tensor: torch.Tensor, record: Record) -> PendingCollective:
+        return all_reduce(tensor, self.group(record.kind))
+
+    def sum_in_place(self, tensor: torch.Tensor, record: Record) -> PendingCollective:
+        return sum_in_place(tensor, self.group(record.kind))
+
+    def broadcast(self, tensor: torch.Tensor, src: int, record: Record) -> PendingCollective:
+        return broadcast(tensor, src, self.group(record.kind))
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        record: Record,
+    ) -> PendingCollective:
+        return all_to_all(output, given, output_sizes, input_sizes, self.group(record.kind))
+
+    def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
+        pairs = [pair for pair in pairs if pair[1].numel()]
+        buffers = buffers_for(pairs, self.world, accumulate=accumulate, ordered=self._ordered, per_node=self.per_node)
+        return [buffer for made in buffers for buffer in made if buffer is not None]
+
+    def received(self, sent: int) -> int:
+        return sent
+
+    def planned(self, world: int) -> Backend:
+        found = TorchBackend(self.group, world, ordered=self._ordered)
+        found.per_node = self.per_node
+        return found
 
 
 def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Any]:
@@ -170,13 +318,13 @@ def buffers_for(pairs: Sequence[Pair], world: int, *, accumulate: bool, ordered:
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:
-    """Sum a small tensor over ranks, in place: the same bits on every rank."""
+    """Gather a small tensor from all ranks and sum it, in place: the same bits on every rank."""
     world = dist.get_world_size(group)
     gathered = torch.empty(world * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
     works = _launch(all_gather_single, [(gathered, tensor.reshape(-1))], group)
 
     def add_up() -> None:
-        # One kernel for any number of ranks. Its order of summation depends on the shape only: all ranks get the same.
+        # One kernel for any number of ranks. Its order of summation depends on the shape only.
         tensor.copy_(gathered.view(world, -1).sum(0, dtype=tensor.dtype).view_as(tensor))
 
     return Works(works, add_up)
@@ -189,7 +337,9 @@ def sum_in_place(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:
 
 def broadcast(tensor: torch.Tensor, src: int, group: dist.ProcessGroup) -> Works:
     """Copy a tensor from group rank `src` to all ranks."""
-    return Works(_launch(lambda out, _, **how: dist.broadcast(out, group_src=src, **how), [(tensor, tensor)], group))
+    flat = tensor.contiguous()
+    works = _launch(lambda out, _, **how: dist.broadcast(out, group_src=src, **how), [(flat, flat)], group)
+    return Works(works, None if flat is tensor else lambda: tensor.copy_(flat))
 
 
 def all_to_all(

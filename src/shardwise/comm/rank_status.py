@@ -10,22 +10,34 @@ from __future__ import annotations
 
 import dis
 import functools
-import hashlib
 import os
 import sys
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.desync import (
+    PAIR,
+    RECENT,
+    TORCH,
+    Launch,
+    Place,
+    Position,
+    digest_of,
+    launch_of,
+    named,
+    order_of,
+    position_of,
+    size_of,
+)
 from shardwise.comm.ledger import Ledger, Record, line_of
 from shardwise.comm.rendezvous import machine
 from shardwise.compat import group_named, launched_of
@@ -148,137 +160,10 @@ def oldest_under_way(quiet: float = 0.0) -> tuple[Record | TorchLaunch, float] |
     return next(((record, followed[-1][2]) for record, mark, _ in followed if not mark.reached()), None)
 
 
-Place = tuple[str, str, int]
-"""What is the same on all ranks of a collective: name, order (see `order_of`) and bytes."""
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where a rank is.
-
-    Attributes:
-        what: the collective that it waits for, in words that are the same on all ranks; empty: it waits for none.
-        size: its bytes; 0 where they may differ by rank.
-        kind: with which collectives that is in one order.
-        members: global ranks that take part in it; nothing: not known.
-        line: `file:line` of the script that has led there, or where the script is.
-        call: `file:line` where it has called the engine, if that is not `line`.
-        doing: what the script is in ("engine.step()", "its data loader"); empty: not known.
-        seconds: for which it has waited.
-        number: of the wait on that rank.
-        turn: of a collective of torch, how many the rank has launched in the group, with this one; -1: not known.
-        step: steps that it has taken; -1: not known.
-        collectives: of torch that it has launched in the default group; -1: not known.
-        loader: what the engine's data loader has done; empty: not known.
-    """
-
-    what: str = ""
-    size: int = 0
-    kind: str = ""
-    members: Sequence[int] = ()
-    line: str = ""
-    call: str = ""
-    doing: str = ""
-    seconds: float = 0.0
-    number: int = -1
-    turn: int = -1
-    step: int = -1
-    collectives: int = -1
-    loader: str = ""
-
-    @classmethod
-    def read(cls, found: Mapping[str, Any]) -> Position | None:
-        """Return what `written` has returned, or None if it is something else."""
-        try:
-            members = [start + step * i for start, count, step in found.get("members", ()) for i in range(count)]
-            return cls(**{**found, "members": members})
-        except (TypeError, ValueError):
-            return None
-
-    def written(self) -> dict[str, Any]:
-        """Return the position in JSON's terms, in a few hundred bytes: what has its default value is left out."""
-        found = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
-        if self.members:
-            found["members"] = _runs(self.members)
-        return found
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is in a collective."""
-        return bool(self.what)
-
-    @property
-    def torch(self) -> bool:
-        """Whether it is in a collective of torch."""
-        return self.kind.startswith(_TORCH)
-
-    @property
-    def place(self) -> Place:
-        """What is the same on ranks that are in the same collective."""
-        return ("" if self.kind.startswith(_PAIR) else self.what), self.kind, self.size
-
-    def __str__(self) -> str:
-        at = f" at {self.line}" if self.line else ""
-        at += f", called at {self.call}" if self.call else ""
-        inside = f", in {self.doing}" if self.doing else ""
-        after = f", after {self.step} steps" if self.step >= 0 else ""
-        if self.waits:
-            return f"waits in {self.what} for {self.seconds:.0f} s{inside}{at}{after}"
-        where = f"is in {self.doing}" if self.doing else "is outside of collectives"
-        return f"{where}{at}{after}"
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return numbers as runs of (start, count, step): groups of a mesh are a few of them, however many ranks they have.
-
-    >>> _runs([0, 8, 16, 17, 18])
-    [(0, 3, 8), (17, 2, 1)]
-    """
-    found: list[tuple[int, int, int]] = []
-    for number in numbers:
-        start, count, step = found[-1] if found else (0, 0, 0)
-        if count == 1:
-            found[-1] = start, 2, number - start
-        elif count and number == start + count * step:
-            found[-1] = start, count + 1, step
-        else:
-            found.append((number, 1, 1))
-    return found
-
-
-def named(record: Record) -> str:
-    """Return the name of a collective, the same on all ranks."""
-    return f"{record.op} {record.label!r} #{record.turn}"
-
-
-def _size(record: Record) -> int:
-    """Return its bytes if they are the same on all ranks."""
-    return 0 if record.op == "all_to_all" else record.size
-
-
-def order_of(record: Record) -> str:
-    """Return with which collectives it is in one order: each group of ranks has orders of its own."""
-    members = record.members
-    known = _groups.get(id(members))
-    if known is None or known[0] is not members:  # a ledger has thousands of records of a few groups
-        if len(_groups) >= _MOST_GROUPS:
-            _groups.clear()
-        known = _groups[id(members)] = members, zlib.crc32(repr(list(members)).encode())
-    return f"{record.group}/{record.kind}/{known[1]:x}"
-
-
-_groups: dict[int, tuple[Sequence[int], int]] = {}
-_MOST_GROUPS = 256
-
-
 def turn_of(what: str) -> int:
     """Return the number of a collective in its order from its name; -1 if it has none."""
     number = what.rpartition("#")[2]
     return int(number) if number.isdigit() else -1
-
-
-Launch = tuple[str, str, int, int]
-"""Of a launched collective its name, the line where the script has called the engine, its bytes, and its number."""
 
 
 class Here:
@@ -315,16 +200,7 @@ class Here:
         rest["collectives"] = -1 if default is None else launched_of(default)
         wait = self._wait(thread, script.blocked, quiet)
         if wait is not None and isinstance(record := wait[0], Record):
-            rest |= {"line": record.line or script.line, "call": record.call}
-            return Position(
-                what=named(record),
-                size=_size(record),
-                kind=order_of(record),
-                members=record.members,
-                seconds=wait[1],
-                number=record.sequence,
-                **rest,
-            )
+            return position_of(record, wait[1], **{**rest, "line": record.line or script.line})
         call, launch = script.torch, _works.get(thread) if wait is None else wait
         if launch is not None and isinstance(launch[0], TorchLaunch):
             call = _TorchCall.of(launch[0], id(launch[0]))
@@ -342,7 +218,7 @@ class Here:
             turn: likewise.
             here: where this rank is.
         """
-        group = group_named(kind.removeprefix(_TORCH)) if turn >= 0 else None
+        group = group_named(kind.removeprefix(TORCH)) if turn >= 0 else None
         # Of two ranks that are in the same turn, each says which collective that is.
         return group is not None and launched_of(group) - (here.kind == kind) >= turn
 
@@ -351,7 +227,7 @@ class Here:
         kept: dict[str, dict[int, Place]] = {kind: {} for _, kind, _ in waits}
         for record in self._records():
             if (kind := order_of(record)) in kept:
-                kept[kind][record.turn] = named(record), kind, _size(record)
+                kept[kind][record.turn] = named(record), kind, size_of(record)
         found = []
         for what, kind, size in waits:
             turns, turn = kept[kind], turn_of(what)
@@ -368,12 +244,12 @@ class Here:
         found = {}
         for kind, launched in kept.items():
             turns = sorted(launched)[-RECENT:]
-            found[kind] = turns[0], "".join(_digest(_launch(launched[turn])) for turn in turns)
+            found[kind] = turns[0], "".join(digest_of(launch_of(launched[turn])) for turn in turns)
         return found
 
     def launch(self, kind: str, turn: int) -> Launch | None:
         """Return one collective that this rank has launched."""
-        found = (_launch(one) for one in self._records() if one.turn == turn and order_of(one) == kind)
+        found = (launch_of(one) for one in self._records() if one.turn == turn and order_of(one) == kind)
         return next(found, None)
 
     def _records(self) -> list[Record]:
@@ -394,20 +270,6 @@ class Here:
         if self._since[0] != number:
             self._since = number, now
         return now - self._since[1]
-
-
-RECENT = 32
-"""Collectives of each order of which a rank tells digests."""
-DIGEST = 4
-"""Letters of one."""
-
-
-def _launch(record: Record) -> Launch:
-    return named(record), record.call or record.line, _size(record), record.sequence
-
-
-def _digest(launch: Launch) -> str:
-    return hashlib.blake2b(repr(launch[:3]).encode(), digest_size=DIGEST // 2).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -450,10 +312,10 @@ class _TorchCall:
                 said.append(f"{root}={number}")
         if group is not dist.group.WORLD:
             said.append(f"group=ranks {', '.join(map(str, members[:8]))}{', ...' if len(members) > 8 else ''}")
-        kind = f"{_TORCH}{getattr(group, 'group_name', '')}"
+        kind = f"{TORCH}{getattr(group, 'group_name', '')}"
         if name in _PAIRS:
             ends = (dist.get_rank(), peer) if name.endswith("send") else (peer, dist.get_rank())
-            kind = f"{_PAIR}{ends[0]}>{ends[1]}/{given.get('tag')}"
+            kind = f"{PAIR}{ends[0]}>{ends[1]}/{given.get('tag')}"
             members = sorted(end for end in ends if end >= 0)
         what = f"torch.distributed.{name}({', '.join(said)})"
         turn = -1 if name in _UNCOUNTED else launch.turn
@@ -469,7 +331,7 @@ class _TorchCall:
         default = dist.group.WORLD
         if default is None or (turn := launched_of(default)) < 1:
             return None
-        kind, members = f"{_TORCH}{default.group_name}", dist.get_process_group_ranks(default)
+        kind, members = f"{TORCH}{default.group_name}", dist.get_process_group_ranks(default)
         return cls(f"{_WORK}()", 0, kind, members, hash((place, turn)), turn)
 
 
@@ -498,7 +360,6 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
     return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
 
 
-_TORCH, _PAIR = "torch/", "torch/pair/"
 _PAIRS = ("send", "recv", "isend", "irecv")
 _WORK = "torch.distributed.Work.wait"
 _UNCOUNTED = (*_PAIRS, "monitored_barrier", "wait_tensor")
@@ -608,7 +469,7 @@ def _working_on(future: object, frames: Mapping[int, FrameType]) -> int:
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_ENGINE = os.path.join("shardwise", "engine", "engine.py")
+_ENGINE = tuple(os.path.join("shardwise", "engine", file) for file in ("engine.py", "attributes.py", "states.py"))
 _API = os.path.join("shardwise", "comm", "api.py")
 _COLLECTIVES = tuple(
     os.path.join("torch", "distributed", file) for file in ("distributed_c10d.py", "_functional_collectives.py")

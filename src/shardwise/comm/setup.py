@@ -25,11 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.comm.desync_report import publish_end
+from shardwise.comm.desync import publish_end
 from shardwise.comm.environment import NO_LAUNCHER, TORCH_LAYOUT, RankPlace, discover
 from shardwise.comm.groups import forget, made_well
-from shardwise.comm.meeting import meet
-from shardwise.comm.rendezvous import join, private_keys
+from shardwise.comm.rendezvous import join, meet, private_keys
 from shardwise.device.choice import device_index
 from shardwise.errors import LaunchError
 

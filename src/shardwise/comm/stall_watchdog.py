@@ -30,20 +30,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.comm.desync_report import FAILED, key_of, sign_failures
-from shardwise.comm.ledger import Ledger
-from shardwise.comm.rank_status import Here, Launch, Position, follow_devices, process_word, quiet_for, state_of
-from shardwise.comm.rendezvous import answers
-from shardwise.comm.sealed import seal, unsealed
-from shardwise.comm.stall_report import (
+from shardwise.comm.desync import (
+    FAILED,
     Confirmation,
+    Launch,
+    Position,
     Positions,
     first_difference,
     is_stuck,
     judge,
+    key_of,
     parting_in_words,
+    read_all,
+    seal,
+    sign_failures,
+    unsealed,
     waits_of,
 )
+from shardwise.comm.ledger import Ledger
+from shardwise.comm.rank_status import Here, follow_devices, process_word, quiet_for, state_of
+from shardwise.comm.rendezvous import answers
 from shardwise.compat import default_store
 from shardwise.errors import DesyncError, PeerLostError
 from shardwise.utils.logging import logger
@@ -461,17 +467,9 @@ class StallWatch:
 
     def _said_by(self, ranks: Iterable[int], name: str) -> dict[int, Any]:
         """Return the answers to a question that have come."""
-        there = self._written([self._key("answer", rank) for rank in sorted(ranks)])
-        values = self._store.multi_get(there) if self._store.has_extended_api() else map(self._store.get, there)
-        found = {int(key.rpartition("/")[2]): self._checked(key, data) for key, data in zip(there, values, strict=True)}
+        values = read_all(self._store, [self._key("answer", rank) for rank in sorted(ranks)])
+        found = {int(key.rpartition("/")[2]): self._checked(key, data) for key, data in values.items()}
         return {rank: said for rank, said in found.items() if said is not None and said.get("to") == name}
-
-    def _written(self, keys: list[str]) -> list[str]:
-        """Return those of some keys that are in the store: reading another one would block."""
-        if not keys or self._store.check(keys):
-            return keys
-        half = len(keys) // 2
-        return self._written(keys[:half]) + self._written(keys[half:]) if half else []
 
 
 def _first_parting(candidates: Mapping[str, tuple[int, list[int]]], answers: Mapping[int, Any]) -> list[str]:

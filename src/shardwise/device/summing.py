@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import torch
 
+CHUNK = 1 << 18
+"""Elements that a CPU adds at a time: smaller chunks cost calls, larger ones leave the cache."""
+
 
 def sum_rows(out: torch.Tensor, rows: torch.Tensor, *, accumulate: bool) -> None:
     """Set (or add to) `out` the sum of the rows, formed from the first to the last and in the dtype of `out`.
 
     Args:
         out: 1-D, of S elements.
-        rows: 2-D, of S elements each; they do not overlap `out`.
+        rows: 2-D, of S elements each; they do not overlap `out`, and the sum may be formed in the first one.
         accumulate: add to `out` instead of replacing it.
     """
-    first, *others = rows.unbind()
-    if not accumulate:
-        total = out.copy_(first)
-    elif others or first.dtype != out.dtype:
-        total = first.to(out.dtype, copy=True)
-    else:
-        total = first
-    for row in others:
-        total.add_(row)
-    if accumulate:
-        out.add_(total)
+    size = CHUNK if out.device.type == "cpu" else max(1, out.numel())
+    for target, *parts in zip(out.split(size), *(row.split(size) for row in rows.unbind()), strict=True):
+        first, *others = parts
+        if not accumulate and others and first.dtype == out.dtype:
+            total = torch.add(first, others.pop(0), out=target)
+        elif not accumulate:
+            total = target.copy_(first)
+        else:
+            total = first.to(out.dtype)
+        for part in others:
+            total.add_(part)
+        if accumulate:
+            target.add_(total)

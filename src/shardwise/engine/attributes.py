@@ -26,6 +26,8 @@ def of_part(
     def call(engine: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
         return method(getattr(engine, part), *args, **kwargs)
 
+    # Because tracebacks and reports of stalls name the method that a script has called by its frame.
+    call.__code__ = call.__code__.replace(co_name=method.__name__)
     return call
 
 

@@ -17,13 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.comm.agreement import check_agreement
 from shardwise.comm.api import configure as configure_log
-from shardwise.comm.calls import compare_calls
-from shardwise.comm.communicator import Communicator, members_of
+from shardwise.comm.communicator import Communicator, check_agreement, members_of
+from shardwise.comm.desync import compare_calls
 from shardwise.comm.domain import REPLICATE, Domain
-from shardwise.comm.entry import refuse
 from shardwise.comm.environment import DEVICE_LIMIT
+from shardwise.comm.groups import refuse
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.logger import comms_logger
 from shardwise.comm.setup import init_distributed, local_rank

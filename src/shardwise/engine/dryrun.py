@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.domain import Domain
-from shardwise.comm.imagined import FakeCommunicator
+from shardwise.comm.fake import FakeCommunicator
 from shardwise.engine.activations import Activations
 from shardwise.engine.batch import Batches
 from shardwise.engine.experts import divide_experts
@@ -36,6 +36,7 @@ from shardwise.memory import Accountant, Category, Moved, Tier, fake_copy, track
 from shardwise.memory.dryrun import Answers, arguments_of, fake_values, loss_of, undisturbed, without_masks
 from shardwise.offload import Disks, homes_of
 from shardwise.optim import is_elementwise_state
+from shardwise.parallel.tensor.check import frozen
 from shardwise.precision.autocast import autocast, autocast_dtype, wire_dtypes
 from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
@@ -151,7 +152,7 @@ class DryRunEngine:
     ) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        self._config, self._device = config, device
+        self._config, self._device, self._module = config, device, module
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.accountant = accountant = Accountant()
         twin = fake_copy(module, self._mode)
@@ -225,6 +226,7 @@ class DryRunEngine:
         found = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._computing())
+            stack.enter_context(frozen(self._module))
             stack.enter_context(track_activations(self.accountant))
             if not masks:
                 stack.enter_context(without_masks())

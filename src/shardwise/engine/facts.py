@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.agreement import check_agreement, difference
-from shardwise.comm.communicator import named_ranks
+from shardwise.comm.communicator import check_agreement, difference
+from shardwise.comm.desync import ranks_in_words
 from shardwise.config import Resolution, effective
 from shardwise.errors import DesyncError
 from shardwise.moe.exchange import ExpertParallelModule
@@ -124,8 +124,8 @@ def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, 
     if 0 in without and len(without) < job.world:
         others = [rank for rank in range(job.world) if rank not in without]
         raise DesyncError(
-            f"initialize(): {named_ranks(without)} of {job.world} built the model on the meta device, "
-            f"{named_ranks(others)} with values. Build it on the meta device on all ranks, or with values on rank 0 "
+            f"initialize(): {ranks_in_words(without)} of {job.world} built the model on the meta device, "
+            f"{ranks_in_words(others)} with values. Build it on the meta device on all ranks, or with values on rank 0 "
             "and on the meta device elsewhere: then rank 0's values are everybody's"
         )
     if without and len(without) < job.world:

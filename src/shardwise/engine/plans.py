@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Arrangement, Domain
-from shardwise.comm.imagined import FakeCommunicator
+from shardwise.comm.fake import FakeCommunicator
 from shardwise.config import Facts, Resolution, resolve
 from shardwise.engine.batch import accumulated
 from shardwise.engine.dryrun import DryRunEngine, MemoryPlan

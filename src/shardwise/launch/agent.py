@@ -26,8 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from shardwise.comm.environment import RECOVERY_FILE
-from shardwise.comm.meeting import ended_key
-from shardwise.comm.rendezvous import serve
+from shardwise.comm.rendezvous import ended_key, serve
 from shardwise.comm.setup import DEFAULT_PORT, DEFAULT_TIMEOUT
 from shardwise.errors import LaunchError
 from shardwise.launch.attempt import Attempt

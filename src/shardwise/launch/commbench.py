@@ -164,7 +164,7 @@ def _fitting(wanted: CommWanted, nproc: int) -> CommWanted:
 
     import torch
 
-    from shardwise.comm.measure import COPIES
+    from shardwise.launch.comm_measure import COPIES
     from shardwise.memory import memory_limit
 
     cuda = torch.cuda.device_count() >= nproc

@@ -22,9 +22,9 @@ def measured(plan: dict[str, Any]) -> dict[str, Any]:
 
     from shardwise.comm.communicator import Communicator
     from shardwise.comm.ledger import Ledger
-    from shardwise.comm.measure import Plan, measure
     from shardwise.comm.setup import destroy, init_distributed, local_rank
     from shardwise.device.choice import choose_device
+    from shardwise.launch.comm_measure import Plan, measure
     from shardwise.precision.dtypes import parse_dtype
 
     init_distributed(verbose=False)

@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.boxes import Region
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
-from shardwise.comm.desync_report import being_in, publish
+from shardwise.comm.desync import Word, inside_of
 from shardwise.comm.domain import Domains
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
@@ -1212,7 +1212,7 @@ class ShardedModel:
         """End passes and gathers that are under way, once all ranks are here; return why they cannot be ended."""
         # An exception that is on its way through this rank may have spared the others: then they are elsewhere.
         failure = sys.exc_info()[1]
-        where = being_in("destroy()", failure)
+        where = inside_of("destroy()", failure)
         apart = ""
         if failure is None or self.channel is None:
             try:
@@ -1231,7 +1231,7 @@ class ShardedModel:
                     raise
                 apart = str(error)  # a peer has gone; what has led here is nearer to the cause
             if apart:
-                publish({"state": "ends", "text": where})
+                Word("ends", where).publish()
             elif failure is not None:
                 self.hooks.settle()
                 self.finish_gathers()

@@ -14,7 +14,6 @@ class Loopback:
     """One rank's end. Collectives happen at launch; every rank must come to each."""
 
     device = torch.device("cpu")
-    reads_peers = False
     scratch: Sequence[torch.Tensor] = ()
 
     def __init__(self, rank: int, world: int, barrier: threading.Barrier, table: list[Any]) -> None:

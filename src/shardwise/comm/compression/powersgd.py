@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.comm.compression.base import Flat, Method, Running, working_dtype
+from shardwise.comm.compression.base import Compressor, Flat, Running, working_dtype
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -136,8 +136,8 @@ def orthogonalize(matrix: torch.Tensor, epsilon: float) -> torch.Tensor:
     return basis
 
 
-class PowerSGD(Method):
-    """See the module docstring.
+class PowerSGD(Compressor):
+    """Reduces matrices as the factors of a low-rank approximation.
 
     Args:
         parameters: see `shardwise.config.schema.gradients.PowerSGDOptions`.
@@ -158,7 +158,6 @@ class PowerSGD(Method):
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
     ) -> Running:
-        """See `shardwise.comm.compression.base.Compressor.reduce`."""
         jobs = [_Job(flat, self._split(flat.shapes), self, scale) for flat in flats]
         for job in jobs:
             job.project()

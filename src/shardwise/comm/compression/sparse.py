@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy
 import torch
 
-from shardwise.comm.compression.base import Flat, Method, Running, working_dtype
+from shardwise.comm.compression.base import Compressor, Flat, Running, working_dtype
 from shardwise.compat import has_values
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-class Sparse(Method):
+class Sparse(Compressor):
     """What sparse reductions have in common: selecting, sending, adding up.
 
     Args:
@@ -148,7 +148,6 @@ class Sparse(Method):
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
     ) -> Running:
-        """See `shardwise.comm.compression.base.Compressor.reduce`."""
         world = self.comm.world
         dtypes = [wire_dtype or working_dtype(flat.full.dtype) for flat in flats]
         shards = [flat.own.numel() for flat in flats]
@@ -237,11 +236,9 @@ class TopK(Sparse):
 
     @property
     def ratio(self) -> float:
-        """See `Sparse.ratio`."""
         return self._parameters.ratio
 
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
-        """See `Sparse.gather`."""
         dtype = working_dtype(flat.full.dtype)
         if not self._parameters.use_error_feedback:
             if flat.full.dtype is not dtype:
@@ -275,13 +272,11 @@ class DGC(Sparse):
 
     @property
     def ratio(self) -> float:
-        """See `Sparse.ratio`."""
         done, warmup, last = self.steps - self.start, self._parameters.warmup_steps, self._parameters.ratio
         first = max(last, self._FIRST_RATIO)
         return last if done >= warmup else first * (last / first) ** (done / warmup)
 
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
-        """See `Sparse.gather`."""
         numel, dtype = flat.full.numel(), working_dtype(flat.full.dtype)
         total = self.kept.at(f"{flat.name}.accumulated", numel, dtype, scale)
         clip = self._parameters.local_clipping * scale / math.sqrt(self.comm.world)
@@ -301,7 +296,6 @@ class DGC(Sparse):
         return total
 
     def sent(self, flat: Flat, first: int, positions: torch.Tensor) -> None:
-        """See `Sparse.sent`."""
         velocity = self.kept.get(f"{flat.name}.momentum")
         if velocity is not None and self._parameters.momentum_factor_masking:
             velocity.index_fill_(0, first + positions, 0.0)

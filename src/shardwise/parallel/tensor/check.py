@@ -100,7 +100,7 @@ class _Steady(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _frozen(block: nn.Module) -> Iterator[None]:
+def frozen(block: nn.Module) -> Iterator[None]:
     """Give a block no gradients, because a wrapped forward pass of a copy may call modules of the block."""
     trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
     try:
@@ -145,7 +145,7 @@ class _Run:
             for path, inner in self.module.named_modules():
                 handles.append(inner.register_forward_hook(self._noting(path)))
         args, kwargs = self._given
-        with _Steady(silent), _frozen(self._block):
+        with _Steady(silent), frozen(self._block):
             made = self.module(*args, **kwargs)
         for handle in handles:
             handle.remove()
@@ -171,7 +171,7 @@ class _Run:
         named = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         roots = {index: self.outputs[index] for index in seeds if self.outputs[index].requires_grad}
         if roots:
-            with _Steady(silent), _frozen(self._block):
+            with _Steady(silent), frozen(self._block):
                 torch.autograd.backward(list(roots.values()), [seeds[index] for index in roots])
         self.outputs = [tensor.detach() for tensor in self.outputs]
         self.inputs = [tensor.grad for tensor in self._wanted]

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.comm.agreement import check_agreement
-from shardwise.comm.communicator import Communicator, members_of
+from shardwise.comm.communicator import Communicator, check_agreement, members_of
 from shardwise.comm.ledger import Ledger
 from shardwise.config import load, resolve
 from shardwise.errors import ConflictError, UsageError

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from shardwise.comm.pieces import Pieces
 from shardwise.compat import number_of_pass, will_run, without_overrides
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Loans
 from shardwise.zero.passes.gather import Gatherer
+from shardwise.zero.units.joined import GradientList
 from shardwise.zero.units.unit import Unit
 
 
@@ -50,12 +50,12 @@ class UnitGradients:
         self._borrowed = [section.gradient_loans for section in unit.trainable if self.loans.away]
         self.resting = self.loans.away
         self.parameters = sum(len(section.layout.slots) for section in unit.trainable)
-        self.buffers: dict[int, torch.Tensor | Pieces] = {}
+        self.buffers: dict[int, torch.Tensor | GradientList] = {}
         self._ends: list[dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]] = [{}, {}]
         self._window = 0
         self._watched: list[set[torch.dtype]] = [set(), set()]
         self.sums: dict[int, torch.Tensor] = {}  # over some of the ranks, by place of the section
-        self.joined: set[int] = set()  # places of the sections whose gradients lay in pieces
+        self.joined: set[int] = set()  # places of the sections whose gradients were joined
         self.written: set[int] = set()
         self.seen: set[int] = set()  # of what has been written before
         self.expected: set[int] = set()
@@ -125,22 +125,22 @@ class UnitGradients:
         for loans in (self.loans, *self._borrowed):
             loans.settle()
 
-    def put(self, pieces: Pieces, number: int, grad: torch.Tensor) -> None:
+    def put(self, gradients: GradientList, number: int, grad: torch.Tensor) -> None:
         """Collect the gradient of parameter `number` of a section."""
-        piece = pieces.put(number, grad)
-        if pieces.joined and not self._accountant.trackers:
-            # They come and go together: their bytes are told, which costs less than to hear of the end of each.
-            size = piece.nbytes
-            pieces.told += size
-            self._accountant.add(Category.BUFFERS, size)
+        kept = gradients.put(number, grad)
+        if self._accountant.trackers:
+            self._accountant.hold(Category.BUFFERS, kept)
         else:
-            self._accountant.hold(Category.BUFFERS, piece)
+            # Because they come and go together, their bytes are counted as a sum, which costs less.
+            size = kept.nbytes
+            gradients.counted += size
+            self._accountant.add(Category.BUFFERS, size)
 
-    def uncount(self, pieces: Pieces) -> None:
-        """The bytes that have been told of pieces are there no longer."""
-        told, pieces.told = pieces.told, 0
-        if told:
-            self._accountant.remove(Category.BUFFERS, told)
+    def uncount(self, gradients: GradientList) -> None:
+        """Have the accountant forget the bytes of gradients that are freed."""
+        size, gradients.counted = gradients.counted, 0
+        if size:
+            self._accountant.remove(Category.BUFFERS, size)
 
     def free(self) -> None:
         """Drop what has been collected."""
@@ -150,7 +150,7 @@ class UnitGradients:
                     self.loans.forget(buffer)
             self.rest()
         for buffer in self.buffers.values():
-            if type(buffer) is Pieces:
+            if type(buffer) is GradientList:
                 self.uncount(buffer)
         self.seen |= self.written
         self.buffers = {}

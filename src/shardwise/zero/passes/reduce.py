@@ -1,7 +1,7 @@
 """The gradient path: from autograd's gradients to this rank's fp32 accumulator. There is only this one.
 
-A gradient is copied into its unit's flat buffer and freed the moment autograd has produced it; where the other ranks
-read it from this one's memory, it stays where it is instead. When all gradients that this backward pass will produce
+A gradient is copied into its unit's flat buffer and freed the moment autograd has produced it; on a device one call
+copies all gradients of a unit together instead. When all gradients that this backward pass will produce
 for a unit are there (asked of the autograd engine, not guessed), the unit is reduced:
 reduce-scatter in rank order, in fp32, added to the accumulator. Units are reduced exactly once per reducing backward
 pass, in the reverse of the agreed forward order; what a rank has not used contributes zeros. One reduction is in flight
@@ -31,7 +31,6 @@ from torch import nn
 from shardwise.comm.chain import Chain, Launch, Link
 from shardwise.comm.compression import Compressor, Flat, Reduction, is_active
 from shardwise.comm.domain import Domain
-from shardwise.comm.pieces import Pieces
 from shardwise.compat import never_compiled, number_of_pass
 from shardwise.device.ranges import Stretches, named, watched
 from shardwise.errors import UsageError
@@ -41,6 +40,7 @@ from shardwise.zero.passes.calls import AtEnd
 from shardwise.zero.passes.driver import Driver
 from shardwise.zero.passes.gather import Gatherer
 from shardwise.zero.passes.gradients import UnitGradients
+from shardwise.zero.units.joined import GradientList
 from shardwise.zero.units.peaks import ReductionSizes, reduced_alone
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import Presence
@@ -282,9 +282,9 @@ class Reducer:
             parameter.grad = None
             if gradients.task != number_of_pass():
                 self._first_of_pass(gradients, index)
-            pieces = gradients.buffers.get(place)
-            if type(pieces) is Pieces and not grad.is_sparse:
-                gradients.put(pieces, number, grad)
+            buffer = gradients.buffers.get(place)
+            if type(buffer) is GradientList and not grad.is_sparse:
+                gradients.put(buffer, number, grad)
                 gradients.written.add(index)
             else:
                 self._collect(gradients, place, section, number, grad)
@@ -320,7 +320,7 @@ class Reducer:
             grad = grad.coalesce().to_dense()  # equal rows are summed in one order
         slot = section.layout.slots[number]
         buffer = self._buffer(gradients, place, section)
-        if isinstance(buffer, Pieces):
+        if isinstance(buffer, GradientList):
             gradients.put(buffer, number, grad)
         elif slot.index in gradients.written:
             buffer[slot.offset : slot.offset + slot.numel].add_(grad.reshape(-1))
@@ -340,7 +340,7 @@ class Reducer:
         """Whether this backward pass is the only one of its window."""
         return self.boundary and not self.partial and self.driver.begins_window()
 
-    def _buffer(self, gradients: UnitGradients, place: int, section: FlatParamStorage) -> torch.Tensor | Pieces:
+    def _buffer(self, gradients: UnitGradients, place: int, section: FlatParamStorage) -> torch.Tensor | GradientList:
         """Return what collects a section's gradients; if it is a flat buffer, it is new with undefined content.
 
         See `_fill_gaps`.
@@ -349,12 +349,12 @@ class Reducer:
         if known is not None:
             return known
         alone, dtype = self._collected_as(section)
-        buffer: torch.Tensor | Pieces
+        buffer: torch.Tensor | GradientList
         if not (alone or gradients.accumulated or section.gradient_loans.away) and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet. One copy of a unit's
             # gradients costs less than one of each where the host launches them; elsewhere it only takes memory.
             joined = self._launches and section.domain.world == 1 and self._single and not self.local
-            buffer = Pieces(section.places, dtype, joined=True) if joined else section.whole_gradient
+            buffer = GradientList(section.places, dtype) if joined else section.whole_gradient
         else:
             if self._waits_alone(gradients):
                 # A lossy reduction may wait for peers that wait for gathers.
@@ -362,9 +362,8 @@ class Reducer:
                 if self._next < len(self._order):
                     self.gatherer.launch_through(self._order[self._next].unit)
                 self._land(0)
-            in_pieces = alone and self.in_pieces(gradients.unit)
-            if in_pieces or (alone and self.domain.async_reductions):
-                buffer = Pieces(section.places, dtype, joined=not in_pieces)
+            if alone and self.domain.async_reductions:
+                buffer = GradientList(section.places, dtype)
             else:
                 buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
                 if alone:
@@ -380,7 +379,7 @@ class Reducer:
         for gradients in self._order if self._every_pass else ():
             sections, inner = gradients.unit.trainable, gradients.comm
             sent = sum(s.layout.numel * (self.wire_of(s) or s.layout.dtype).itemsize for s in sections)
-            received = 0 if inner.reads_peers else sent * (inner.world - 1) // inner.world
+            received = inner.received(sent)
             own = sum((s.master_stop - s.master_start) * s.accumulate_dtype.itemsize for s in sections)
             whole = sum(s.layout.numel * s.accumulate_dtype.itemsize for s in sections)
             queue.append(ReductionSizes(gradients.unit.index, sent, received, own, whole))
@@ -393,15 +392,6 @@ class Reducer:
     def _cast_to(self, section: FlatParamStorage) -> torch.dtype | None:
         """Return `wire_of` a section, but lossy methods choose what they send by themselves."""
         return None if is_active(self.compressor) else self.wire_of(section)
-
-    def in_pieces(self, unit: Unit) -> bool:
-        """Whether gradients that travel as they are need not be copied together."""
-        return (
-            self.compressor is None
-            and self._prescale(unit.domain) == 1.0
-            and all(self.wire_of(section) in (None, section.layout.dtype) for section in unit.trainable)
-            and unit.domain.dimensions[0].takes_pieces(sum(len(section.layout.slots) for section in unit.trainable))
-        )
 
     def _prescale(self, domain: Domain) -> float:
         """Return what gradients are multiplied by before they are sent."""
@@ -457,17 +447,17 @@ class Reducer:
                     buffer[slot.offset : slot.offset + slot.numel].zero_()
 
     def _flatten(self, gradients: UnitGradients) -> None:
-        """Copy gradients that lie in pieces together, in one call, if they cannot be sent from there."""
-        for place, pieces in gradients.buffers.items():
-            if isinstance(pieces, Pieces) and pieces.joined:
+        """Copy gradients together, in one call, that lie where autograd has put them."""
+        for place, there in gradients.buffers.items():
+            if isinstance(there, GradientList):
                 section = gradients.unit.sections[place]
                 if section.domain.world == 1:
                     flat = section.whole_gradient
                 else:
-                    flat = torch.empty(pieces.numel(), dtype=pieces.dtype, device=section.device)
+                    flat = torch.empty(section.layout.numel, dtype=there.dtype, device=section.device)
                     self.accountant.hold(Category.BUFFERS, flat)
-                pieces.places.join(pieces.tensors, flat)
-                gradients.uncount(pieces)
+                there.places.join(there.tensors, flat)
+                gradients.uncount(there)
                 gradients.buffers[place] = flat
                 gradients.joined.add(place)
 
@@ -539,7 +529,7 @@ class Reducer:
         gradients.reduced, gradients.task = True, -1
         gradients.bring()
         unit = gradients.unit
-        buffers: dict[int, torch.Tensor | Pieces] = {}
+        buffers: dict[int, torch.Tensor] = {}
         for place, section in enumerate(unit.sections):
             if section.layout.trainable:
                 self._buffer(gradients, place, section)
@@ -547,15 +537,10 @@ class Reducer:
         for place, section in enumerate(unit.sections):
             if section.layout.trainable:
                 buffer = gradients.buffers[place]
-                if isinstance(buffer, torch.Tensor):
-                    if place not in gradients.joined:
-                        self._fill_gaps(gradients, section, buffer)
-                    buffer = self._prepare(gradients, section, buffer)
-                elif self._watches(gradients):
-                    for piece in buffer.tensors:
-                        if piece is not None:
-                            gradients.watch(piece)
-                buffers[place] = buffer
+                assert isinstance(buffer, torch.Tensor)
+                if place not in gradients.joined:
+                    self._fill_gaps(gradients, section, buffer)
+                buffers[place] = self._prepare(gradients, section, buffer)
         sent = [*buffers.values()]
         with self.accountant.owning(Category.BUFFERS):
             if self.compressor is not None and is_active(self.compressor):
@@ -566,22 +551,16 @@ class Reducer:
             handle = gradients.domain.reduce(launches, self._hold)
         self._in_flight.append(_Flight(gradients, handle, own_only, sent if self.domain.async_reductions else ()))
 
-    def _lossily(
-        self, compressor: Compressor, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor | Pieces]
-    ) -> Launch:
+    def _lossily(self, compressor: Compressor, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor]) -> Launch:
         unit = gradients.unit
         gradients.borrow_sums()
-        flats = [
-            _flat(unit, unit.sections[place], buffer)
-            for place, buffer in buffers.items()
-            if isinstance(buffer, torch.Tensor)
-        ]
+        flats = [_flat(unit, unit.sections[place], buffer) for place, buffer in buffers.items()]
         before, gradients.accumulated = gradients.accumulated, True
         return lambda: compressor.reduce(
             flats, unit.name, accumulate=before, scale=self.driver.reduction_scale(), wire_dtype=self.wire_dtype
         )
 
-    def _exactly(self, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor | Pieces]) -> list[Launch]:
+    def _exactly(self, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor]) -> list[Launch]:
         """Return the launches that reduce a unit's buffers."""
         unit, level, depth = gradients.unit, gradients.level, gradients.domain.depth
         places = [place for place, section in enumerate(unit.sections) if section.layout.trainable]
@@ -760,7 +739,7 @@ class Reducer:
             for place, section in enumerate(gradients.unit.sections):
                 if section.layout.trainable:
                     buffer = self._buffer(gradients, place, section)
-                    assert isinstance(buffer, torch.Tensor)  # sums are never in pieces
+                    assert isinstance(buffer, torch.Tensor)  # sums are never in a GradientList
                     self._fill_gaps(gradients, section, buffer)
                     if self.prescale != 1.0:
                         buffer.mul_(self.prescale)

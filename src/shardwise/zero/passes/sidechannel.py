@@ -1,6 +1,6 @@
 """The side channel: what ranks tell each other outside the order of collectives, when their data makes them differ.
 
-A rank connects to another when it first asks it for something (`shardwise.comm.links`); ranks of a model that never
+A rank connects to another when it first asks it for something (`shardwise.comm.p2p`); ranks of a model that never
 needs this open no connection. A small thread answers the peers. It needs nothing of the main thread, which is busy or
 blocked elsewhere.
 
@@ -46,9 +46,9 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import links
+from shardwise.comm import p2p
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.desync_report import describe, publish_end
+from shardwise.comm.desync import named, publish_end
 from shardwise.comm.ledger import Record, user_line
 from shardwise.comm.rank_status import Waiting
 from shardwise.compat import default_store
@@ -112,7 +112,7 @@ class SideChannel:
         self._selector = selectors.DefaultSelector()
         self._alarm, self._alarmed = socket.socketpair()
         self._selector.register(self._alarmed, selectors.EVENT_READ)
-        self._links = links.Links(comm, self._selector, self._welcome)
+        self._links = p2p.P2PConnections(comm, self._selector, self._welcome)
         self._thread = threading.Thread(target=self._serve, name="shardwise-side-channel", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -304,7 +304,7 @@ class SideChannel:
     @contextlib.contextmanager
     def _expecting(self, peer: int, what: str, begin: float) -> Iterator[None]:
         """Turn an error of a connection inside into one that says who has not answered what."""
-        with links.reaching(self.comm, peer, what, begin):
+        with p2p.reaching(self.comm, peer, what, begin):
             try:
                 yield
             except OSError:
@@ -314,11 +314,11 @@ class SideChannel:
     def _answered(self, peer: int, most: int, deadline: float) -> int:
         """Read the head of an answer; return its bytes, at most so many."""
         connection, head = self._links.to(peer, deadline), bytearray(_ANSWER.size)
-        links.receive(connection, memoryview(head), deadline)
+        p2p.receive(connection, memoryview(head), deadline)
         given, size = _ANSWER.unpack(head)
         if given == _REFUSED and size <= _TEXT_BYTES:
             reason = bytearray(size)
-            links.receive(connection, memoryview(reason), deadline)
+            p2p.receive(connection, memoryview(reason), deadline)
             raise ConnectionAbortedError(f"rank {peer} has answered rank {self.comm.rank}: {reason.decode()}")
         if given != _GIVEN or size > most:
             raise ConnectionAbortedError(f"rank {peer} has answered {size} bytes of kind {given}; at most {most} fit")
@@ -333,12 +333,12 @@ class SideChannel:
         connection = self._links.to(peer, deadline)
         for part in parts:
             if part.device.type == "cpu":
-                links.receive(connection, _bytes_of(part), deadline)
+                p2p.receive(connection, _bytes_of(part), deadline)
                 continue
             flat = part.view(torch.uint8)
             for start in range(0, flat.numel(), CHUNK):
                 chunk = bytearray(min(CHUNK, flat.numel() - start))
-                links.receive(connection, memoryview(chunk), deadline)
+                p2p.receive(connection, memoryview(chunk), deadline)
                 flat[start : start + len(chunk)].copy_(torch.frombuffer(chunk, dtype=torch.uint8))
 
     def _where(self, peer: int, begin: float) -> dict[str, Any]:
@@ -349,7 +349,7 @@ class SideChannel:
                 raise TimeoutError("the limit is over")
             self._ask(peer, _WHERE, deadline=deadline)
             data = bytearray(self._answered(peer, _TEXT_BYTES, deadline))
-            links.receive(self._links.to(peer, deadline), memoryview(data), deadline)
+            p2p.receive(self._links.to(peer, deadline), memoryview(data), deadline)
             found = json.loads(data)
             assert isinstance(found, dict)
             return found
@@ -460,7 +460,7 @@ class SideChannel:
         open_ones = [record for record in self.comm.ledger.records() if record.finished is None]
         text = "is outside of collectives"
         if open_ones:
-            text = f"is in {describe(open_ones[-1])}" + (f" at {open_ones[-1].line}" if open_ones[-1].line else "")
+            text = f"is in {named(open_ones[-1])}" + (f" at {open_ones[-1].line}" if open_ones[-1].line else "")
         return {"text": text[:_SAID], "launched": launched, "ended": False}
 
     def _chunks(self, unit: Unit, version: int) -> Iterator[memoryview]:

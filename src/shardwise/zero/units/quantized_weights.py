@@ -20,7 +20,6 @@ from typing_extensions import override
 from shardwise.comm.chain import Launch
 from shardwise.comm.communicator import Handle
 from shardwise.comm.compression import BlockCode
-from shardwise.comm.wire import CPU
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
 from shardwise.zero.units.layout import FlatParam, round_up
@@ -67,14 +66,14 @@ class Exact:
         small = [travels_exactly(registry[slot.index].shape) for slot in section.slots]
         if section.dtype not in CODED or all(small):
             return None
-        counts, runs = [], [torch.zeros(0, dtype=torch.int64, device=CPU)]
+        counts, runs = [], [torch.zeros(0, dtype=torch.int64, device="cpu")]
         for rank in range(section.sizes[0]):
             start, stop = _range(section, rank)
             pieces = [p for p in section.pieces(start, stop) if travels_exactly(registry[p.index].shape)]
-            runs += [torch.arange(start + p.offset, start + p.offset + p.stop - p.start, device=CPU) for p in pieces]
+            runs += [torch.arange(start + p.offset, start + p.offset + p.stop - p.start, device="cpu") for p in pieces]
             counts.append(sum(p.stop - p.start for p in pieces))
         most = max(counts)
-        places = [torch.arange(rank * most, rank * most + count, device=CPU) for rank, count in enumerate(counts)]
+        places = [torch.arange(rank * most, rank * most + count, device="cpu") for rank, count in enumerate(counts)]
         return cls(tuple(counts), torch.cat(runs).to(device), torch.cat(places).to(device))
 
     def within(self, section: FlatParam, rank: int) -> torch.Tensor:

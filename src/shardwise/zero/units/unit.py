@@ -32,7 +32,6 @@ from typing_extensions import override
 from shardwise.comm.chain import Launch, Link
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
-from shardwise.comm.pieces import Places
 from shardwise.compat import is_shared, never_compiled, storage_users, without_overrides
 from shardwise.device.ranges import named
 from shardwise.errors import UsageError
@@ -40,6 +39,7 @@ from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, Loans, StateHome, borrowed
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units import released
+from shardwise.zero.units.joined import GradientPlaces
 from shardwise.zero.units.layout import FlatParam, GroupRange
 from shardwise.zero.units.plan import Levels
 
@@ -279,9 +279,9 @@ class FlatParamStorage:
                     self._accountant.remove(Category.GRADIENTS, gradient.nbytes, self._gradients.tier)
 
     @cached_property
-    def places(self) -> Places:
-        """Where the section's parameters lie, for gradients that are reduced without being copied together."""
-        return Places(self.layout.numel, [(slot.offset, slot.numel) for slot in self.layout.slots])
+    def places(self) -> GradientPlaces:
+        """Where the gradients of the parameters lie in the flat gradient."""
+        return GradientPlaces(self.layout.numel, [(slot.offset, slot.numel) for slot in self.layout.slots])
 
     @property
     def keeps_whole_gradient(self) -> bool:

@@ -1,9 +1,9 @@
-"""Collectives between processes of one machine, which read each other's memory.
+"""All-gathers and reduce-scatters between processes of one machine, which read each other's memory.
 
-Messages through sockets copy everything twice and wake a thread at both ends for each piece. Here the ranks tell each
-other only where the data lies, through one local socket per pair; each then reads what it needs, directly from the
-peer's tensors into its own (`shardwise.comm.peermemory`). A reduction adds what it reads chunk by chunk, so that there
-is no receive buffer. Nothing is held twice, and what a rank copies is exactly what it would have received.
+Messages through sockets copy everything twice and wake a thread at both ends for each piece. Here a rank sends its
+peers only the addresses of its tensors, through one local socket per pair. Each peer then copies what it needs from
+the rank's memory into its own (process_vm_readv of Linux). A reduction adds what it reads chunk by chunk, so that it
+has no receive buffer.
 
 An exchange has three events per peer: the peer's *offer* (it has launched: its data may be read), this rank's reading,
 and the peer's *receipt* (it has read this rank's data, which may change again). It is complete when every peer's offer
@@ -15,11 +15,11 @@ Invariants:
   one it waits for. So ranks may wait for exchanges in different orders, and a rank that is ahead never waits for more
   than the others' launches.
 - Once launched everywhere, an exchange is completed without any rank calling `wait()`: while something is under way, a
-  thread looks after it every few milliseconds. A rank may be elsewhere, in a barrier of the script's own, while another
-  evaluates alone.
-- Sums are formed in rank order and in the dtype of the result, as in `shardwise.comm.gloo`: the same bits.
+  thread looks after it every few milliseconds.
+- Sums are formed in rank order and in the dtype of the result: the same bits as those of `shardwise.comm.native`.
 - The tensors of an exchange stay alive until it is complete, even if its caller has forgotten it.
 - A closed socket is a lost peer, unless nothing more is expected from it.
+- Offers of ranks that are in different collectives do not match, so that no rank reads values of another collective.
 
 What crosses the sockets is addresses, from processes whose number and user the kernel has vouched for.
 """
@@ -28,7 +28,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import functools
+import hashlib
 import json
+import logging
 import os
 import secrets
 import select
@@ -39,7 +43,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,30 +51,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import gloo, peermemory, wire
-from shardwise.comm.pieces import Pieces, Run
-from shardwise.comm.wire import CPU, Deadline, copy_into, lost, split_by_rank
-from shardwise.compat import share_memory
+from shardwise.comm import native
+from shardwise.comm.groups import Deadline
+from shardwise.comm.ledger import Record
+from shardwise.comm.native import Pair
+from shardwise.compat import share_memory, timeout_of
 from shardwise.errors import PeerLostError, UsageError
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-Term = tuple[int, int, torch.Tensor]
-"""Part of a chunk, from one element to another, with its values."""
 
 VARIABLE = "SHARDWISE_TRANSPORT"
 """Environment variable: `messages` keeps ranks of one machine from reading each other's memory."""
 
+CPU = torch.device("cpu")
 CHUNK = 1 << 16
 """Elements that are read and added at a time, so that they are still in the cache when they are added."""
 
-MOST_ADDRESSES = 4096
-"""Tensors that one offer can name: it must be one message."""
-
-_MEETING = timedelta(seconds=30)
+_CONNECTING = timedelta(seconds=30)
 _BACKLOG = 128
-"""Callers whom a listener has not seen yet."""
+"""Connections that wait at a listener."""
 _AGAIN_S = 0.01
-_MEETING_TAG = 1
 _LEAVING = timedelta(seconds=10)
 _LISTENING = timedelta(seconds=1)
 """Longest sleep: what another thread could not send at once is tried again."""
@@ -79,39 +77,115 @@ _IDLE_S = 0.02
 unit; only one that waits elsewhere, or computes for long, leaves anything to the thread."""
 _CARD_BYTES = 512
 _PROOF_BYTES = 32
-_HEADER = struct.Struct("<BI")
+_HEADER = struct.Struct("<BQ")
 _OFFER, _RECEIPT = 1, 2
 _MESSAGE_BYTES = 1 << 16
-_open: weakref.WeakSet[Neighbours] = weakref.WeakSet()
+_MOST_ADDRESSES = 4096
+"""Tensors that one offer can name, because it must be one message."""
+
+_open: weakref.WeakSet[IntraNodeTransport] = weakref.WeakSet()
+_log = logging.getLogger("shardwise")
+
+
+# -- reading another process's memory ----------------------------------------------------------------------------------
+
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+_DESCENDANTS_ONLY = 1
+_PR_SET_PTRACER = 0x59616D61
+
+
+class _Range(ctypes.Structure):
+    """struct iovec."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+@functools.cache
+def _process_vm_readv() -> Any:
+    """Return the C library's function, or None where there is none."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        function = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    except (OSError, AttributeError):
+        return None
+    ranges = ctypes.POINTER(_Range)
+    function.argtypes = (ctypes.c_int, ranges, ctypes.c_ulong, ranges, ctypes.c_ulong, ctypes.c_ulong)
+    function.restype = ctypes.c_ssize_t
+    return function
+
+
+def allow_siblings() -> None:
+    """Let the descendants of this process's parent read this process's memory, where Yama's ptrace_scope is 1.
+
+    The kernel lets a process read another one of the same user. That rule of Yama lets only ancestors do so, unless the
+    process names another one.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if int(_YAMA.read_text()) == _DESCENDANTS_ONLY:
+            ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+
+
+def read_tensor(process: int, address: int, into: torch.Tensor) -> None:
+    """Fill a contiguous CPU tensor from the memory of another process.
+
+    Raises:
+        OSError: the process has gone, does not allow it, or has no memory there.
+
+    Example:
+        >>> source, target = torch.arange(4.0), torch.zeros(4)
+        >>> if _process_vm_readv() is not None:
+        ...     read_tensor(os.getpid(), source.data_ptr(), target)
+        ... else:
+        ...     _ = target.copy_(source)
+        >>> target.tolist()
+        [0.0, 1.0, 2.0, 3.0]
+    """
+    function, here, size = _process_vm_readv(), into.data_ptr(), into.nbytes
+    done = 0
+    while done < size:
+        target, source = _Range(here + done, size - done), _Range(address + done, size - done)
+        copied = function(process, ctypes.byref(target), 1, ctypes.byref(source), 1, 0)
+        if copied <= 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"reading {size} bytes of process {process}: {os.strerror(code)}")
+        done += copied
+
+
+# -- exchanges ---------------------------------------------------------------------------------------------------------
 
 
 class Exchange:
-    """One launched collective; what `Neighbours` returns.
+    """One launched collective.
 
     Attributes:
-        op: its name, for messages.
-        tag: tells it from others.
-        rank, world: this rank's place.
+        record: of the ledger.
+        tag: the same on all ranks that are in this collective, and on no others.
         addresses: where this rank's data begins, one number for each tensor.
-        scratch: what sums are formed in, chunk by chunk; it is kept for later exchanges.
+        scratch: where sums are formed, chunk by chunk; kept for later exchanges.
         unread: peers whose data is still to be read.
         unreceipted: peers that have still to read this rank's data.
         failure: the peer whose memory could not be read, and why.
     """
 
-    def __init__(self, neighbours: Neighbours, op: str, tag: int) -> None:
-        self.op, self.tag = op, tag
-        self.rank, self.world = neighbours.rank, neighbours.world
+    def __init__(self, transport: IntraNodeTransport, pairs: Sequence[Pair], record: Record) -> None:
+        self.record = record
+        name = f"{record.group} {record.op} {record.label} {record.size} {record.kind} {record.turn}"
+        self.tag = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+        self.rank, self.world = transport.rank, transport.world
         self.addresses: list[int] = []
         self.scratch: Sequence[torch.Tensor] = ()
         self.unread = {peer for peer in range(self.world) if peer != self.rank}
         self.unreceipted = set(self.unread)
         self.failure: tuple[int, Exception] | None = None
-        self._neighbours = neighbours
+        self._transport = transport
+        self._pairs = pairs  # kept alive for the others
+        if len(pairs) > _MOST_ADDRESSES:
+            raise UsageError(f"{record.op} {record.label!r}: {len(pairs)} tensors; at most {_MOST_ADDRESSES} fit")
 
     @property
     def complete(self) -> bool:
-        """Whether everything has been read by everybody."""
+        """Whether every rank has read everything."""
         return not self.unread and not self.unreceipted
 
     def accept(self, peer: int, process: int, addresses: Sequence[int]) -> list[int]:
@@ -119,233 +193,195 @@ class Exchange:
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Block until the result is there and this rank's tensors are its own again; later calls do nothing.
+        """Block until the result is there and this rank's tensors may be written; later calls do nothing.
 
         Raises:
             PeerLostError: a peer left, or did not answer within the group's limit.
         """
-        self._neighbours.wait_for(self)
+        self._transport.wait_for(self)
+
+    def parts(self, full: torch.Tensor, piece: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the views of 1-D `full` that belong to each rank; `piece` is this rank's counterpart.
+
+        Raises:
+            UsageError: the tensors do not fit, or `piece` overlaps `full` elsewhere than at this rank's place.
+        """
+        op, size = self.record.op, piece.numel()
+        for tensor in (full, piece):
+            if not tensor.is_contiguous() or tensor.device != CPU or tensor.dim() != 1:
+                raise UsageError(
+                    f"{op}: expected contiguous 1-D tensors on the CPU, found shape {tuple(tensor.shape)}, strides "
+                    f"{tensor.stride()} on {tensor.device}"
+                )
+        if full.numel() != self.world * size:
+            raise UsageError(
+                f"{op}: {self.world} ranks with {size} elements each need a full tensor of {self.world * size}; found "
+                f"{full.numel()}"
+            )
+        parts = full.view(self.world, size).unbind()
+        start, end = full.data_ptr(), full.data_ptr() + full.nbytes
+        if size and piece.data_ptr() < end and piece.data_ptr() + piece.nbytes > start:
+            own = parts[self.rank]
+            if piece.data_ptr() != own.data_ptr() or piece.dtype != own.dtype:
+                raise UsageError(
+                    f"{op}: the shard of rank {self.rank} overlaps the full tensor at byte {piece.data_ptr() - start}; "
+                    f"it may only be the rank's own range, at byte {own.data_ptr() - start}"
+                )
+        return parts
 
 
 class _Gather(Exchange):
     """All-gather: each shard is read into its place."""
 
-    def __init__(self, neighbours: Neighbours, pairs: Sequence[Pair], tag: int) -> None:
-        super().__init__(neighbours, "all_gather", tag)
-        self._shards = [shard for _, shard in pairs]  # kept alive for the others
+    def __init__(self, transport: IntraNodeTransport, pairs: Sequence[Pair], record: Record) -> None:
+        super().__init__(transport, pairs, record)
         self._places = []
         for full, shard in pairs:
             if full.dtype != shard.dtype:
                 raise UsageError(f"all_gather: full is {full.dtype} and shard is {shard.dtype}; they must be the same")
-            parts = split_by_rank(full, shard, self)
-            copy_into(parts[self.rank], shard)
+            parts = self.parts(full, shard)
+            if parts[self.rank].data_ptr() != shard.data_ptr():
+                parts[self.rank].copy_(shard)
             self._places.append(parts)
-        self.addresses = [shard.data_ptr() for shard in self._shards]
+        self.addresses = [shard.data_ptr() for _, shard in pairs]
 
     def accept(self, peer: int, process: int, addresses: Sequence[int]) -> list[int]:
-        """See `Exchange.accept`."""
         for parts, address in zip(self._places, addresses, strict=True):
-            peermemory.read_tensor(process, address, parts[peer])
+            read_tensor(process, address, parts[peer])
         return [peer]
 
 
 class _Reduction(Exchange):
     """Reduce-scatter: each peer's part for this rank is read and added, in rank order, once all have been offered."""
 
-    def __init__(
-        self,
-        neighbours: Neighbours,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor | Pieces]],
-        tag: int,
-        accumulate: bool,
-    ) -> None:
-        super().__init__(neighbours, "reduce_scatter", tag)
+    def __init__(self, transport: IntraNodeTransport, pairs: Sequence[Pair], record: Record, accumulate: bool) -> None:
+        super().__init__(transport, pairs, record)
         self._accumulate = accumulate
-        self._terms = [_Terms(self, out, full, accumulate) for out, full in pairs]
-        for terms in self._terms:
-            terms.first_address = len(self.addresses)
-            self.addresses += terms.addresses()
+        self._own = [self.parts(full, out)[self.rank] for out, full in pairs]
+        for out, full in pairs:
+            if not (out.is_floating_point() and full.is_floating_point()):
+                raise UsageError(f"reduce_scatter: needs floating dtypes; found out {out.dtype} and full {full.dtype}")
+        self.addresses = [full.data_ptr() for _, full in pairs]
         self._offers: dict[int, tuple[int, Sequence[int]]] = {}
-        self.scratch = neighbours.scratch(scratch_sizes(pairs, accumulate))
+        self.scratch = transport.scratch(pairs, accumulate)
 
     def accept(self, peer: int, process: int, addresses: Sequence[int]) -> list[int]:
-        """See `Exchange.accept`."""
         self._offers[peer] = (process, addresses)
         if len(self._offers) < self.world - 1:
             return []
-        for terms in self._terms:
-            self._add_up(terms)
+        for number, (out, full) in enumerate(self._pairs):
+            self._add_up(number, out, full)
         return list(self._offers)
 
-    def _add_up(self, terms: _Terms) -> None:
-        """Form one sum."""
-        out = terms.out
+    def _add_up(self, number: int, out: torch.Tensor, full: torch.Tensor) -> None:
+        """Form one sum, in `out` unless the sum is added to `out`, or replaces one of its terms."""
+        separate = _sums_separately(out, full, self._accumulate)
         size = min(CHUNK, out.numel())
-        piece, sums = self.scratch[0].view(terms.dtype)[:size], self.scratch[1].view(out.dtype)[:size]
-        for number, start in enumerate(range(0, out.numel(), CHUNK)):
-            target = out[start : start + CHUNK]
-            total = sums[: target.numel()] if terms.aside else target
-            self._sum_chunk(terms, number, total, piece[: target.numel()])
+        read, sums = self.scratch[0].view(full.dtype)[:size], self.scratch[1].view(out.dtype)[: size * separate]
+        for start in range(0, out.numel(), CHUNK):
+            target, own = out[start : start + CHUNK], self._own[number][start : start + CHUNK]
+            total = sums[: target.numel()] if separate else target
+            first: torch.Tensor | None = None
+            for rank in range(self.world):
+                if rank == self.rank:
+                    term = own
+                else:
+                    # The first term is read to where the sum will be, unless it has another dtype.
+                    term = total if rank == 0 and total.dtype == full.dtype else read[: target.numel()]
+                    process, addresses = self._offers[rank]
+                    offset = (self.rank * out.numel() + start) * full.dtype.itemsize
+                    read_tensor(process, addresses[number] + offset, term)
+                if rank == 0:
+                    first = term if total.dtype == full.dtype else total.copy_(term)
+                elif first is not None:
+                    torch.add(first, term, out=total)
+                    first = None
+                else:
+                    total.add_(term)
             if self._accumulate:
                 target.add_(total)
-            elif terms.aside:
+            elif separate:
                 target.copy_(total)
 
-    def _sum_chunk(self, terms: _Terms, number: int, total: torch.Tensor, piece: torch.Tensor) -> None:
-        size, alike = total.numel(), total.dtype == piece.dtype
-        first: list[Term] = []
-        for rank in range(self.world):
-            if rank == self.rank:
-                term = terms.own(number, size)
-            else:
-                # The first term is read to where the sum will be, unless it has another dtype.
-                values = total if rank == 0 and alike else piece
-                terms.read(*self._offers[rank], number, values)
-                term = [(0, size, values)]
-            if rank == 0 and alike:
-                first = term
-            elif rank == 0:
-                for start, stop, values in term:
-                    total[start:stop].copy_(values)
-            elif first:
-                for start, stop, one, other in _matched(first, term):
-                    torch.add(one, other, out=total[start:stop])
-                first = []
-            else:
-                for start, stop, values in term:
-                    total[start:stop].add_(values)
+
+def _sums_separately(out: torch.Tensor, full: torch.Tensor, accumulate: bool) -> bool:
+    """Return whether a sum is formed in scratch memory: it is added to something, or replaces one of its terms."""
+    return accumulate or share_memory(out, full)
 
 
-def _matched(first: list[Term], second: list[Term]) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-    """Match two terms of a chunk, of which at least one is whole."""
-    if len(second) == 1:
-        for start, stop, values in first:
-            yield start, stop, values, second[0][2][start:stop]
-    else:
-        for start, stop, values in second:
-            yield start, stop, first[0][2][start:stop], values
+class _Scratch:
+    """Memory for chunks of reductions, which is kept: made anew each time, it would fragment the host's memory."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self._chunks = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def take(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
+        """Return memory in which chunks of terms are read, and memory in which sums are formed."""
+        sizes = [
+            max((_bytes(out.numel(), full.dtype) for out, full in pairs), default=0),
+            max(
+                (_bytes(out.numel(), out.dtype) for out, full in pairs if _sums_separately(out, full, accumulate)),
+                default=0,
+            ),
+        ]
+        for number, (chunk, size) in enumerate(zip(self._chunks, sizes, strict=True)):
+            if chunk.numel() < size:
+                self._chunks[number] = torch.empty(size, dtype=torch.uint8, device=chunk.device)
+        return list(self._chunks)
 
 
-class _Terms:
-    """What is added up to one tensor.
-
-    Args:
-        exchange: the reduction.
-        out: the result.
-        full: this rank's values for all ranks.
-        accumulate: the sum is added to what is there.
-
-    Attributes:
-        dtype: of the values.
-        aside: whether the sum has to be formed in a place of its own.
-        first_address: which of the addresses of an offer is the first of these.
-
-    Raises:
-        UsageError: sizes or dtypes do not fit.
-    """
-
-    def __init__(self, exchange: Exchange, out: torch.Tensor, full: torch.Tensor | Pieces, accumulate: bool) -> None:
-        self.out, self.dtype = out, full.dtype
-        self.aside = _is_aside(out, full, accumulate)
-        self.first_address = 0
-        self._full = full  # kept alive for the others
-        self._begin = exchange.rank * out.numel()
-        self._own: Sequence[torch.Tensor] = ()
-        self._runs: list[list[Run]] = []
-        if isinstance(full, Pieces):
-            assert full.numel() == exchange.world * out.numel(), (full.numel(), exchange.world, out.numel())
-            self._runs = full.places.chunks(self._begin, self._begin + out.numel(), CHUNK)
-        else:
-            own = split_by_rank(full, out, exchange)[exchange.rank]
-            self._own = own.split(CHUNK)
-        if not (out.is_floating_point() and self.dtype.is_floating_point):
-            raise UsageError(f"reduce_scatter: needs floating dtypes; found out {out.dtype} and full {self.dtype}")
-
-    def addresses(self) -> list[int]:
-        """Where this rank's values are; 0 for what is zero."""
-        if isinstance(self._full, Pieces):
-            return [0 if tensor is None else tensor.data_ptr() for tensor in self._full.tensors]
-        return [self._full.data_ptr()]
-
-    def own(self, number: int, size: int) -> list[Term]:
-        """Return this rank's values for a chunk of `out`."""
-        if not isinstance(self._full, Pieces):
-            return [(0, size, self._own[number])]
-        terms = []
-        for run in self._runs[number]:
-            tensor = None if run.piece is None else self._full.tensors[run.piece]
-            length = run.stop - run.start
-            values = _zeros(self.dtype, length) if tensor is None else tensor[run.offset : run.offset + length]
-            terms.append((run.start, run.stop, values))
-        return terms
-
-    def read(self, process: int, addresses: Sequence[int], number: int, into: torch.Tensor) -> None:
-        """Read a peer's values for a chunk of `out`."""
-        size, here = into.element_size(), into.data_ptr()
-        if not isinstance(self._full, Pieces):
-            offset = (self._begin + number * CHUNK) * size
-            peermemory.read_tensor(process, addresses[self.first_address] + offset, into)
-            return
-        ranges = []
-        for run in self._runs[number]:
-            address = 0 if run.piece is None else addresses[self.first_address + run.piece]
-            if address:
-                ranges.append((address + run.offset * size, here + run.start * size, (run.stop - run.start) * size))
-            else:
-                into[run.start : run.stop].zero_()
-        peermemory.read_ranges(process, ranges)
-
-
-def _zeros(dtype: torch.dtype, length: int) -> torch.Tensor:
-    return torch.zeros(1, dtype=dtype, device=CPU).expand(length)
-
-
-def _chunk(numel: int, dtype: torch.dtype) -> int:
+def _bytes(numel: int, dtype: torch.dtype) -> int:
     """Return the bytes of a chunk of a tensor, a multiple of the largest element."""
     size = min(CHUNK, numel) * dtype.itemsize
     return size + -size % torch.float64.itemsize
 
 
-def _is_aside(out: torch.Tensor, full: torch.Tensor | Pieces, accumulate: bool) -> bool:
-    """Whether a sum is formed beside `out`: it is added to something, or replaces one of its terms."""
-    return accumulate or (isinstance(full, torch.Tensor) and share_memory(out, full))
+class _Planned(native.Backend):
+    """Makes the buffers of `IntraNodeTransport` where no rank exists."""
+
+    def __init__(self) -> None:
+        self._scratch: _Scratch | None = None
+
+    def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
+        if self._scratch is None:
+            self._scratch = _Scratch(pairs[0][0].device if pairs else CPU)
+        return self._scratch.take(pairs, accumulate)
 
 
-def scratch_sizes(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | Pieces]], accumulate: bool) -> tuple[int, int]:
-    """Return the bytes in which one reduction reads chunks of its terms, and forms sums that are formed aside."""
-    return (
-        max((_chunk(out.numel(), full.dtype) for out, full in pairs), default=0),
-        max((_chunk(out.numel(), out.dtype) for out, full in pairs if _is_aside(out, full, accumulate)), default=0),
-    )
+# -- the transport -----------------------------------------------------------------------------------------------------
 
 
-def enlarged(chunks: Sequence[torch.Tensor], sizes: Sequence[int], device: torch.device = CPU) -> list[torch.Tensor]:
-    """Return memory for chunks, of at least so many bytes each: what there is, where it suffices."""
-    return [
-        chunk if chunk.numel() >= size else torch.empty(size, dtype=torch.uint8, device=device)
-        for chunk, size in zip(chunks, sizes, strict=True)
-    ]
+class IntraNodeTransport(native.TorchBackend):
+    """Ranks of a group whose memory this process can read, and the exchanges that are under way with them.
 
-
-class Neighbours:
-    """The other ranks of a group whose memory this process can read, and the exchanges that are under way with them.
+    Collectives other than all-gathers and reduce-scatters are those of torch.distributed.
 
     Args:
+        backend: of the same ranks, for the other collectives.
         group: the ranks; its limit holds for each exchange.
         processes: number of each rank's process.
         sockets: one to each other rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, processes: Sequence[int], sockets: dict[int, socket.socket]) -> None:
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self._group = group
+    transport = "memory"
+
+    def __init__(
+        self,
+        backend: native.TorchBackend,
+        group: dist.ProcessGroup,
+        processes: Sequence[int],
+        sockets: dict[int, socket.socket],
+    ) -> None:
+        super().__init__(backend.group, backend.world, ordered=True)
+        self.rank = dist.get_rank(group)
+        self._limit = timeout_of(group, CPU)
         self._processes = list(processes)
         self._sockets = sockets
         self._peer_of = {connection.fileno(): peer for peer, connection in sockets.items()}
         self._poll = select.poll()
-        for descriptor, connection in ((c.fileno(), c) for c in sockets.values()):
+        for connection in sockets.values():
             connection.setblocking(False)
-            self._poll.register(descriptor, select.POLLIN)
+            self._poll.register(connection.fileno(), select.POLLIN)
         self._changed = threading.Condition()
         self._polling = False
         self._under_way: dict[int, Exchange] = {}
@@ -353,35 +389,32 @@ class Neighbours:
         self._unsent: dict[int, deque[bytes]] = {peer: deque() for peer in sockets}
         self._gone: set[int] = set()
         self._failure: PeerLostError | None = None
-        self._scratch = [torch.empty(0, dtype=torch.uint8, device=CPU) for _ in range(2)]
+        self._scratch = _Scratch()
         self._busy = threading.Event()
         weakref.finalize(self, self._busy.set)
         weakref.finalize(self, _hang_up, sockets).atexit = False  # peers may still be reading then
         self._thread = threading.Thread(
-            target=_serve_idle, args=(weakref.ref(self), self._busy), name="shardwise-neighbours", daemon=True
+            target=_serve_idle, args=(weakref.ref(self), self._busy), name="shardwise-intra-node", daemon=True
         )
         self._thread.start()
         _open.add(self)
         atexit.unregister(_settle_all)
         atexit.register(_settle_all)
 
-    def all_gather(self, pairs: Sequence[Pair], tag: int) -> Exchange:
-        """As `shardwise.comm.gloo.all_gather`."""
-        return self._launch(_Gather(self, pairs, tag))
+    def all_gather(self, pairs: Sequence[Pair], record: Record) -> Exchange:
+        return self._launch(_Gather(self, pairs, record))
 
-    def reduce_scatter(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor | Pieces]], tag: int, accumulate: bool = False
-    ) -> Exchange:
-        """As `shardwise.comm.gloo.reduce_scatter`; what is reduced may also lie in pieces, the same on all ranks."""
-        return self._launch(_Reduction(self, pairs, tag, accumulate))
+    def reduce_scatter(self, pairs: Sequence[Pair], record: Record, accumulate: bool) -> Exchange:
+        return self._launch(_Reduction(self, pairs, record, accumulate))
 
-    def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return memory for chunks that are read and added up, of at least so many bytes.
+    def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
+        return self._scratch.take(pairs, accumulate)
 
-        It is kept: made anew each time, it would break up the space of units that have been freed.
-        """
-        self._scratch = enlarged(self._scratch, sizes)
-        return self._scratch
+    def received(self, sent: int) -> int:
+        return 0
+
+    def planned(self, world: int) -> native.Backend:
+        return _Planned()
 
     def _launch(self, exchange: Exchange) -> Exchange:
         if self._failure is not None:
@@ -402,7 +435,7 @@ class Neighbours:
 
     def wait_for(self, exchange: Exchange) -> None:
         """Block until an exchange is complete, and read meanwhile whatever else is offered."""
-        deadline = wire.deadline_of(self._group)
+        deadline = Deadline(self._limit)
         with self._changed:
             while not exchange.complete:
                 if self._failure is not None:
@@ -431,7 +464,8 @@ class Neighbours:
             limit = deadline.limit
         else:
             return True
-        self._failure = lost(exchange.op, exchange.tag, self.rank, self.world, peer, limit)
+        self._failure = PeerLostError(f"{exchange.record.op}: rank {peer} of the group has left or does not answer")
+        self._failure.peer, self._failure.timed_out = peer, limit is not None
         self._failure.__cause__ = cause
         self._disconnect()  # so that the others do not wait for what will not come
         raise self._failure
@@ -559,7 +593,7 @@ class Neighbours:
             self._sockets.pop(peer).close()
 
     def close(self) -> None:
-        """Leave: whoever waits for this rank from now on is told that it has gone."""
+        """Close the sockets: ranks that wait for this one from now on get an error."""
         deadline = Deadline(_LEAVING)
         with self._changed:
             # Receipts that a full socket has not taken yet: a peer that never gets them would take this rank for lost.
@@ -580,43 +614,54 @@ def _hang_up(sockets: dict[int, socket.socket]) -> None:
         sockets.popitem()[1].close()
 
 
-def _serve_idle(reference: weakref.ref[Neighbours], busy: threading.Event) -> None:
+def _serve_idle(reference: weakref.ref[IntraNodeTransport], busy: threading.Event) -> None:
     """Serve the peers of a rank that is elsewhere, now and then as long as something is under way."""
     going_on = True
     while going_on:
         busy.wait()
         time.sleep(_IDLE_S)
-        neighbours = reference()
-        going_on = neighbours is not None and neighbours.serve()
-        del neighbours
+        transport = reference()
+        going_on = transport is not None and transport.serve()
+        del transport
 
 
-def meet(group: dist.ProcessGroup) -> tuple[Neighbours | None, str]:
-    """Connect the ranks of a Gloo group if all are on one machine and may read each other (all ranks call).
+def connect(backend: native.TorchBackend, group: dist.ProcessGroup, name: str) -> native.TorchBackend:
+    """Return the transport of a Gloo group if all ranks are on one machine and may read each other (all ranks call).
+
+    Args:
+        backend: of the same ranks.
+        group: the ranks.
+        name: of the group, for the log.
 
     Returns:
-        The connections, or None and the reason.
+        The transport; `backend` where there can be none.
 
     Raises:
         UsageError: SHARDWISE_TRANSPORT asks for memory, which is not possible, or for something unknown.
     """
     wish = os.environ.get(VARIABLE, "")
-    found, reason = _meet(group, wanted=wish in ("", "memory"))
+    found, reason = _connect(backend, group, wanted=wish in ("", "memory"))
     if wish not in ("", "memory", "messages"):
         raise UsageError(f'{VARIABLE}={wish!r} is not known; use "memory", "messages", or leave it unset')
-    if found is None and wish == "memory":
+    if found is not None:
+        return found
+    if wish == "memory":
         raise UsageError(f"{VARIABLE}=memory, but the ranks cannot read each other's memory: {reason}")
-    return found, reason
+    if dist.get_rank(group) == 0:
+        _log.info("%s: ranks exchange data through sockets, not memory: %s", name, reason)
+    return backend
 
 
-def _meet(group: dist.ProcessGroup, *, wanted: bool) -> tuple[Neighbours | None, str]:
-    with contextlib.ExitStack() as until_met:
+def _connect(
+    backend: native.TorchBackend, group: dist.ProcessGroup, *, wanted: bool
+) -> tuple[IntraNodeTransport | None, str]:
+    with contextlib.ExitStack() as until_connected:
         proof = torch.tensor(list(secrets.token_bytes(_PROOF_BYTES)), dtype=torch.uint8, device=CPU)
-        listener = _listener() if wanted and peermemory.supported() else None
+        listener = _listener() if wanted and _process_vm_readv() is not None else None
         card: dict[str, Any] = {}
         if listener is not None:
-            until_met.enter_context(listener)
-            peermemory.allow_siblings()
+            until_connected.enter_context(listener)
+            allow_siblings()
             card = {
                 "machine": _machine(),
                 "process": os.getpid(),
@@ -632,13 +677,13 @@ def _meet(group: dist.ProcessGroup, *, wanted: bool) -> tuple[Neighbours | None,
         if not _all_agree(group, all(_readable(card) for card in cards)):
             return None, "the system does not allow it (ptrace restrictions or a seccomp filter)"
         assert listener is not None
-        sockets = _connect(dist.get_rank(group), cards, listener)
+        sockets = _call_all(dist.get_rank(group), cards, listener)
         if not _all_agree(group, sockets is not None):
             for connection in (sockets or {}).values():
                 connection.close()
             return None, "not all of them could connect to each other"
         assert sockets is not None
-        return Neighbours(group, [card["process"] for card in cards], sockets), ""
+        return IntraNodeTransport(backend, group, [card["process"] for card in cards], sockets), ""
 
 
 def _machine() -> str:
@@ -665,13 +710,13 @@ def _exchange_cards(group: dist.ProcessGroup, card: dict[str, Any]) -> list[dict
     own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=CPU)
     world = dist.get_world_size(group)
     rows = torch.zeros(world * _CARD_BYTES, dtype=torch.uint8, device=CPU)
-    gloo.all_gather([(rows, own)], group, _MEETING_TAG).wait()
+    native.all_gather([(rows, own)], group).wait()
     return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows.view(world, -1)]
 
 
 def _all_agree(group: dist.ProcessGroup, here: bool) -> bool:
     count = torch.tensor([int(here)], dtype=torch.int64, device=CPU)
-    gloo.all_reduce_ordered(count, group, _MEETING_TAG).wait()
+    native.all_reduce(count, group).wait()
     return int(count.item()) == dist.get_world_size(group)
 
 
@@ -679,20 +724,20 @@ def _readable(card: dict[str, Any]) -> bool:
     """Whether the memory at the place that a rank has named holds what it should."""
     seen = torch.zeros(_PROOF_BYTES, dtype=torch.uint8, device=CPU)
     try:
-        peermemory.read_tensor(card["process"], card["address"], seen)
+        read_tensor(card["process"], card["address"], seen)
     except OSError:
         return False
     return bytes(seen.tolist()).hex() == card["proof"]
 
 
-def _connect(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket) -> dict[int, socket.socket] | None:
+def _call_all(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket) -> dict[int, socket.socket] | None:
     """Return a socket to each other rank, or None: it connects to those below and is called by those above.
 
     Anybody on the machine may call. The kernel tells who it is; strangers are sent away before they can say anything.
     """
     found: dict[int, socket.socket] = {}
     ranks = {card["process"]: peer for peer, card in enumerate(cards)}
-    deadline = Deadline(_MEETING)
+    deadline = Deadline(_CONNECTING)
     try:
         for peer in range(rank):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -703,7 +748,7 @@ def _connect(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket
         while len(found) < len(cards) - 1:
             if deadline.over():
                 raise TimeoutError("only strangers have called")
-            listener.settimeout((deadline.left() or _MEETING).total_seconds())
+            listener.settimeout((deadline.left() or _CONNECTING).total_seconds())
             connection, _ = listener.accept()
             caller = ranks.get(_caller(connection), -1)
             if caller <= rank or caller in found:
@@ -720,7 +765,7 @@ def _connect(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket
 def _call(connection: socket.socket, name: bytes, deadline: Deadline) -> None:
     """Connect to a listener; one that has many callers, who may be strangers, has room again when it has seen them."""
     while True:
-        connection.settimeout((deadline.left() or _MEETING).total_seconds())
+        connection.settimeout((deadline.left() or _CONNECTING).total_seconds())
         try:
             connection.connect(name)
             return
@@ -742,7 +787,7 @@ def _caller(connection: socket.socket) -> int:
 def _settle_all() -> None:
     # After an exception that nobody has caught the peers must see this process gone, and it does not linger.
     failed = getattr(sys, "last_value", None) is not None
-    for neighbours in list(_open):
+    for transport in list(_open):
         if not failed:
-            neighbours.settle(_LEAVING)
-        neighbours.close()  # its thread, still inside of torch when the interpreter goes, would take the process down
+            transport.settle(_LEAVING)
+        transport.close()  # its thread, still inside of torch when the interpreter goes, would take the process down

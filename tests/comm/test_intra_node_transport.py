@@ -22,12 +22,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwise
-from shardwise.comm import gloo, neighbours, peermemory
+from shardwise.comm import intra_node_transport as transport
+from shardwise.comm import native
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.pieces import Pieces, Places
 from shardwise.errors import PeerLostError, UsageError
-from tests.comm.test_gloo import COPIED, SIZES, SUMMED, same_bits, values
+from tests.comm.values import COPIED, SIZES, SUMMED, same_bits, values
 from tests.harness import RankFailure, run_ranks
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 def possible() -> bool:
     comm = Communicator(None, Ledger(), CPU)
-    found = comm.reads_peers
+    found = comm.transport == "memory"
     comm.destroy()
     return found
 
@@ -53,7 +53,7 @@ def _allowed_here() -> None:
 
 def communicator() -> Communicator:
     comm = Communicator(None, Ledger(), CPU)
-    assert comm.reads_peers
+    assert comm.transport == "memory"
     return comm
 
 
@@ -104,7 +104,7 @@ def reduce_both_ways(
             comm.reduce_scatter(pairs, "test", accumulate=accumulate).wait()
         else:
             assert dist.group.WORLD is not None
-            gloo.reduce_scatter(pairs, dist.group.WORLD, 3, accumulate).wait()
+            native.reduce_scatter(pairs, dist.group.WORLD, accumulate=accumulate, ordered=True).wait()
         results.append([out for out, _ in pairs])
     comm.destroy()
     return list(zip(*results, strict=True))
@@ -115,7 +115,7 @@ def reduce_both_ways(
     world=st.integers(2, 4),
     layout=st.lists(
         st.tuples(
-            st.sampled_from([*SIZES, neighbours.CHUNK + 1]),
+            st.sampled_from([*SIZES, transport.CHUNK + 1]),
             st.sampled_from(SUMMED),
             st.sampled_from([torch.float32, torch.float64]),
         ),
@@ -130,71 +130,6 @@ def test_reduce_scatter_has_the_bits_of_that_through_messages(
     for pairs in run_ranks(reduce_both_ways, world, layout, accumulate, own):
         for through_memory, through_messages in pairs:
             assert same_bits(through_memory, through_messages)
-
-
-def reduce_pieces(
-    sizes: list[int], holes: list[int], dtype: torch.dtype, out_dtype: torch.dtype, accumulate: bool, absent: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return what pieces give, and the flat tensor that they make up."""
-    comm = communicator()
-    slots, offset = [], 0
-    for size, hole in zip(sizes, holes, strict=True):
-        slots.append((offset, size))
-        offset += size + hole
-    share = -(-offset // comm.world)
-    places = Places(share * comm.world, slots)
-    results = []
-    for way in ("pieces", "flat"):
-        full = torch.zeros(share * comm.world, dtype=dtype)
-        pieces = Pieces(places, dtype)
-        for number, (begin, size) in enumerate(slots):
-            if (absent >> (number + comm.rank)) % 2 == 0:
-                full[begin : begin + size] = values(comm.rank, size, dtype, number)
-                pieces.put(number, values(comm.rank, size, dtype, number))
-        out = values(comm.rank, share, out_dtype, 99)
-        pair = (out, pieces if way == "pieces" else full)
-        comm.reduce_scatter([pair, pair][: 1 + accumulate], "test", accumulate=accumulate).wait()
-        results.append(out)
-    comm.destroy()
-    return [(results[0], results[1])]
-
-
-@settings(max_examples=30)
-@given(
-    world=st.integers(2, 4),
-    slots=st.lists(
-        st.tuples(st.sampled_from([1, 2, 7, 64, 3000, neighbours.CHUNK + 3]), st.sampled_from([0, 0, 3, 61])),
-        max_size=6,
-    ),
-    dtype=st.sampled_from(SUMMED),
-    out_dtype=st.sampled_from([torch.float32, torch.float64]),
-    accumulate=st.booleans(),
-    absent=st.integers(0, 255),
-)
-def test_pieces_have_the_bits_of_the_flat_tensor_that_they_make_up(
-    world: int,
-    slots: list[tuple[int, int]],
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    accumulate: bool,
-    absent: int,
-) -> None:
-    sizes, holes = [size for size, _ in slots], [hole for _, hole in slots]
-    for pairs in run_ranks(reduce_pieces, world, sizes, holes, dtype, out_dtype, accumulate, absent):
-        for pieces, flat in pairs:
-            assert same_bits(pieces, flat)
-
-
-def test_pieces_are_kept_as_they_are_only_where_they_fill_their_memory() -> None:
-    pieces = Pieces(Places(12, [(0, 4), (4, 8)]), torch.float32)
-    whole = torch.arange(4.0).view(2, 2)
-    assert pieces.put(0, whole).data_ptr() == whole.data_ptr()
-    assert pieces.put(0, torch.ones(4)).tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert whole.flatten().tolist() == [0.0, 1.0, 2.0, 3.0]  # it may be somebody else's too
-    part = torch.arange(16.0)[:8]
-    assert pieces.put(1, part).data_ptr() != part.data_ptr()
-    across = Pieces(Places(4, [(0, 4)]), torch.float32)
-    assert across.put(0, whole.t()).tolist() == [0.0, 2.0, 1.0, 3.0]
 
 
 # -- whose turn it is --------------------------------------------------------------------------------------------------
@@ -278,12 +213,12 @@ def receipts_that_wait() -> list[float]:
     """Rank 1 has all it needs, and leaves before its socket has taken what it has to say to rank 0."""
     comm = communicator()
     full = torch.zeros(2)
-    near = comm._neighbours
-    assert near is not None
+    near = comm._backend
+    assert isinstance(near, transport.IntraNodeTransport)
     send, held = near._send, []
 
     def sent(peer: int, message: bytes) -> None:
-        if comm.rank == 1 and message[0] == neighbours._RECEIPT:
+        if comm.rank == 1 and message[0] == transport._RECEIPT:
             held.append(message)
         else:
             send(peer, message)
@@ -329,7 +264,7 @@ def summed_by_the_thread(broken: bool) -> list[float]:
     own = torch.zeros(2)
     full.requires_grad_()  # as an activation has it
     own.requires_grad_()
-    refused = mock.patch.object(neighbours._Reduction, "_add_up", side_effect=ValueError("broken"))
+    refused = mock.patch.object(transport._Reduction, "_add_up", side_effect=ValueError("broken"))
     with refused if broken else torch.no_grad():
         handle = comm.reduce_scatter([(own, full)], "test")
         time.sleep(1)
@@ -376,9 +311,9 @@ def test_one_rank_evaluates_while_the_others_wait_elsewhere(stage: int) -> None:
 
 def abandoned() -> bool:
     comm = communicator()
-    reference, thread = weakref.ref(comm._neighbours), comm._neighbours._thread
-    sockets = list(comm._neighbours._sockets.values())
-    comm._neighbours = None
+    reference, thread = weakref.ref(comm._backend), comm._backend._thread
+    sockets = list(comm._backend._sockets.values())
+    comm._backend = native.Backend()
     comm.destroy()
     del comm
     gc.collect()
@@ -441,7 +376,6 @@ def test_the_groups_limit_holds() -> None:
 ENDS = """
 import sys, time, torch, shardwise
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.pieces import Pieces, Places
 from shardwise.comm.ledger import Ledger
 shardwise.init_distributed()
 comm = Communicator(None, Ledger(), torch.device("cpu"))
@@ -467,26 +401,26 @@ def test_a_script_that_ends_lets_the_others_read(tmp_path: Path) -> None:
 
 
 def used(wish: str, refusing: bool) -> tuple[bool, str]:
-    before = peermemory.read
+    before = transport.read_tensor
     comm = None
     try:
-        os.environ[neighbours.VARIABLE] = wish
+        os.environ[transport.VARIABLE] = wish
         if refusing and dist.get_rank() == 1:
 
             def refuse(*_: Any) -> None:
                 raise PermissionError("not allowed")
 
-            peermemory.read = refuse  # type: ignore[assignment]
+            transport.read_tensor = refuse  # type: ignore[assignment]
         comm = Communicator(None, Ledger(), CPU)
         out = torch.zeros(2)
         comm.reduce_scatter([(out, torch.ones(2 * comm.world))], "works").wait()
         assert out.tolist() == [comm.world] * 2
-        return comm.reads_peers, ""
+        return comm.transport == "memory", ""
     except UsageError as error:
         return False, str(error)
     finally:
-        peermemory.read = before
-        del os.environ[neighbours.VARIABLE]
+        transport.read_tensor = before
+        del os.environ[transport.VARIABLE]
         if comm is not None:
             comm.destroy()
 
@@ -529,7 +463,7 @@ sys.stdin.read()
 
 def test_strangers_that_call_and_hold_the_line_are_sent_away() -> None:
     """They come first, as many as there is room for, and one of them says that it is rank 1, which calls after them."""
-    listener = neighbours._listener()
+    listener = transport._listener()
     assert listener is not None
     name = listener.getsockname().decode("latin-1")
     cards = [{"process": os.getpid(), "socket": name}] * 2
@@ -538,9 +472,9 @@ def test_strangers_that_call_and_hold_the_line_are_sent_away() -> None:
     ) as stranger:
         assert stranger.stdout is not None and stranger.stdout.readline() == b"called\n"
         found: list[dict[int, socket.socket] | None] = []
-        caller = threading.Thread(target=lambda: found.append(neighbours._connect(1, cards, listener)))
+        caller = threading.Thread(target=lambda: found.append(transport._call_all(1, cards, listener)))
         caller.start()
-        called = neighbours._connect(0, cards, listener)
+        called = transport._call_all(0, cards, listener)
         caller.join()
         assert called is not None and found[0] is not None
         found[0][0].send(b"hello")
@@ -553,14 +487,14 @@ def test_strangers_that_call_and_hold_the_line_are_sent_away() -> None:
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_connection_to_another_process_than_announced_is_refused(shift: int, monkeypatch) -> None:
     """Both ranks are this process here; `shift` makes the announced number another one's."""
-    monkeypatch.setattr(neighbours, "_MEETING", timedelta(seconds=0.5))
-    listener = neighbours._listener()
+    monkeypatch.setattr(transport, "_CONNECTING", timedelta(seconds=0.5))
+    listener = transport._listener()
     assert listener is not None
     cards = [{"process": os.getpid() + shift, "socket": listener.getsockname().decode("latin-1")}] * 2
     found: list[dict[int, socket.socket] | None] = []
-    caller = threading.Thread(target=lambda: found.append(neighbours._connect(1, cards, listener)))
+    caller = threading.Thread(target=lambda: found.append(transport._call_all(1, cards, listener)))
     caller.start()
-    called = neighbours._connect(0, cards, listener)
+    called = transport._call_all(0, cards, listener)
     caller.join()
     listener.close()
     if shift:
@@ -574,27 +508,15 @@ def test_a_connection_to_another_process_than_announced_is_refused(shift: int, m
 
 
 def test_memory_that_does_not_hold_the_announced_proof_is_not_taken_for_a_peers() -> None:
-    proof = torch.arange(neighbours._PROOF_BYTES, dtype=torch.uint8)
+    proof = torch.arange(transport._PROOF_BYTES, dtype=torch.uint8)
     card = {"process": os.getpid(), "address": proof.data_ptr(), "proof": bytes(proof.tolist()).hex()}
-    assert neighbours._readable(card)
+    assert transport._readable(card)
     proof[3] += 1  # as in a container where the number is that of another process
-    assert not neighbours._readable(card)
-    assert not neighbours._readable({**card, "address": 8})
+    assert not transport._readable(card)
+    assert not transport._readable({**card, "address": 8})
 
 
 def test_reading_where_nothing_is_raises() -> None:
     target = torch.zeros(4)
     with pytest.raises(OSError, match="reading 16 bytes of process"):
-        peermemory.read_tensor(os.getpid(), 8, target)
-    source = torch.ones(4)
-    here, there = target.data_ptr(), source.data_ptr()
-    with pytest.raises(OSError, match="reading 8 bytes of process"):
-        peermemory.read_ranges(os.getpid(), [(there, here, 8), (8, here + 8, 8)])
-    assert target.tolist()[:2] == [1.0, 1.0]
-
-
-def test_any_number_of_ranges_is_read() -> None:
-    source, target = torch.arange(5000), torch.zeros(5000, dtype=torch.int64)
-    ranges = [(source.data_ptr() + 8 * n, target.data_ptr() + 8 * (4999 - n), 8) for n in range(5000)]
-    peermemory.read_ranges(os.getpid(), ranges)
-    assert torch.equal(target, source.flip(0))
+        transport.read_tensor(os.getpid(), 8, target)

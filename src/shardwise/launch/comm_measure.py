@@ -3,29 +3,31 @@
 Each collective is measured as the engine makes it (`shardwise.comm.communicator`) and as torch's own, by turns. A trial
 begins after a barrier and is as long as its slowest rank. Beside them stand what no collective can beat: plain copies
 in the memory of each rank, all at once, and streams of bytes between pairs of ranks, through sockets that strangers
-cannot enter (`shardwise.comm.links`).
+cannot enter (`shardwise.comm.p2p`).
 
 Results are compared with closed forms of small whole numbers, which every number type holds exactly.
 """
 
 from __future__ import annotations
 
+import selectors
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.interfaces import asked, interfaces, of_address
-from shardwise.comm.links import Pairs, connect, receive
 from shardwise.comm.logger import bandwidths
+from shardwise.comm.p2p import STEP_S, P2PConnections, reaching, receive
 from shardwise.comm.rendezvous import machine, own_address
 from shardwise.compat import all_gather_single, reduce_scatter_single
+from shardwise.launch.interfaces import asked, interfaces, of_address
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
 SMALL = 64 << 10
@@ -284,7 +286,7 @@ def links_of(comm: Communicator) -> dict[str, Any]:
     machines = comm.fingerprints(machine(), "bench.machines")
     copy, compute = _copying(comm), _computing(comm)
     return {
-        "transport": "memory" if comm.reads_peers else "messages" if comm.waits_on_host else "nccl",
+        "transport": comm.transport,
         "machines": [machines.index(one) for one in machines],
         "copy": comm.exchange(copy, "bench.copy"),
         "compute_ms": comm.exchange(compute, "bench.compute"),
@@ -318,6 +320,58 @@ def _computing(comm: Communicator) -> float:
         _arrive(comm.device)
         times.append(time.perf_counter() - start)
     return 1e3 * min(times)
+
+
+@dataclass
+class Pairs:
+    """Connections of a rank to all others, both ways.
+
+    Attributes:
+        asking: those on which this rank asks (blocking), by rank.
+        answering: those on which it answers.
+    """
+
+    asking: dict[int, socket.socket] = field(default_factory=dict)
+    answering: dict[int, socket.socket] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Close all."""
+        for sockets in (self.asking, self.answering):
+            while sockets:
+                sockets.popitem()[1].close()
+
+
+def connect(comm: Communicator) -> Pairs:
+    """Connect each rank of a group with each other one, for measurements (all ranks call).
+
+    Raises:
+        PeerLostError: a rank has gone, or has not come within the group's limit for a collective.
+    """
+    pairs = Pairs()
+    with selectors.DefaultSelector() as selector:
+        links = P2PConnections(comm, selector, pairs.answering.__setitem__)
+        deadline = time.monotonic() + comm.timeout.total_seconds()
+        ended = threading.Event()
+
+        def serve() -> None:
+            while not ended.is_set():
+                for key, _ in selector.select(STEP_S):
+                    key.data()
+                links.expire()
+
+        thread = threading.Thread(target=serve, name="shardwise-meeting", daemon=True)
+        thread.start()
+        try:
+            for step in range(1, comm.world):  # not all ranks begin with rank 0
+                peer = (comm.rank + step) % comm.world
+                with reaching(comm, peer, "the side channel", time.monotonic()):
+                    pairs.asking[peer] = links.to(peer, deadline)
+            comm.barrier("side_channel.connected")
+        finally:
+            ended.set()
+            thread.join()
+            links.leave()
+    return pairs
 
 
 def _streams(comm: Communicator) -> Iterator[dict[str, Any]]:

@@ -18,10 +18,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import links, rendezvous
+from shardwise.comm import p2p, rendezvous
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import PeerLostError
+from shardwise.launch.comm_measure import Pairs, connect
 from tests.harness import run_ranks
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ class Group:
                 results[rank] = error
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.world)]
-        with mock.patch.object(links, "default_store", lambda: self.store):
+        with mock.patch.object(p2p, "default_store", lambda: self.store):
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -98,7 +99,7 @@ class Strangers:
         hello = struct.pack("<I", 1) + bytes(64)  # "I am rank 1", with a proof that is none
         lines = [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 1000, b"\xff" * 1000, struct.pack("<Q", 1 << 40), hello]
         # More than are kept at a time say nothing, or half of something.
-        lines += [b"", b"\1\0\0\0half"] * links._MOST_UNPROVEN
+        lines += [b"", b"\1\0\0\0half"] * p2p._MOST_UNPROVEN
         for line in lines:
             with contextlib.suppress(OSError):
                 connection = socket.create_connection(("127.0.0.1", port), 5)
@@ -112,7 +113,7 @@ class Strangers:
 
 @pytest.fixture
 def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Strangers]:
-    found, listen = Strangers(), links._listen
+    found, listen = Strangers(), p2p._listen
 
     def crowded(host: str) -> socket.socket:
         listener = listen(host)
@@ -121,16 +122,16 @@ def strangers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Strangers]:
         time.sleep(0.1)  # the strangers come first
         return listener
 
-    monkeypatch.setattr(links, "_listen", crowded)
+    monkeypatch.setattr(p2p, "_listen", crowded)
     yield found
     for connection in found.held:
         connection.close()
 
 
 def test_ranks_find_each_other_among_strangers_and_close_the_door(strangers: Strangers) -> None:
-    found = Group(3).run(links.connect)
+    found = Group(3).run(connect)
     for rank, connected in enumerate(found):
-        assert isinstance(connected, links.Pairs), connected
+        assert isinstance(connected, Pairs), connected
         for peer, asking in connected.asking.items():
             asking.sendall(bytes([rank, peer]))
     for rank, connected in enumerate(found):
@@ -138,7 +139,7 @@ def test_ranks_find_each_other_among_strangers_and_close_the_door(strangers: Str
             answering.setblocking(True)
             assert answering.recv(2) == bytes([peer, rank])
     # A stranger has got a random number, and nothing in return for its own.
-    assert all(len(answer) == links._NUMBER_BYTES for answer in strangers.answers)
+    assert all(len(answer) == p2p._NUMBER_BYTES for answer in strangers.answers)
     for port in strangers.ports:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), 1)
@@ -148,10 +149,10 @@ def test_ranks_find_each_other_among_strangers_and_close_the_door(strangers: Str
 
 def test_a_hello_that_was_heard_elsewhere_opens_nothing() -> None:
     """What a rank says to one peer is of no use at another, or a second time."""
-    key, listener = bytes(32), links._listen("127.0.0.1")
+    key, listener = bytes(32), p2p._listen("127.0.0.1")
     found: dict[int, socket.socket] = {}
     selector, ended = selectors.DefaultSelector(), threading.Event()
-    door = links._Door(listener, key, 1, 3, selector, found.__setitem__)
+    door = p2p._Door(listener, key, 1, 3, selector, found.__setitem__)
     where = listener.getsockname()
 
     def serve() -> None:
@@ -164,8 +165,8 @@ def test_a_hello_that_was_heard_elsewhere_opens_nothing() -> None:
 
     def say(number_of: Callable[[bytes], bytes], rank: int, to: int) -> bytes:
         with socket.create_connection(where, 5) as connection:
-            theirs, ours = number_of(connection.recv(links._NUMBER_BYTES)), b"n" * links._NUMBER_BYTES
-            connection.sendall(links._HELLO.pack(rank, ours, links._proof(key, b"asks", rank, to, theirs, ours)))
+            theirs, ours = number_of(connection.recv(p2p._NUMBER_BYTES)), b"n" * p2p._NUMBER_BYTES
+            connection.sendall(p2p._HELLO.pack(rank, ours, p2p._proof(key, b"asks", rank, to, theirs, ours)))
             return connection.recv(100)
 
     assert say(lambda now: b"o" * len(now), 0, 1) == b""  # an older one
@@ -173,7 +174,7 @@ def test_a_hello_that_was_heard_elsewhere_opens_nothing() -> None:
     assert say(lambda now: now, 1, 1) == b""  # from itself
     assert say(lambda now: now, 7, 1) == b""  # from nobody
     assert not found
-    assert len(say(lambda now: now, 0, 1)) == links._NUMBER_BYTES
+    assert len(say(lambda now: now, 0, 1)) == p2p._NUMBER_BYTES
     deadline = time.monotonic() + 10
     while not found and time.monotonic() < deadline:  # it is noted after the answer
         time.sleep(0.01)
@@ -190,7 +191,7 @@ def test_a_rank_that_is_somebody_else_is_not_believed() -> None:
     """Somebody who knows the address but not the key listens in a rank's place."""
     group = Group(2, limit=1.0)
     group.suspicious = 0
-    for error in group.run(links.connect):
+    for error in group.run(connect):
         assert isinstance(error, PeerLostError)
         assert "has not answered rank" in str(error)
 
@@ -198,10 +199,10 @@ def test_a_rank_that_is_somebody_else_is_not_believed() -> None:
 def ask_once(member: Any) -> None:
     """Rank 1 is there and does not answer."""
     with selectors.DefaultSelector() as selector:
-        own = links.Links(member, selector, lambda rank, connection: None)
+        own = p2p.P2PConnections(member, selector, lambda rank, connection: None)
         try:
             if member.rank == 0:
-                with links.reaching(member, 1, "the time", time.monotonic()):
+                with p2p.reaching(member, 1, "the time", time.monotonic()):
                     own.to(1, time.monotonic() + 0.5)
         finally:
             member.barrier("end")
@@ -227,18 +228,18 @@ def listening() -> set[str]:
 
 def ports_in_the_meeting() -> tuple[set[str], set[str]]:
     comm = Communicator(None, Ledger(), CPU)
-    before, call = listening(), links._call
+    before, call = listening(), p2p._call
     while_meeting: set[str] = set()
 
     def calls(*args: Any) -> socket.socket:
         while_meeting.update(listening() - before)
         return call(*args)
 
-    links._call = calls  # type: ignore[assignment]
+    p2p._call = calls  # type: ignore[assignment]
     try:
-        connected = links.connect(comm)
+        connected = connect(comm)
     finally:
-        links._call = call
+        p2p._call = call
     after = listening() - before
     connected.close()
     comm.destroy()
@@ -253,16 +254,16 @@ def test_one_machine_listens_on_loopback_only_and_only_while_ranks_meet() -> Non
 
 def on_several_machines() -> set[str]:
     """Ranks that do not share a loopback interface, as far as they can tell."""
-    links.machine = lambda: f"machine {dist.get_rank()}"  # type: ignore[assignment]
-    links.own_address = lambda: f"127.0.0.{2 + dist.get_rank()}"  # type: ignore[assignment]
+    p2p.machine = lambda: f"machine {dist.get_rank()}"  # type: ignore[assignment]
+    p2p.own_address = lambda: f"127.0.0.{2 + dist.get_rank()}"  # type: ignore[assignment]
     try:
         comm = Communicator(None, Ledger(), CPU)
-        connected = links.connect(comm)
+        connected = connect(comm)
         found = {connection.getpeername()[0] for connection in connected.asking.values()}
         connected.close()
         comm.destroy()
     finally:
-        links.machine, links.own_address = rendezvous.machine, rendezvous.own_address
+        p2p.machine, p2p.own_address = rendezvous.machine, rendezvous.own_address
     return found
 
 

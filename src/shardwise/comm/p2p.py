@@ -24,10 +24,8 @@ import secrets
 import selectors
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -46,10 +44,10 @@ _MOST_UNPROVEN = 64
 _UNPROVEN_S = 5.0
 """How long a connection may take to prove itself. A rank that was too slow tries again."""
 _RETRY_S = 0.05
-_STEP_S = 0.2
+STEP_S = 0.2
 
 
-class Links:
+class P2PConnections:
     """Connections of this rank to others of a group (all ranks make it together, in one small collective or two).
 
     Args:
@@ -129,58 +127,6 @@ class Links:
         store = default_store()
         assert store is not None  # through which the group has met
         return store
-
-
-@dataclass
-class Pairs:
-    """Connections of a rank to all others, both ways.
-
-    Attributes:
-        asking: those on which this rank asks (blocking), by rank.
-        answering: those on which it answers.
-    """
-
-    asking: dict[int, socket.socket] = field(default_factory=dict)
-    answering: dict[int, socket.socket] = field(default_factory=dict)
-
-    def close(self) -> None:
-        """Close all."""
-        for sockets in (self.asking, self.answering):
-            while sockets:
-                sockets.popitem()[1].close()
-
-
-def connect(comm: Communicator) -> Pairs:
-    """Connect each rank of a group with each other one, for measurements (all ranks call).
-
-    Raises:
-        PeerLostError: a rank has gone, or has not come within the group's limit for a collective.
-    """
-    pairs = Pairs()
-    with selectors.DefaultSelector() as selector:
-        links = Links(comm, selector, pairs.answering.__setitem__)
-        deadline = time.monotonic() + comm.timeout.total_seconds()
-        ended = threading.Event()
-
-        def serve() -> None:
-            while not ended.is_set():
-                for key, _ in selector.select(_STEP_S):
-                    key.data()
-                links.expire()
-
-        thread = threading.Thread(target=serve, name="shardwise-meeting", daemon=True)
-        thread.start()
-        try:
-            for step in range(1, comm.world):  # not all ranks begin with rank 0
-                peer = (comm.rank + step) % comm.world
-                with reaching(comm, peer, "the side channel", time.monotonic()):
-                    pairs.asking[peer] = links.to(peer, deadline)
-            comm.barrier("side_channel.connected")
-        finally:
-            ended.set()
-            thread.join()
-            links.leave()
-    return pairs
 
 
 @contextlib.contextmanager
@@ -289,8 +235,8 @@ class _Door:
         listener: on which they come.
         key: that they have to know.
         rank, world: this rank's place.
-        selector: see `Links`.
-        found: see `Links`.
+        selector: see `P2PConnections`.
+        found: see `P2PConnections`.
     """
 
     def __init__(
@@ -310,11 +256,11 @@ class _Door:
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def patience(self) -> float | None:
-        """See `Links.patience`."""
-        return _STEP_S if self._unproven else None
+        """See `P2PConnections.patience`."""
+        return STEP_S if self._unproven else None
 
     def expire(self) -> None:
-        """See `Links.expire`."""
+        """See `P2PConnections.expire`."""
         for unproven in list(self._unproven.values()):
             if time.monotonic() - unproven.since > _UNPROVEN_S:
                 self._drop(unproven)

@@ -1,0 +1,808 @@
+"""Positions of ranks, and the words in which errors and warnings compare them.
+
+A rank that waits in a collective is at a `Position`: the collective, the line of the script, and the engine's method.
+`judge` says of the positions of all ranks who is waited for, or that ranks wait for each other in different
+collectives. Ranks in the same place share a line: a report is about as long on 1,024 ranks as on two.
+
+The stall watchdog (`shardwise.comm.stall_watchdog`) asks for positions while a collective waits too long. A rank whose
+collective fails writes its own into the default group's store, and reads those of the others (`FailureReports`). On
+Gloo a wait that has run out closes the connection to the peer, so that the peer's own collective fails at once and it
+writes as well.
+
+Under `strict_sync` ranks compare what they pass to each collective of `shardwise.comm` (`check_call`): torch does not
+compare. Of tensors of different shapes Gloo aborts the process, and NCCL waits or returns wrong values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.ledger import Ledger, Record, is_of_script, user_line
+from shardwise.comm.rendezvous import answers
+from shardwise.compat import all_gather_single, backend_of, default_store
+from shardwise.errors import DesyncError, PeerLostError
+
+T = TypeVar("T")
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+TORCH, PAIR = "torch/", "torch/pair/"
+"""Beginnings of the orders of torch's collectives and of its messages between two ranks."""
+
+Place = tuple[str, str, int]
+"""What is the same on all ranks of a collective: name, order (see `order_of`) and bytes."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rank is.
+
+    Attributes:
+        what: the collective that it waits for, in words that are the same on all ranks; empty: it waits for none.
+        size: its bytes; 0 where they may differ by rank.
+        kind: with which collectives that is in one order.
+        members: global ranks that take part in it; nothing: not known.
+        line: `file:line` of the script that has led there, or where the script is.
+        call: `file:line` where it has called the engine, if that is not `line`.
+        doing: what the script is in ("engine.step()", "its data loader"); empty: not known.
+        seconds: for which it has waited.
+        number: of the wait on that rank.
+        turn: of a collective of torch, how many the rank has launched in the group, with this one; -1: not known.
+        step: steps that it has taken; -1: not known.
+        collectives: of torch that it has launched in the default group; -1: not known.
+        loader: what the engine's data loader has done; empty: not known.
+    """
+
+    what: str = ""
+    size: int = 0
+    kind: str = ""
+    members: Sequence[int] = ()
+    line: str = ""
+    call: str = ""
+    doing: str = ""
+    seconds: float = 0.0
+    number: int = -1
+    turn: int = -1
+    step: int = -1
+    collectives: int = -1
+    loader: str = ""
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> Position | None:
+        """Return what `written` has returned, or None if it is something else."""
+        try:
+            members = [start + step * i for start, count, step in found.get("members", ()) for i in range(count)]
+            return cls(**{**found, "members": members})
+        except (TypeError, ValueError):
+            return None
+
+    def written(self) -> dict[str, Any]:
+        """Return the position in JSON's terms, in a few hundred bytes: what has its default value is left out."""
+        found = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
+        if self.members:
+            found["members"] = _runs(self.members)
+        return found
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in a collective."""
+        return bool(self.what)
+
+    @property
+    def torch(self) -> bool:
+        """Whether it is in a collective of torch."""
+        return self.kind.startswith(TORCH)
+
+    @property
+    def place(self) -> Place:
+        """What is the same on ranks that are in the same collective."""
+        return ("" if self.kind.startswith(PAIR) else self.what), self.kind, self.size
+
+    def __str__(self) -> str:
+        at = f" at {self.line}" if self.line else ""
+        at += f", called at {self.call}" if self.call else ""
+        inside = f", in {self.doing}" if self.doing else ""
+        after = f", after {self.step} steps" if self.step >= 0 else ""
+        if self.waits:
+            return f"waits in {self.what} for {self.seconds:.0f} s{inside}{at}{after}"
+        where = f"is in {self.doing}" if self.doing else "is outside of collectives"
+        return f"{where}{at}{after}"
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return numbers as runs of (start, count, step): groups of a mesh are a few of them, however many ranks they have.
+
+    >>> _runs([0, 8, 16, 17, 18])
+    [(0, 3, 8), (17, 2, 1)]
+    """
+    found: list[tuple[int, int, int]] = []
+    for number in numbers:
+        start, count, step = found[-1] if found else (0, 0, 0)
+        if count == 1:
+            found[-1] = start, 2, number - start
+        elif count and number == start + count * step:
+            found[-1] = start, count + 1, step
+        else:
+            found.append((number, 1, 1))
+    return found
+
+
+def named(record: Record) -> str:
+    """Return the name of a collective, the same on all ranks."""
+    return f"{record.op} {record.label!r} #{record.turn}"
+
+
+def size_of(record: Record) -> int:
+    """Return its bytes if they are the same on all ranks."""
+    return 0 if record.op == "all_to_all" else record.size
+
+
+def order_of(record: Record) -> str:
+    """Return with which collectives it is in one order: each group of ranks has orders of its own."""
+    members = record.members
+    known = _groups.get(id(members))
+    if known is None or known[0] is not members:  # a ledger has thousands of records of a few groups
+        if len(_groups) >= _MOST_GROUPS:
+            _groups.clear()
+        known = _groups[id(members)] = members, zlib.crc32(repr(list(members)).encode())
+    return f"{record.group}/{record.kind}/{known[1]:x}"
+
+
+_groups: dict[int, tuple[Sequence[int], int]] = {}
+_MOST_GROUPS = 256
+
+
+Launch = tuple[str, str, int, int]
+"""Of a launched collective its name, the line where the script has called the engine, its bytes, and its number."""
+
+
+RECENT = 32
+"""Collectives of each order of which a rank tells digests."""
+DIGEST = 4
+"""Letters of one."""
+
+
+def launch_of(record: Record) -> Launch:
+    """Return how a collective has been launched."""
+    return named(record), record.call or record.line, size_of(record), record.sequence
+
+
+def digest_of(launch: Launch) -> str:
+    """Return a few letters that differ where ranks have launched different collectives."""
+    return hashlib.blake2b(repr(launch[:3]).encode(), digest_size=DIGEST // 2).hexdigest()
+
+
+def position_of(record: Record, seconds: float = 0.0, **rest: Any) -> Position:
+    """Return the position of a rank that waits for a collective."""
+    return Position(
+        what=named(record),
+        size=size_of(record),
+        kind=order_of(record),
+        members=record.members,
+        seconds=seconds,
+        number=record.sequence,
+        **{"line": record.line, "call": record.call, **rest},
+    )
+
+
+# -- reports -----------------------------------------------------------------------------------------------------------
+
+_MOST_LINES = 16
+"""Lines of different positions that are shown."""
+
+Positions = Mapping[int, Position | None]
+"""By rank; None: it has not answered."""
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """What a rank that waits says a while later.
+
+    Attributes:
+        number: of its wait; it has moved on if this has changed.
+        launched: collectives that other ranks wait for, which this one has launched.
+        recent: by order, the number of a collective, and digests of that one and the later ones.
+    """
+
+    number: int
+    launched: frozenset[Place] = frozenset()
+    recent: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of a collective that waits too long.
+
+    Attributes:
+        text: for people.
+        stuck: the ranks wait for each other.
+        absent: ranks that are waited for.
+    """
+
+    text: str
+    stuck: bool
+    absent: tuple[int, ...] = ()
+
+
+def judge(
+    places: Positions,
+    own: int,
+    confirmed: Mapping[int, Confirmation] | None = None,
+    silent: Mapping[int, str] | None = None,
+    parting: Sequence[str] = (),
+) -> Report:
+    """Return who is waited for, or that ranks wait for each other.
+
+    Args:
+        places: where the ranks are.
+        own: this rank, which waits.
+        confirmed: what they have said a while later; None: they have not been asked.
+        silent: what has become of ranks that do not answer, as far as it is known.
+        parting: where the ranks have first launched different collectives.
+
+    >>> gather, reduce = Position("all_gather 'a' #4", line="t.py:3", seconds=9.0), Position("all_gather 'b' #4")
+    >>> judge({0: gather, 1: reduce}, 0, dict.fromkeys((0, 1), Confirmation(-1))).stuck
+    True
+    >>> print(judge({0: gather, 1: Position(line="t.py:7")}, 0).text)
+    rank 0 waits in all_gather 'a' #4 for 9 s at t.py:3, for rank 1:
+      rank 1: is outside of collectives at t.py:7
+    """
+    here = places[own]
+    assert here is not None
+    there = {rank: place for rank, place in places.items() if place is not None and place.waits}
+    if is_stuck(places, confirmed):
+        text = "the ranks wait for each other in different collectives."
+        return Report("\n".join([text, *_table(places, {}), *parting, *(_advice(there) or [_CHECK])]), True)
+    absent = tuple(rank for rank in here.members or places if rank != own and rank in places and rank not in there)
+    if absent:
+        whom = f", for {ranks_in_words(absent)}"
+    elif _may_end(here, there, confirmed or {}):
+        whom = f"; all ranks are there, so {_slow(there)}"
+    else:
+        whom = "; others wait, too"
+    others = {rank: place for rank, place in places.items() if rank != own}
+    return Report("\n".join([f"rank {own} {here}{whom}:", *_table(others, silent or {})]), False, absent)
+
+
+def _slow(there: Mapping[int, Position]) -> str:
+    """Say why a collective may not end to which all of its ranks have come."""
+    counts: dict[int, list[int]] = {}
+    for rank, place in there.items():
+        counts.setdefault(place.collectives, []).append(rank)
+    if len(counts) == 1 or -1 in counts:
+        return "the network between them is slow"
+    shown = ", ".join(f"{count} on {ranks_in_words(ranks)}" for count, ranks in _few(counts))
+    return (
+        "the network between them is slow, or a device waits for a collective that the script has launched on some "
+        f"ranks only (launched with torch.distributed in the default group: {shown})"
+    )
+
+
+def is_stuck(places: Positions, confirmed: Mapping[int, Confirmation] | None) -> bool:
+    """Return whether all ranks wait, still in the same collectives, none of which all of its ranks have come to."""
+    there = {rank: place for rank, place in places.items() if place is not None and place.waits}
+    if confirmed is None or len(there) < len(places):
+        return False
+    if any(rank not in confirmed or confirmed[rank].number != place.number for rank, place in there.items()):
+        return False
+    return not any(_may_end(place, there, confirmed) for place in waits_of(places))
+
+
+def waits_of(places: Positions) -> list[Position]:
+    """Return the different collectives that ranks wait for."""
+    return list({place.place: place for place in places.values() if place is not None and place.waits}.values())
+
+
+def _may_end(waited: Position, there: Mapping[int, Position], confirmed: Mapping[int, Confirmation]) -> bool:
+    """Return whether all ranks of a collective have come to it, as far as they wait."""
+    members = [rank for rank in waited.members or there if rank in there]
+    return all(
+        there[rank].place == waited.place or (rank in confirmed and waited.place in confirmed[rank].launched)
+        for rank in members
+    )
+
+
+def first_difference(recent: Mapping[int, tuple[int, str]]) -> tuple[int, list[int]] | None:
+    """Return the number of the first collective of an order that ranks of one group have launched differently.
+
+    Args:
+        recent: of each rank, see `Confirmation.recent`.
+
+    Returns:
+        The number, and one rank for each way of launching it; None: as far as the ranks tell, there is none.
+
+    >>> first_difference({0: (6, "aaaabbbbcccc"), 1: (7, "bbbbdddd"), 2: (7, "bbbbdddd")})
+    (8, [0, 1])
+    """
+    begin = max(first for first, _ in recent.values())
+    end = min(first + len(digests) // DIGEST for first, digests in recent.values())
+    for turn in range(begin, end):
+        ways: dict[str, int] = {}
+        for rank, (first, digests) in recent.items():
+            ways.setdefault(digests[(turn - first) * DIGEST :][:DIGEST], rank)
+        if len(ways) > 1:
+            return turn, list(ways.values())
+    return None
+
+
+def parting_in_words(launches: Mapping[int, Launch]) -> list[str]:
+    """Say how ranks of one group have launched the collective in which they part."""
+    sizes = len({size for _, _, size, _ in launches.values()}) > 1
+    return [
+        "They part here:",
+        *(
+            f"  rank {rank}: {what}{f' of {size} bytes' if sizes else ''} at {line}"
+            for rank, (what, line, size, _) in launches.items()
+        ),
+    ]
+
+
+def _table(places: Positions, silent: Mapping[int, str]) -> list[str]:
+    """Return a line for each position; ranks whose positions differ by seconds only share one."""
+    alike: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        alike.setdefault(silent.get(rank, "") if place is None else str(replace(place, seconds=0.0)), []).append(rank)
+    lines = []
+    for ranks in list(alike.values())[:_MOST_LINES]:
+        longest = max((place for rank in ranks if (place := places[rank])), key=lambda one: one.seconds, default=None)
+        text = silent.get(ranks[0], "has not answered") if longest is None else str(longest)
+        lines.append(f"  {ranks_in_words(ranks)}: {text}")
+    rest = [rank for ranks in list(alike.values())[_MOST_LINES:] for rank in ranks]
+    return [*lines, f"  {ranks_in_words(rest)}: elsewhere"] if rest else lines
+
+
+def _advice(places: Mapping[int, Position]) -> list[str]:
+    """Say what is wrong by name, where it can be known."""
+    found: list[str] = []
+    doing: dict[str, list[int]] = {}
+    sizes: dict[tuple[str, str], dict[int, list[int]]] = {}
+    ways: dict[str, dict[str, list[int]]] = {}
+    for rank, place in places.items():
+        name = f"{place.what.partition('(')[0]}()" if place.torch else place.doing
+        doing.setdefault(name, []).append(rank)
+        sizes.setdefault((place.what, place.kind), {}).setdefault(place.size, []).append(rank)
+        if place.torch:
+            ways.setdefault(name, {}).setdefault(f"{place.what} at {place.line}", []).append(rank)
+    for (what, _), by_size in sizes.items():
+        if len(by_size) > 1:
+            shown = ", ".join(f"{size} bytes on {ranks_in_words(ranks)}" for size, ranks in _few(by_size))
+            found.append(f"Ranks pass tensors of different sizes to {what}: {shown}.")
+    for name, by_call in ways.items():
+        if len({call.partition(" at ")[0] for call in by_call}) > 1:
+            shown = ", ".join(f"{call} by {ranks_in_words(ranks)}" for call, ranks in _few(by_call))
+            found.append(f"Ranks call {name} with different arguments: {shown}. Pass the same on every rank.")
+    if len(doing) > 1:
+        for method, ranks in doing.items():
+            if method in _TOGETHER or method.startswith("torch."):
+                lines = " and ".join(sorted({places[rank].call or places[rank].line for rank in ranks})[:4])
+                others = [rank for rank in places if rank not in set(ranks)]
+                found.append(
+                    f"{method} has been called by {ranks_in_words(ranks)} at {lines}, and not by "
+                    f"{ranks_in_words(others)}: every rank of its group has to call it, at the same point. Take it "
+                    "out of `if rank == 0:`, or, if it comes after a loop over data, see that all ranks get the same "
+                    "number of batches."
+                )
+    loaders: dict[str, list[int]] = {}
+    for rank, place in places.items():
+        if place.loader:
+            loaders.setdefault(place.loader, []).append(rank)
+    if len(loaders) > 1:
+        shown = ", ".join(f"that of {ranks_in_words(ranks)} {text}" for text, ranks in _few(loaders))
+        found.append(f"Loaders differ: {shown}")
+    return found
+
+
+def _few(groups: Mapping[T, list[int]]) -> list[tuple[T, list[int]]]:
+    return list(groups.items())[:4]
+
+
+_TOGETHER = tuple(
+    f"engine.{name}()"
+    for name in (
+        "save_checkpoint",
+        "load_checkpoint",
+        "resume",
+        "save_16bit_model",
+        "module_state_dict",
+        "load_module_state_dict",
+        "export",
+        "load_weights",
+        "copy_to_memory",
+        "memory_report",
+        "gathered",
+        "destroy",
+    )
+)
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Name ranks.
+
+    >>> ranks_in_words([3]), ranks_in_words([0, 2]), ranks_in_words([0, 1, 2, 3, 5, 7, 8])
+    ('rank 3', 'ranks 0, 2', 'ranks 0-3, 5, 7, 8')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    shown = ", ".join(texts[:_MOST_LINES]) + (f" and {len(texts) - _MOST_LINES} more" * (len(texts) > _MOST_LINES))
+    return f"rank{'s' * (sum(map(len, runs)) > 1)} {shown}"
+
+
+_CHECK = (
+    "Look for a branch (`if rank == 0:`, a condition on data) that leaves out or adds a forward pass, backward(), "
+    "step(), evaluation or save_checkpoint() on some ranks, and for loaders that give ranks different numbers of "
+    "batches."
+)
+
+
+# -- values in the store -----------------------------------------------------------------------------------------------
+
+
+def key_of(*parts: object) -> str:
+    """Return a key of the store, of this attempt: a restarted job may meet in the store of the one before."""
+    first, *rest = parts
+    return "/".join(map(str, ("shardwise", first, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), *rest)))
+
+
+def seal(text: str, secret: str, key: str) -> str:
+    """Return what `unsealed` takes, and only under the same key.
+
+    Args:
+        text: the value.
+        secret: of the job.
+        key: under which the value will be stored.
+    """
+    return _code(text, secret, key) + text
+
+
+def unsealed(data: bytes, secret: str, key: str) -> str | None:
+    """Return the text of a value, or None if nobody who knows the secret has written it.
+
+    >>> unsealed(seal("here", "secret", "a").encode(), "secret", "a")
+    'here'
+    >>> unsealed(seal("here", "secret", "a").encode(), "secret", "b")
+    """
+    found = data.decode(errors="replace")
+    code, text = found[:_LETTERS], found[_LETTERS:]
+    return text if hmac.compare_digest(code.encode(), _code(text, secret, key).encode()) else None
+
+
+_LETTERS = 32
+
+
+def _code(text: str, secret: str, key: str) -> str:
+    return hmac.digest(secret.encode(), f"{key}\n{text}".encode(), hashlib.sha256).hex()[:_LETTERS]
+
+
+def written(store: dist.Store, keys: list[str]) -> list[str]:
+    """Return those of some keys that are in a store: reading another one would block."""
+    if not keys or store.check(keys):
+        return keys
+    half = len(keys) // 2
+    return written(store, keys[:half]) + written(store, keys[half:]) if half else []
+
+
+def read_all(store: dist.Store, keys: list[str]) -> dict[str, bytes]:
+    """Return the values of those of some keys that are in a store."""
+    there = written(store, keys)
+    at_once = store.has_extended_api()  # type: ignore[attr-defined]
+    values = store.multi_get(there) if at_once else map(store.get, there)
+    return dict(zip(there, values, strict=True))
+
+
+# -- collectives that fail ---------------------------------------------------------------------------------------------
+
+PATIENCE_S = 1.0
+"""How long a rank that fails waits for word from the others: they fail within milliseconds of it, or not at all."""
+FAILED = "failed"
+"""Key of the traceback of the last rank that has ended with an exception."""
+
+_TRACEBACK = 4000
+"""Letters of a traceback that other ranks get."""
+_POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
+_MOST_READ = 32
+"""Ranks whose words a report shows besides the lost one, because those of all ranks would be the square."""
+_DYING_S = 0.1
+"""How long the sockets of a process that has been killed may outlive one another."""
+_SILENT = "has not said where it is: it is gone, or busy outside of collectives (data, computing, waiting)"
+_FEWER = "Did it get fewer batches than the others?"
+_CHECK_FAILED = (
+    "Check that every rank gets the same number of batches; that no branch (`if rank == 0:`, a condition on data) "
+    "leaves out or adds a forward pass, backward(), step() or evaluation on some ranks; and that all ranks call "
+    "save_checkpoint() and other methods that use collectives. Loops of different length, such as "
+    "generate(synced_gpus=False), belong inside of `with engine.gathered():`."
+)
+
+_secret = ""
+
+
+def sign_failures(secret: str) -> None:
+    """Have tracebacks of failures written so that ranks which know the secret take them for such."""
+    global _secret
+    _secret = secret
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank has written into the store.
+
+    Attributes:
+        state: "waits" for a collective; "ends": it is in `destroy()`; "ended", or "failed" with an exception.
+        text: of a rank that does not wait.
+        place: of a rank that waits.
+    """
+
+    state: str
+    text: str = ""
+    place: Position | None = None
+
+    @classmethod
+    def read(cls, data: bytes) -> Word | None:
+        """Return a word if it is one: anybody who reaches the store may have written it."""
+        try:
+            found = json.loads(data)
+            place = Position.read({**found["place"], "members": ()}) if found["state"] == "waits" else None
+            word = cls(found["state"], found["text"], place)
+            known = word.state in ("ends", "ended", "failed") or (
+                word.state == "waits" and place is not None and place.waits
+            )
+            return word if known and isinstance(word.text, str) and str(word.place) else None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def publish(self) -> None:
+        """Write this rank's word; without a store that can still be reached nothing happens."""
+        store = default_store()
+        if store is not None and answers(store, _DYING_S if self.state == "waits" else 0.0):
+            place = None if self.place is None else replace(self.place, members=()).written()
+            try:
+                text = json.dumps({"state": self.state, "text": self.text, "place": place})
+                store.set(_word_key(dist.get_rank()), text)
+            except RuntimeError:
+                return
+
+
+def publish_end() -> None:
+    """Write that this process ends, for ranks that still wait for it; if by an exception, with its traceback."""
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        Word("ended", "has ended without an exception").publish()
+        return
+    text = f"has ended with {type(error).__name__}: {error}"
+    line = _raised_at(error)
+    Word("failed", f"{text}{f' at {line}' if line else ''}").publish()
+    store = default_store()
+    if _secret and store is not None and answers(store):
+        trace = "".join(traceback.format_exception(error))[-_TRACEBACK:]
+        try:
+            said = f"rank {dist.get_rank()} {text}. Its traceback:\n{trace}"
+            store.set(key_of(FAILED), seal(said, _secret, key_of(FAILED)))
+        except RuntimeError:
+            return
+
+
+def _raised_at(error: BaseException) -> str:
+    """Return the line of the script that has led to an exception, as far as there is one."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        if is_of_script(trace.tb_frame.f_code.co_filename):
+            found = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def inside_of(method: str, failure: BaseException | None) -> str:
+    """Return words for a rank that is in one of the engine's methods, perhaps because an exception has led there."""
+    line = user_line()
+    reason = "" if failure is None else f", after {type(failure).__name__}: {str(failure)[:200]}"
+    return f"is in {method}{f' at {line}' if line else ''}{reason}"
+
+
+def read_words(ranks: Iterable[int], patience: float) -> dict[int, Word]:
+    """Return what ranks have written, waiting up to `patience` seconds for those that have not."""
+    found: dict[int, Word] = {}
+    missing = {_word_key(rank): rank for rank in ranks}
+    store = default_store()
+    if store is None or not answers(store, _DYING_S):
+        return found  # it has gone, with the rank that served it
+    deadline, pause = time.monotonic() + patience, _POLL_S
+    try:
+        while missing:
+            for key, data in read_all(store, list(missing)).items():
+                rank, word = missing.pop(key), Word.read(data)
+                if word is not None:
+                    found[rank] = word
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(pause if missing else 0)
+            pause = min(2 * pause, _SLOWEST_POLL_S)
+    except RuntimeError:
+        pass  # it has gone meanwhile
+    return found
+
+
+def _word_key(rank: int) -> str:
+    return key_of("whereabouts", rank)
+
+
+class FailureReports:
+    """Makes the errors of one communicator.
+
+    Invariant: the first failure is the one that counts. It breaks connections, so that later ones fail for that reason,
+    and raise the first error again.
+
+    Args:
+        ledger: where its collectives are recorded.
+        ranks: the global ranks of its group.
+        rank: this process's place among them.
+    """
+
+    def __init__(self, ledger: Ledger, ranks: Sequence[int], rank: int) -> None:
+        self._ledger = ledger
+        self._ranks = list(ranks)
+        self._rank = rank
+        self._first: DesyncError | PeerLostError | None = None
+        self._lock = threading.Lock()
+
+    def explain(self, error: PeerLostError, here: Position) -> DesyncError | PeerLostError:
+        """Return the error to raise: the first failure of this communicator, with what the other ranks say.
+
+        Args:
+            error: what the exchange has raised; `peer` is the group rank that has not answered, if that is known.
+            here: the collective.
+        """
+        with self._lock:
+            if self._first is None:
+                self._first = self._compare(error, here)
+            return self._first
+
+    def _compare(self, error: PeerLostError, here: Position) -> DesyncError | PeerLostError:
+        own = self._ranks[self._rank]
+        Word("waits", place=here).publish()
+        others, words = self._read_others(own, self._ranks[error.peer] if error.peer >= 0 else None)
+        peer = self._ranks[error.peer] if error.peer >= 0 else _cause(others, words, here)
+        places = {here.place} | {word.place.place for word in words.values() if word.place is not None}
+        unread = len(self._ranks) - 1 - len(others)
+        all_wait = not unread and len(words) == len(others) and all(word.place for word in words.values())
+        state = words[peer].state if peer in words else ""
+        at = f" at {here.line}" if here.line else ""
+        done = [record for record in self._ledger.records() if record.finished is not None]
+        last = max(done, key=lambda record: record.finished or 0.0, default=None)
+        text = f"rank {own} of {len(self._ranks)} has {'waited' if error.timed_out else 'lost'} "
+        if error.timed_out:
+            text += (
+                f"{here.seconds:.1f} s for rank {peer} in {here.what}{at}, and rank {peer} has not answered "
+                "(the limit for a collective: SHARDWISE_TIMEOUT, in minutes). Its connection is given up; "
+            )
+        else:
+            text += f"rank {peer} in {here.what}{at}, after {here.seconds:.1f} s; "
+        text += f"last completed: {named(last) if last else 'nothing'}."
+        if not error.timed_out:
+            text += f"\nRank {peer}: {_loss(words.get(peer))}"
+        if all_wait and len(places) > 1:
+            end = f"The ranks wait for each other in different collectives. {_CHECK_FAILED}"
+        elif error.timed_out and all_wait:
+            end = "The ranks are in the same collective: the network between them is too slow, or broken."
+        elif error.timed_out and state in ("", "waits"):
+            end = f"If rank {peer} is only slow, raise the limit. {_CHECK_FAILED}"
+        elif error.timed_out:
+            end = f"Rank {peer}: {_loss(words[peer])}"
+        else:
+            end = f"The cause is on rank {peer}, or on a rank that it was waiting for: see their output."
+        silent = {rank: words[rank].text if rank in words else _SILENT for rank in others}
+        table = _table({rank: words[rank].place if rank in words else None for rank in others}, silent)
+        desync = (all_wait and len(places) > 1) or state == "ends"
+        if unread:
+            table.append(f"  {unread} more ranks: not read")
+        report = (DesyncError if desync else PeerLostError)("\n".join([text, *table, end]))
+        if isinstance(report, PeerLostError):
+            report.peer, report.timed_out = peer, error.timed_out
+        report.__cause__ = error.__cause__
+        return report
+
+    def _read_others(self, own: int, peer: int | None) -> tuple[list[int], dict[int, Word]]:
+        """Return the ranks whose words are read, and these: the peer's, and those of ranks that follow this one."""
+        place = self._ranks.index(own) + 1
+        following = [*self._ranks[place:], *self._ranks[: place - 1]][:_MOST_READ]
+        others = list(dict.fromkeys([*([] if peer is None else [peer]), *following]))
+        return others, read_words(others, PATIENCE_S)
+
+
+def _loss(word: Word | None) -> str:
+    if word is None:
+        return "it has ended or lost its connection. If it ended without an error, did it get fewer batches?"
+    if word.place is not None:
+        return "it has given up waiting, and with that closed the connection."
+    return f"it {word.text}." if word.state == "failed" else f"it {word.text}. {_FEWER}"
+
+
+def _cause(ranks: Sequence[int], words: Mapping[int, Word], here: Position) -> int:
+    """Return the rank that is most likely the cause, where torch does not name one.
+
+    First comes a rank that has ended, then one that has said nothing, then one that waits in another collective.
+    """
+
+    def order(rank: int) -> int:
+        word = words.get(rank)
+        if word is None:
+            return 1
+        return 0 if word.place is None else 3 if word.place.place == here.place else 2
+
+    return min(ranks, key=order)
+
+
+# -- comparisons beforehand --------------------------------------------------------------------------------------------
+
+_TEXT = 1024
+"""Bytes of a call that are shown."""
+
+_compares = False
+
+
+def compare_calls(on: bool) -> None:
+    """Have each collective of `shardwise.comm` compared over its group, which costs one small one more, or not."""
+    global _compares
+    _compares = on
+
+
+def check_call(
+    name: str, tensors: torch.Tensor | Sequence[torch.Tensor] | None, group: Any, rest: Mapping[str, Any]
+) -> None:
+    """Raise if ranks of a group have not all called the same collective with the same arguments.
+
+    Args:
+        name: of the collective.
+        tensors: those that have the same shapes and dtypes on all ranks; None: none has.
+        group: all its ranks call.
+        rest: the other arguments that are the same on all ranks, such as the operation of a reduction.
+
+    Raises:
+        DesyncError: on every rank, with what each has called and where.
+    """
+    if not _compares or dist.get_world_size(group) == 1 or dist.get_rank(group) < 0:
+        return
+    given = [] if tensors is None else [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    said = [f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in given]
+    said += [f"{argument}={str(value).rpartition('.')[2]}" for argument, value in rest.items()]
+    call = f"{name}({', '.join(said)})"
+    if len(set(_gathered(hashlib.sha256(call.encode()).digest(), group))) == 1:
+        return
+    texts = _gathered(f"{call} at {user_line()}".encode()[:_TEXT].ljust(_TEXT, b"\0"), group)
+    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    alike: dict[str, list[int]] = {}
+    for rank, text in zip(ranks, texts, strict=True):
+        alike.setdefault(text.rstrip(b"\0").decode(errors="replace"), []).append(rank)
+    table = [f"  {ranks_in_words(alike[text])}: {text}" for text in alike]
+    raise DesyncError(
+        "\n".join(["strict_sync: the ranks have called different collectives:", *table])
+        + "\nEvery rank of the group has to call the same, in the same order, with the same arguments and tensors of "
+        "the same shape and dtype."
+    )
+
+
+def _gathered(own: bytes, group: Any) -> list[bytes]:
+    """Return the bytes of all ranks, as many from each; nothing of them is run or parsed."""
+    cpu = torch.device("cpu")
+    device = cpu if backend_of(group, cpu) else torch.device("cuda", torch.cuda.current_device())
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
+    rows = torch.empty(dist.get_world_size(group) * len(own), dtype=torch.uint8, device=device)
+    all_gather_single(rows, mine, group=group)
+    return [bytes(row.tolist()) for row in rows.cpu().view(-1, len(own))]

@@ -1,0 +1,29 @@
+"""Values by rank, and sums of them in rank order, for tests of collectives."""
+
+from __future__ import annotations
+
+import torch
+
+COPIED = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
+SUMMED = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SIZES = [0, 1, 3, 17, 1023, 40_001]
+
+
+def values(rank: int, size: int, dtype: torch.dtype, salt: int = 0) -> torch.Tensor:
+    """The same random numbers for a (rank, size, dtype, salt) in every process."""
+    generator = torch.Generator().manual_seed(1000 * salt + 10 * rank + 1)
+    if dtype.is_floating_point:
+        return torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, (size,), generator=generator).to(dtype)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left, right)
+
+
+def ordered_sum(terms: list[torch.Tensor], dtype: torch.dtype, before: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum formed in rank order, rounded to the dtype of the result after each addition, then added to `before`."""
+    total = terms[0].to(dtype)
+    for term in terms[1:]:
+        total = (total + term).to(dtype)
+    return total if before is None else before + total
