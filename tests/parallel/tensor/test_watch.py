@@ -198,3 +198,40 @@ def compared() -> int:
     with mock.patch.object(Comparison, "run", autospec=True, side_effect=Comparison.run) as run:
         gradients(net, config(), inputs())
     return run.call_count
+
+
+class OfTokens(Model):
+    """Blocks with one norm for all, which is the last one, too; `tail`: an MLP before the last norm."""
+
+    def __init__(self, tail: bool) -> None:
+        super().__init__(_blocks)
+        self.norm = nn.LayerNorm(WIDTH)
+        for block in self.blocks:
+            block.norm = self.norm  # type: ignore[union-attr]
+        self.tail = MLP() if tail else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(self, x)
+        x = x if self.tail is None else x + self.tail(x)
+        return self.norm(x).square().mul(torch.arange(WIDTH)).mean()
+
+
+def of_tokens(tail: bool) -> OfTokens:
+    torch.manual_seed(0)
+    return OfTokens(tail)
+
+
+def divided_tokens() -> list[Any]:
+    return [gradients(of_tokens(tail), config(sequence_parallel=True), inputs()) for tail in (False, True)]
+
+
+def test_norms_with_several_names_and_blocks_of_a_ranks_tokens() -> None:
+    whole = of_tokens(False)
+    loss = whole(inputs())
+    loss.backward()
+    grads = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    for shared, tail in run_ranks(divided_tokens, 2):
+        assert not isinstance(shared, Refused), shared
+        assert differing(*shared, (loss.item(), grads)) == []
+        assert isinstance(tail, Refused) and "tail (MLP), divided over 2 ranks" in tail, tail
+        assert "its input 0 of shape [2, 2, 8] differs between the ranks" in tail, tail

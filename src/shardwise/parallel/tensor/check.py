@@ -314,7 +314,7 @@ class Comparison:
                 for dim, some in enumerate(sizes)
                 if any(some[self._group.place] == now and sum(some) == total for total, now in totals)
             ]
-            if not dims:
+            if not dims or index == self._hidden:
                 self._refuse(
                     [
                         f"|its input {index} of shape {rows[0][0]} differs between the ranks, so that something before "

@@ -264,6 +264,8 @@ def divide(layer: nn.Module, cut: ShardSpec, group: TensorGroup, path: str) -> N
         UsageError: this layer cannot be divided so.
     """
     if cut.kind == "norm":
+        if isinstance(layer, NormParallel):
+            return  # it has another name, too
         for parameter in layer.parameters():
             group.declare_summands(parameter)
         _become(layer, cut, group)
