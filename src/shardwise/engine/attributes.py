@@ -27,7 +27,8 @@ def of_part(
         return method(getattr(engine, part), *args, **kwargs)
 
     # Because tracebacks and reports of stalls name the method that a script has called by its frame.
-    call.__code__ = call.__code__.replace(co_name=method.__name__)
+    function: Any = call
+    function.__code__ = function.__code__.replace(co_name=method.__name__)
     return call
 
 

@@ -354,7 +354,8 @@ def muon_groups(params: Iterable[Any], names: Mapping[int, Sequence[str]] | None
         names: further names of parameters, by `id(parameter)`.
     """
     entries = list(params)
-    for group in entries if entries and isinstance(entries[0], dict) else [{"params": entries}]:
+    groups: list[dict[str, Any]] = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    for group in groups:
         members = group["params"]
         if "use_muon" in group:
             yield group
