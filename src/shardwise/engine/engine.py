@@ -35,7 +35,7 @@ from shardwise.engine.recovery import Resumed
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
 from shardwise.engine.states import check_device, give_methods, kinds_of, take_methods
 from shardwise.engine.step import StepReport, TrainStep
-from shardwise.errors import AbsentAttributeError, NotScalarError, OffloadError, UsageError
+from shardwise.errors import AbsentAttributeError, NotScalarError, UsageError
 from shardwise.memory import is_out_of_memory
 from shardwise.moe.exchange import ExpertParallelModule
 from shardwise.precision.autocast import autocast, autocast_dtype, described
@@ -498,7 +498,7 @@ class Engine(ConfigGetters, nn.Module):
         self._memory.remember_call(inputs, kwargs)
         try:
             with (
-                self.sharded.interruptions.watching(in_pass=True),
+                self.sharded.noting_disk_errors(),
                 autocast(self.device, self._autocast_dtype),
                 self.job.ledger.inside_call(),
                 self._activations.around((inputs, kwargs)),
@@ -526,7 +526,7 @@ class Engine(ConfigGetters, nn.Module):
         return outputs
 
     def _run_plainly(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self.sharded.interruptions.watching(in_pass=True), autocast(self.device, self._autocast_dtype):
+        with self.sharded.noting_disk_errors(), autocast(self.device, self._autocast_dtype):
             return self.module(*inputs, **kwargs)
 
     @never_compiled
@@ -574,7 +574,7 @@ class Engine(ConfigGetters, nn.Module):
         with (
             self._step.passing(loss, weight, scale_wrt_gas) as roots,
             explained_here,
-            self.sharded.interruptions.watching(in_pass=True),
+            self.sharded.noting_disk_errors(),
             self._profiling.backward(),
             self._following.backward(),
         ):
@@ -640,8 +640,7 @@ class Engine(ConfigGetters, nn.Module):
             NonFiniteError: a gradient is not finite, and `non_finite` is "stop", or "rewind" too often. Parameters,
                 optimizer and schedule are as they were; the window's gradients are dropped.
             AnomalyError: so for what `anomaly_watch` says; also if there is no copy in memory to go back to.
-            OffloadError: a disk with state has failed, on this rank or on another one. Called again, it goes on where
-                it has been.
+            OffloadError: a disk with state has failed. The engine refuses to go on.
         """
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
@@ -649,13 +648,9 @@ class Engine(ConfigGetters, nn.Module):
         if self._tensors is not None:
             self._tensors.step_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
-        watched = self.sharded.interruptions.watching(in_pass=False)
-        try:
-            with explained_here, self._profiling.step(), self._following.step(), watched, named("boundary"):
-                ended = self._step.take(lr_kwargs)
-        except OffloadError as error:
-            self._faults.save_after(error)
-            raise
+        noting = self.sharded.noting_disk_errors()
+        with explained_here, self._profiling.step(), self._following.step(), noting, named("boundary"):
+            ended = self._step.take(lr_kwargs)
         if ended:
             self._events.write()
             self._profiling.after_step()

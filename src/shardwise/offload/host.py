@@ -45,7 +45,7 @@ class HostPlace:
 class _Kept:
     """The values of one tensor on the host (`shardwise.memory.places.Stored`)."""
 
-    staged = held = 0
+    staged = 0
 
     def __init__(self, copies: CopyStream, tensor: torch.Tensor, *, pinned: bool) -> None:
         self._copies = copies

@@ -25,7 +25,7 @@ from shardwise.comm.desync_report import being_in, publish
 from shardwise.comm.domain import Domains
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
-from shardwise.errors import ConflictError, DesyncError, PeerLostError, UsageError
+from shardwise.errors import ConflictError, DesyncError, OffloadError, PeerLostError, UsageError
 from shardwise.memory import (
     Accountant,
     Category,
@@ -63,13 +63,14 @@ from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
 from shardwise.zero.units.unit import FlatParamStorage, Unit, UnitState
 from shardwise.zero.updates.communicated import CommunicatedUpdate
-from shardwise.zero.updates.interrupted import Interruptions
 from shardwise.zero.updates.owner_sharded import MixedUpdate, WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.tp_split import SplitTensors
 from shardwise.zero.updates.update import StateKind, Stepping, Update
 
 T = TypeVar("T")
+
+_RESTART = "Restart the job from the last checkpoint"
 
 _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
@@ -113,6 +114,7 @@ class ShardedModel:
         domain: that of all ranks.
         comm: all ranks that step together.
         closed: why there is nothing here any more ("" while there is).
+        failed: the error of a disk that has ended a pass or a step ("" if none has): the state is that of no step.
         stepped: a step has been taken.
         client_groups: the parameters that each of the optimizer's groups had before the engine.
         sums: forms norms of gradients and sums that travel with them; None for a model that is only evaluated.
@@ -158,7 +160,7 @@ class ShardedModel:
         self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners, wires=wires)
         self._check_owners(groups)
         self.client_groups = [list(group["params"]) for group in groups]
-        self.closed = ""
+        self.closed = self.failed = ""
         self._driver: Driver = Alone()
         self.units: list[Unit] = []
         self.presence = Presence()
@@ -179,8 +181,6 @@ class ShardedModel:
             if stepping.whole and self.numbering.cut:
                 parts = SplitTensors(self.registry, self.numbering, specs, layouts, domains, accountant)
             self.update, self.owners = self._make_update(optimizer, is_elementwise, domains, parts)
-        places = (homes.optimizer, homes.whole, homes.gradients, homes.parameters)
-        self.interruptions = Interruptions(self.comm, on_disk=any(place.lags for place in places))
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
         builder = UnitBuilder(
@@ -426,7 +426,7 @@ class ShardedModel:
         """Multiply the accumulated gradients.
 
         Raises:
-            OffloadError: on all ranks alike, if a disk of one of them has failed. Called again, it multiplies the rest.
+            OffloadError: a disk has failed.
         """
         if isinstance(factor, float) and factor == 1.0:
             return
@@ -453,8 +453,7 @@ class ShardedModel:
         left = [unit for unit in self.units if unit.index not in self._scaled]
         lent = [(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in left]
         self._scaling = True
-        with self.interruptions.agreeing() if self.gradients_on_disk else contextlib.nullcontext():
-            in_turn(lent, scale)
+        in_turn(lent, scale)
         self._have_scaled()
 
     def _have_scaled(self) -> None:
@@ -472,11 +471,6 @@ class ShardedModel:
                 "gradients cannot be read or written now: a disk has failed in engine.step() when those of some units "
                 "had been unscaled and clipped. Call engine.step() again, which goes on there, or engine.zero_grad()"
             )
-
-    @property
-    def gradients_on_disk(self) -> bool:
-        """Whether accumulated gradients live on disks."""
-        return self.homes.gradients.lags
 
     def clip_factor(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         """Return the clipping coefficient for a global norm."""
@@ -502,8 +496,24 @@ class ShardedModel:
             UsageError: see above.
         """
         self.check_open(what)
-        self.interruptions.check_reachable(what)
+        if self.failed:
+            raise UsageError(f"{what}: the state is incomplete, because a disk has failed before. {self.failed}")
         self.presence.require(what, values=values)
+
+    @contextlib.contextmanager
+    def noting_disk_errors(self) -> Iterator[None]:
+        """Refuse everything after an error of a disk inside of the block, which is a pass or a step.
+
+        Raises:
+            OffloadError: it says to restart the job.
+        """
+        try:
+            yield
+        except OffloadError as error:
+            if not self.failed:
+                self.failed = f"{error}. {_RESTART}"
+                error.args = (self.failed,)
+            raise
 
     def check_can_step(self) -> None:
         """Raise where a step could not do what is expected of it; nothing has been changed then.
@@ -516,7 +526,6 @@ class ShardedModel:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
             )
-        self.interruptions.check_can_step()
         self.places.check()
         self.guards.check_trained()
 
@@ -552,10 +561,6 @@ class ShardedModel:
         if self.update is not None:
             self.update.share_changes()
 
-    def coming(self) -> AbstractContextManager[None]:
-        """Begin to bring what `step` needs first, which may come inside of the block."""
-        return contextlib.nullcontext() if self.update is None else self.update.coming()
-
     def step(self, factor: float | torch.Tensor = 1.0) -> None:
         """Step the optimizer with the accumulated gradients and start bringing the results to all ranks.
 
@@ -566,12 +571,7 @@ class ShardedModel:
         self.gatherer.let_go()
         self.finish_gathers()
         self.share_changes()
-        with (
-            self.accountant.owning(Category.OTHER),
-            self.guards.stepping(),
-            named("step"),
-            self.interruptions.stepping(self.update),
-        ):
+        with self.accountant.owning(Category.OTHER), self.guards.stepping(), named("step"):
             self.update.step(self.optimizer, factor)
         if not self.stepped:
             self.stepped = True
@@ -623,8 +623,7 @@ class ShardedModel:
             )
 
     def give_up_step(self) -> None:
-        """The gradients of the window are dropped: what a step that has raised has left out is never stepped."""
-        self.interruptions.give_up()
+        """The gradients of the window are dropped."""
         self._have_scaled()
         if self.update is not None:
             self.update.end_step()
@@ -1199,17 +1198,19 @@ class ShardedModel:
                 self.comm.barrier("destroy()")
             self.channel.close()
         self.domain.close()
-        if not apart:
+        if self.failed or not apart:
             self.homes.close()
         self._cut_references()
         if apart:
             message = f"{apart} The parameters of {type(self.module).__name__} stay sharded"
-            if sys.exc_info()[1] is None:
+            if sys.exc_info()[1] is None and not self.failed:
                 raise DesyncError(message)
             logger.warning(message)  # what is on its way through this rank is nearer to the cause
 
     def _end_together(self) -> str:
         """End passes and gathers that are under way, once all ranks are here; return why they cannot be ended."""
+        if self.failed:
+            return self.failed
         # An exception that is on its way through this rank may have spared the others: then they are elsewhere.
         failure = sys.exc_info()[1]
         where = being_in("destroy()", failure)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from shardwise.comm.domain import Domains
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use, unwritten
+from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units.global_ids import GlobalTensorIds
@@ -122,7 +121,6 @@ class WholeUpdate(ReducedUpdate):
         self._arriving: dict[int, torch.Tensor] = {}
         self._changed: set[int] = set()  # parts whose owners have not heard of it
         self._loaded: set[int] = set()
-        self._stepped = False
 
     def _choose_owners(
         self,
@@ -255,11 +253,8 @@ class WholeUpdate(ReducedUpdate):
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Bring gradients (multiplied before) to their owners, step, and bring the results back."""
-        if self._stepped:
-            self.keep_state()  # a disk may have had no space for it
-        else:
-            with self.around():
-                optimizer.step()
+        with self.around():
+            optimizer.step()
         self.hold_state()
 
     def hold_state(self) -> None:
@@ -268,18 +263,6 @@ class WholeUpdate(ReducedUpdate):
             state = self.optimizer.state.get(master)
             if state:
                 hold(state, self._accountant, self._tier)
-
-    def together(self) -> AbstractContextManager[None] | None:
-        """See `Update.together`: gradients and results travel between ranks."""
-        return borrowed(unwritten(self.stepping())) if not self._stepped else None
-
-    def progress(self) -> tuple[int, int]:
-        """See `Update.progress`: all or none."""
-        return len(self.units) * self._stepped, len(self.units)
-
-    def end_step(self) -> None:
-        """See `Update.end_step`."""
-        self._stepped = False
 
     def stepping(self) -> list[Borrowed]:
         """Return what has to be borrowed so that everything can be stepped."""
@@ -309,7 +292,6 @@ class WholeUpdate(ReducedUpdate):
                 yield
             for unit in self.units:
                 self._distribute(unit)
-            self._stepped = True
             self.keep_state()
 
     @contextlib.contextmanager
@@ -547,22 +529,10 @@ class MixedUpdate(ReducedUpdate):
 
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """See `Update.step`."""
-        if self.progress()[0]:
-            self.whole.keep_state()  # a disk may have had no space for it
-        else:
-            with self.segments.around(), self.whole.around():
-                self.segments.step_lent(optimizer, factor)
+        with self.segments.around(), self.whole.around():
+            self.segments.step_lent(optimizer, factor)
         self.segments.hold_state()
         self.whole.hold_state()
-
-    def together(self) -> AbstractContextManager[None] | None:
-        """See `Update.together`: of both kinds at once, for the optimizer steps once."""
-        wanted = [*self.segments.away, *self.whole.stepping()]
-        return borrowed(unwritten(wanted)) if not self.progress()[0] else None
-
-    def progress(self) -> tuple[int, int]:
-        """See `Update.progress`: all or none."""
-        return self.whole.progress()
 
     def end_step(self) -> None:
         """See `Update.end_step`."""

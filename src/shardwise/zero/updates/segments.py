@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -21,8 +20,8 @@ from torch import nn
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
 from shardwise.device.ranges import named
-from shardwise.memory import Accountant, Category, Tier
-from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use, unwritten
+from shardwise.memory import Accountant, Category
+from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
 from shardwise.zero.units.global_ids import GlobalTensorIds
@@ -87,9 +86,7 @@ class SegmentUpdate(ReducedUpdate):
         self._runs: dict[int, list[tuple[FlatParamStorage, ShardSlice, nn.Parameter]]] = {}
         self._everything = Part([], self._segments, self._origins)
         self._parts: list[tuple[Part, list[Borrowed]]] = []  # of the same, unit by unit, with what has to be lent
-        self._stepped: set[int] = set()  # numbers of parts, in a step that has not been ended
         self._near_factor: tuple[torch.Tensor, torch.Tensor] | None = None  # of a step, as it is and on the host
-        self._begun = contextlib.ExitStack()
 
     def capture(self, unit: Unit) -> None:
         """Nothing: segments are views of the units' own masters."""
@@ -234,26 +231,13 @@ class SegmentUpdate(ReducedUpdate):
         flat = flat_optimizer(optimizer)
         return flat is not None and flat.takes_flat()
 
-    @contextlib.contextmanager
-    def coming(self) -> Iterator[None]:
-        """See `Update.coming`: master weights and state of the first part, if they will be stepped."""
-        with self._begun:
-            left = [one for number, one in enumerate(self._parts) if number not in self._stepped]
-            if left:
-                part, wanted = left[0]
-                for loans, _ in wanted:
-                    if any(loans is section.optimizer_loans for section in part.sections):
-                        loans.start()
-                        self._begun.callback(loans.give_back, written=False)
-            yield
-
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step all segments and write the results into the parameters' memory.
 
         If something has to be lent, or brought back to the device, that is done unit by unit, where the optimizer can
         be stepped so.
         """
-        if not self._stepped and not (self._apart and self._splits(optimizer)):
+        if not (self._apart and self._splits(optimizer)):
             self.step_at_once(optimizer, factor)
             return
         self._outputs.make_room([part.sections for part, _ in self._parts])
@@ -262,8 +246,7 @@ class SegmentUpdate(ReducedUpdate):
             with named("step", self.units[number].name):
                 self._step_alone(optimizer, factor, number)
 
-        parts = [(number, wanted) for number, (_, wanted) in enumerate(self._parts) if number not in self._stepped]
-        in_turn(parts, step, self._begun)
+        in_turn([(number, wanted) for number, (_, wanted) in enumerate(self._parts)], step)
         self.hold_state()
 
     def step_at_once(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
@@ -284,19 +267,6 @@ class SegmentUpdate(ReducedUpdate):
     def step_lent(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
         """Step everything, which is there."""
         self._step(optimizer, factor, self._everything)
-        self._have_stepped(range(len(self._parts)))
-
-    def _have_stepped(self, numbers: Iterable[int]) -> None:
-        """Parts have been stepped: their results are stored, whatever comes now."""
-        self._stepped.update(numbers)
-        for number in numbers:
-            for loans, written in self._parts[number][1]:
-                if written is None:
-                    loans.overwritten()
-
-    def together(self) -> AbstractContextManager[None] | None:
-        """See `Update.together`: norms of whole tensors are formed by all ranks in the middle of the step."""
-        return borrowed(unwritten(self.away)) if self._norms and self.away and not self._stepped else None
 
     @cached_property
     def away(self) -> list[Borrowed]:
@@ -324,13 +294,8 @@ class SegmentUpdate(ReducedUpdate):
         plain = wrapper is None or only_counts_steps(wrapper)
         return type(optimizer).__module__.startswith("torch.optim.") and own and plain
 
-    def progress(self) -> tuple[int, int]:
-        """See `Update.progress`."""
-        return len(self._stepped), len(self._parts)
-
     def end_step(self) -> None:
         """See `Update.end_step`."""
-        self._stepped.clear()
         self._near_factor = None
 
     def _step_alone(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, number: int) -> None:
@@ -341,7 +306,6 @@ class SegmentUpdate(ReducedUpdate):
         try:
             assign_groups(optimizer, [[p for p in group if id(p) in chosen] for group in members])
             self._step(optimizer, factor, part)
-            self._have_stepped([number])
             self._keep_state(part)
         finally:
             assign_groups(optimizer, members)
@@ -385,17 +349,6 @@ class SegmentUpdate(ReducedUpdate):
         if self._near_factor is None or self._near_factor[0] is not factor:
             self._near_factor = factor, factor.to("cpu")
         return self._near_factor[1]
-
-    def _write_out(self, part: Part) -> None:
-        """Write the masters of what has been stepped into the parameters' memory."""
-        written = self._outputs.of(part.sections)
-        for section in part.sections:
-            assert section.master is not None
-            values = section.optimizer_loans.read(section.master)
-            if values is not section.master:
-                self._accountant.hold(Category.BUFFERS, values, Tier.HOST)
-            written[id(section)].copy_(values)
-        self._outputs.send()
 
     def hold_state(self) -> None:
         """Tell the accountant about the optimizer's state; what is known is passed over, some optimizers make more."""

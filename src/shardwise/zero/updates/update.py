@@ -7,10 +7,8 @@ optimizer instance is kept: its parameter groups are edited in place, and its st
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -56,23 +54,8 @@ class Update(Protocol):
     def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `step` can multiply the gradients now; else they have to be multiplied before."""
 
-    def coming(self) -> AbstractContextManager[None]:
-        """Begin to bring what `step` needs first, which may come inside of the block."""
-
-    def together(self) -> AbstractContextManager[None] | None:
-        """Have all that `step` needs inside of the block, where ranks exchange values while they step.
-
-        None: nothing is needed at once, and whether a rank can step does not concern the others.
-        """
-
     def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
-        """Step with the accumulated gradients times `factor`; write the results into the parameters' memory.
-
-        If it has raised because of a disk, it goes on with what has not been stepped when it is called again.
-        """
-
-    def progress(self) -> tuple[int, int]:
-        """Return how many units have been stepped in a step that has not been ended, and how many there are."""
+        """Step with the accumulated gradients times `factor`; write the results into the parameters' memory."""
 
     def end_step(self) -> None:
         """The step is over: the next one begins anew."""
@@ -160,14 +143,6 @@ class ReducedUpdate:
     def stays_local(self) -> bool:
         """See `Update.stays_local`."""
         return False
-
-    def coming(self) -> AbstractContextManager[None]:
-        """See `Update.coming`: all is there, or is brought at once."""
-        return contextlib.nullcontext()
-
-    def together(self) -> AbstractContextManager[None] | None:
-        """See `Update.together`: each rank steps for itself."""
-        return None
 
     def end_step(self) -> None:
         """See `Update.end_step`."""
