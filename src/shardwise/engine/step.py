@@ -92,13 +92,11 @@ class _Prepared:
         report: what is known of them, but for learning rates.
         passes: number of backward passes that they come from.
         factor: what they have to be multiplied by.
-        scaled: they have been.
     """
 
     report: StepReport
     passes: int
     factor: float | torch.Tensor
-    scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -483,10 +481,7 @@ class TrainStep:
         overflow = report.overflow
         self._decide(report)
         if report.applied:
-            if not prepared.scaled and not sharded.takes_factor():
-                sharded.scale_gradients(prepared.factor)
-                prepared = self._prepared = replace(prepared, scaled=True)
-            sharded.step(1.0 if prepared.scaled else prepared.factor)
+            sharded.step(prepared.factor)
         self._prepared = None
         self._unscaled = False
         self._window = self._new_window()
@@ -806,9 +801,6 @@ class TrainStep:
 
     def gradient_factor(self) -> float | torch.Tensor:
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
-        if self._prepared is not None and self._prepared.scaled:
-            return 1.0
-        self._sharded.check_gradients_whole()
         assert self._sharded.sums is not None and self._sharded.reducer is not None
         window, passes = self._window, self._sharded.reducer.passes
         if window.agreed is None or window.agreed[0] != passes:

@@ -1,4 +1,4 @@
-"""Adagrad (Duchi, Hazan and Singer, 2011), one pass over memory a step."""
+"""Adagrad (Duchi, Hazan and Singer, 2011)."""
 
 from __future__ import annotations
 

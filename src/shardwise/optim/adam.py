@@ -1,4 +1,4 @@
-"""Adam and AdamW (Kingma and Ba, 2015; Loshchilov and Hutter, 2019), one pass over memory a step."""
+"""Adam and AdamW (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023), one pass over memory a step."""
+"""Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
 
 from __future__ import annotations
 

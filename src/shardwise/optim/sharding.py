@@ -20,7 +20,7 @@ import torch
 
 from shardwise.config.names import UNUSABLE_OPTIMIZERS
 from shardwise.errors import ConfigError
-from shardwise.optim.communicating import Communicating
+from shardwise.optim.comm_optimizer import CommOptimizer
 
 ATTRIBUTE = "shardwise_sharding"
 """Name of the class attribute by which an optimizer class declares itself: the value of a `Sharding` but "refused"."""
@@ -48,7 +48,7 @@ class Sharding(Enum):
     """Whole tensors, each owned by one rank. Memory: a rank holds state for the tensors that it owns."""
 
     COMMUNICATES = "communicates"
-    """Flat memory of whole units, and gradients that it reduces itself (`shardwise.optim.communicating`).
+    """Flat memory of whole units, and gradients that it reduces itself (`shardwise.optim.comm_optimizer`).
     Memory: as the class says."""
 
     MIXED = "mixed"
@@ -120,10 +120,10 @@ def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
             f'depends only on that element, set {ATTRIBUTE} = "elementwise" in the class to save memory'
         )
     kind = _known(cls, ATTRIBUTE, declared, (*_OF_GROUPS, Sharding.MIXED, Sharding.COMMUNICATES))
-    if kind is Sharding.COMMUNICATES and not isinstance(optimizer, Communicating):
+    if kind is Sharding.COMMUNICATES and not isinstance(optimizer, CommOptimizer):
         raise ConfigError(
             f"{cls.__module__}.{cls.__qualname__}.{ATTRIBUTE} is {declared!r}, which only subclasses of "
-            "shardwise.optim.communicating.Communicating can be"
+            "shardwise.optim.comm_optimizer.CommOptimizer can be"
         )
     return kind, f"{name} declares {ATTRIBUTE} = {declared!r}"
 

@@ -62,8 +62,8 @@ from shardwise.zero.units.partition import find_units
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
 from shardwise.zero.units.unit import FlatParamStorage, Unit, UnitState
-from shardwise.zero.updates.communicated import CommunicatedUpdate
-from shardwise.zero.updates.owner_sharded import MixedUpdate, WholeUpdate
+from shardwise.zero.updates.comm_optimizer import CommUpdate
+from shardwise.zero.updates.owner_sharded import WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.tp_split import SplitTensors
 from shardwise.zero.updates.update import StateKind, Stepping, Update
@@ -213,7 +213,6 @@ class ShardedModel:
         self.reducer: Reducer | None = None
         self.sums: GradientSums | None = None
         if self.update is not None:
-            self.update.bind()
             for unit in sharded:
                 unit.take_over = self._take_over
                 unit.await_copies = self.await_copies
@@ -233,9 +232,7 @@ class ShardedModel:
             )
             self.gatherer.reducer = self.reducer
             self.sums = GradientSums(self.units, self.numbering, self.comm, device, accountant, self.reducer)
-            if isinstance(self.update, CommunicatedUpdate):
-                self.update.own_gradient = self.reducer.own_gradient
-                self.update.on_written = self._values_have_changed
+            self.update.bind(self.reducer.own_gradient, self._values_have_changed)
         if self.channel is not None:
             self.channel.on_want = self.gatherer.wanted
         self.hooks = Hooks(module, self.units, self.gatherer)
@@ -257,8 +254,6 @@ class ShardedModel:
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
-        self._scaling = False
-        self._scaled: set[int] = set()  # units whose gradients have been multiplied, while others' have not
         self.copied: Copied | None = None
         give_back_freed_memory()  # of the whole parameters, between the shards
 
@@ -319,11 +314,11 @@ class ShardedModel:
         """Return what steps the parameters, and that part of it which steps whole tensors, if there is one."""
         stepping, common = self.stepping, (optimizer, self.units, self.registry)
         told = (self.accountant, is_elementwise)
-        if stepping.communicates:
-            return CommunicatedUpdate(*common, domains, self.numbering, *told, self.plan), None
         segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=stepping.norms)
+        if stepping.communicates:
+            return CommUpdate(optimizer, segments, domains, self.accountant, self.plan), None
         if not stepping.whole:
-            return segments, None
+            return Update(optimizer, [segments]), None
         replicated = not self.plan.shard_optimizer
         whole = WholeUpdate(
             *common,
@@ -336,9 +331,8 @@ class ShardedModel:
             replicated=replicated,
             home=self.homes.whole,
         )
-        if len(stepping.whole) == len(optimizer.param_groups):
-            return whole, whole
-        return MixedUpdate(segments, whole), whole
+        only = len(stepping.whole) == len(optimizer.param_groups)
+        return Update(optimizer, [whole] if only else [segments, whole]), whole
 
     def _check_owners(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raise for parameters that the optimizer has and the model has not: no rank would ever step them."""
@@ -418,59 +412,12 @@ class ShardedModel:
             self.reducer.wire_dtype = dtype
             self.reducer.find_alone()
 
-    def takes_factor(self) -> bool:
-        """Whether `step` can multiply the gradients in its own pass now."""
-        return self.update is not None and self.optimizer is not None and self.update.takes_factor(self.optimizer)
-
-    def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply the accumulated gradients.
-
-        Raises:
-            OffloadError: a disk has failed.
+    def gradient_factor(self, index: int) -> float | torch.Tensor:
+        """Return what turns the accumulated gradient of a parameter into its mean (or sum), before clipping (all ranks
+        call).
         """
-        if isinstance(factor, float) and factor == 1.0:
-            return
-        if self.reducer is not None and self.reducer.local:
-            for own in self.reducer.own_gradients():
-                own.mul_(factor)
-            return
-
-        factors: dict[torch.device, torch.Tensor] = {}  # the host waits once
-
-        def there(device: torch.device) -> float | torch.Tensor:
-            if not isinstance(factor, torch.Tensor):
-                return factor
-            if device not in factors:
-                factors[device] = factor.to(device)
-            return factors[device]
-
-        def scale(unit: Unit) -> None:
-            for section in unit.trainable:
-                gradient = section.stepped_gradient
-                gradient.mul_(there(gradient.device))
-            self._scaled.add(unit.index)
-
-        left = [unit for unit in self.units if unit.index not in self._scaled]
-        lent = [(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in left]
-        self._scaling = True
-        in_turn(lent, scale)
-        self._have_scaled()
-
-    def _have_scaled(self) -> None:
-        self._scaling = False
-        self._scaled.clear()
-
-    def check_gradients_whole(self) -> None:
-        """Raise where a disk has ended `scale_gradients` in the middle.
-
-        Raises:
-            UsageError: some gradients have been multiplied, and others have not.
-        """
-        if self._scaling:
-            raise UsageError(
-                "gradients cannot be read or written now: a disk has failed in engine.step() when those of some units "
-                "had been unscaled and clipped. Call engine.step() again, which goes on there, or engine.zero_grad()"
-            )
+        assert self.update is not None
+        return self.driver.gradient_factor() / self.update.factor_in(self.section_of(index), index)
 
     def clip_factor(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         """Return the clipping coefficient for a global norm."""
@@ -562,17 +509,16 @@ class ShardedModel:
             self.update.share_changes()
 
     def step(self, factor: float | torch.Tensor = 1.0) -> None:
-        """Step the optimizer with the accumulated gradients and start bringing the results to all ranks.
+        """Step the optimizer with the accumulated gradients times `factor`, and start the all-gathers of the results.
 
-        Args:
-            factor: what they are multiplied by, if `takes_factor`; on CUDA they may be written then.
+        The gradients may be overwritten.
         """
-        assert self.update is not None and self.optimizer is not None
+        assert self.update is not None
         self.gatherer.let_go()
         self.finish_gathers()
         self.share_changes()
         with self.accountant.owning(Category.OTHER), self.guards.stepping(), named("step"):
-            self.update.step(self.optimizer, factor)
+            self.update.step(factor)
         if not self.stepped:
             self.stepped = True
             give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone
@@ -623,8 +569,7 @@ class ShardedModel:
             )
 
     def give_up_step(self) -> None:
-        """The gradients of the window are dropped."""
-        self._have_scaled()
+        """Drop the gradients of the window."""
         if self.update is not None:
             self.update.end_step()
 
@@ -1069,14 +1014,11 @@ class ShardedModel:
             wait: return when the memory of the device is free.
 
         Raises:
-            UsageError: a pass is under way, parameters are gathered, or the optimizer communicates itself.
+            UsageError: a pass is under way, parameters are gathered, or the optimizer averages over ranks itself.
         """
         self.hooks.settle()
-        if isinstance(self.update, CommunicatedUpdate):
-            raise UsageError(
-                f"engine.offload_states(): {type(self.optimizer).__name__} communicates itself, and its state is bound "
-                "to memory of the device. Take an optimizer whose gradients the engine reduces"
-            )
+        if self.update is not None:
+            self.update.check_movable("engine.offload_states()")
         if self.gatherer.phase is not Phase.IDLE or self.gatherer.suspended or any(unit.pins for unit in self.units):
             raise UsageError(
                 "engine.offload_states(): a pass is under way, or parameters are gathered (GatheredParameters, "
