@@ -10,7 +10,7 @@ Outside of an engine, and on one rank, these optimizers step the gradients as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,31 +18,27 @@ import torch
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression.averaging import Averages, Block, BlockMean, Segment
 from shardwise.errors import UsageError
+from shardwise.optim.base import Optimizer
 
 _CHUNK = {"cpu": 1 << 16}
 _LARGE_CHUNK = 1 << 24
 
 
-class CommOptimizer(torch.optim.Optimizer):
+class CommOptimizer(Optimizer):
     """Base of optimizers that communicate themselves (class attribute `shardwise_sharding = "communicates"`).
 
-    Every group has the options `step` (steps taken) and `variance_step` (those among them that have updated the
-    variance), which are saved with it.
+    A subclass derives from an ordinary optimizer, too, which takes the exact steps. Every group has the options `step`
+    (steps taken) and `variance_step` (those among them that were exact), which are saved with it.
 
     Attributes:
         ranks_differ: between steps ranks have different parameters, so that nothing can be sharded.
-        tensor_keys: names of values that are kept for each parameter as a whole.
     """
 
     ranks_differ = False
-    tensor_keys: tuple[str, ...] = ()
 
     _attached = 0
     _blocks: Sequence[Block] = ()
     _comm: Communicator | None = None
-
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        super().__init__(params, {**defaults, "step": 0, "variance_step": 0})
 
     # -- for subclasses ----------------------------------------------------------------------------------------------
 
@@ -57,10 +53,6 @@ class CommOptimizer(torch.optim.Optimizer):
 
     def _method(self, block: Block) -> BlockMean:
         """Return what averages a block."""
-        raise NotImplementedError
-
-    def _step_exact(self, blocks: Sequence[Block]) -> None:
-        """Step blocks with reduced gradients."""
         raise NotImplementedError
 
     def _step_averaged(self, blocks: Sequence[Block]) -> None:
@@ -88,14 +80,12 @@ class CommOptimizer(torch.optim.Optimizer):
         self._attached = id(self)  # a copy of this object is not attached
         self._blocks, self._comm = blocks, comm
         self._hold, self._written = hold, written
-        self._numbers = {number: place for place, number in enumerate(n for b in blocks for n, _, _ in b.tensors)}
-        self._device = blocks[0].segments[0].parameter.device if blocks else torch.device("cpu")
         self.forget()
 
     def detach(self) -> None:
         """Forget the engine, and begin anew: without a variance there is nothing to be frozen."""
         self._attached, self._blocks, self._comm = 0, (), None
-        self._hold, self._written, self._numbers = _ignore, _ignore, {}
+        self._hold, self._written = _ignore, _ignore
         self.forget()
         for group in self.param_groups:
             group["step"] = group["variance_step"] = 0
@@ -104,10 +94,6 @@ class CommOptimizer(torch.optim.Optimizer):
         """Drop everything that is kept besides `state` and the groups' options."""
         self._momenta: dict[str, torch.Tensor] = {}
         self._averages = Averages(self._method, self._hold)
-        self._values = {
-            key: torch.full((len(self._numbers),), torch.nan, dtype=torch.float32, device=self._device)
-            for key in self.tensor_keys
-        }
 
     @property
     def attached(self) -> bool:
@@ -126,7 +112,6 @@ class CommOptimizer(torch.optim.Optimizer):
     def kept(self) -> Iterator[torch.Tensor]:
         """Yield what is kept besides `state`."""
         yield from self._momenta.values()
-        yield from self._values.values()
         for mean in self._averages.means.values():
             yield from mean.state_dict().values()
 
@@ -149,16 +134,6 @@ class CommOptimizer(torch.optim.Optimizer):
     def momentum_was_set(self) -> None:
         """Take note that `exp_avg` in `state` has been changed: other ranks have to learn of it."""
         self._momenta = {}
-
-    def tensor_state(self, number: int) -> dict[str, torch.Tensor]:
-        """Return what is kept for a parameter as a whole."""
-        place = self._numbers[number]
-        return {key: values[place] for key, values in self._values.items() if not torch.isnan(values[place])}
-
-    def set_tensor_state(self, number: int, values: Mapping[str, Any]) -> None:
-        """Take over what is kept for a parameter as a whole."""
-        for key, value in values.items():
-            self._values[key][self._numbers[number]] = float(value)
 
     def rank_state(self) -> dict[str, Any] | None:
         """Return what only this rank keeps: what it has not sent yet. None: nothing."""
@@ -194,54 +169,24 @@ class CommOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{type(self).__name__}: this needs an engine; pass the optimizer to initialize()")
         return self._comm
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters.
-
-        In an engine with what it has collected; outside of one exactly, with the gradients of the parameters as they
-        are.
-
-        Args:
-            closure: computes the loss again; only outside of an engine.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         exact = self.exact_gradients()
         for group in self.param_groups:
             group["step"] += 1
             group["variance_step"] += exact
-        if not exact:
-            self._step_averaged(self._blocks)
+        if exact:
+            super()._step()
         else:
-            self._step_exact(self._blocks if self.attached else self._own_blocks())
-        return loss
+            self._step_averaged(self._blocks)
 
-    def _own_blocks(self) -> list[Block]:
-        """Return the parameters that have a gradient outside of an engine, each as a block."""
-        found: list[Block] = []
-        for number, group in enumerate(self.param_groups):
-            for p in group["params"]:
-                if p.grad is not None:
-                    size, place = p.numel(), len(found)
-                    segment = Segment(p, number, 0, size, [(place, 0, size)])
-                    lane, tensor = (number, 0, size), (place, 0, size)
-                    found.append(Block("", size, 0, size, [lane], [tensor], [segment], p.grad))
-        return found
-
-    def segments(self, blocks: Sequence[Block]) -> Iterator[tuple[Segment, torch.Tensor, dict[str, Any]]]:
-        """Yield the segments of blocks, each with its reduced gradient and its parameter group."""
+    def segments(self, blocks: Sequence[Block]) -> Iterator[tuple[Segment, dict[str, Any]]]:
+        """Yield the segments of blocks, each with its parameter group."""
         for block in blocks:
-            gradient = block.gradient
-            assert gradient is not None
             for segment in block.segments:
-                alone = segment.stop - segment.start == gradient.numel()
-                own = gradient if alone else gradient[segment.start - block.start : segment.stop - block.start]
-                yield segment, own, self.param_groups[segment.group]
+                yield segment, self.param_groups[segment.group]
 
     def moments(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return momentum and variance of a parameter or segment; zeros are made at the first call."""
+        """Return momentum and variance of a segment; zeros are made at the first call."""
         state = self.state[parameter]
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:

@@ -15,6 +15,7 @@ import torch
 
 from shardwise.compat import has_values
 from shardwise.errors import ConfigError, UsageError
+from shardwise.optim.base import Optimizer
 from shardwise.optim.rounding import (
     COMPENSATION,
     Origin,
@@ -104,7 +105,7 @@ class _Memory:
         return held[start : start + numel]
 
 
-class ElementwiseOptimizer(torch.optim.Optimizer):
+class ElementwiseOptimizer(Optimizer):
     """Base of optimizers that update each element from its own gradient, value and state.
 
     A subclass gives its options, the names of its states, and `update`, which gets everything in fp32; it declares
@@ -180,24 +181,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: computes the loss anew, with gradients.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            UsageError: a gradient is sparse, a parameter cannot be rounded as asked, or a group asks for more than
-                this class has.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         number = 0
         for group in self.param_groups:
             self._check_group(group)
@@ -217,7 +201,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 self._step_runs(runs, group, device, torch.promote_types(kept, torch.float32), count)
                 for run in runs:
                     _put_back(run)
-        return loss
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise for options of torch's class that a loaded state has brought along."""

@@ -30,12 +30,18 @@ from shardwise.config.schema import optimizers as schema
 from shardwise.config.schema.base import Arguments
 from shardwise.config.schema_index import keys_of
 from shardwise.optim.comm_optimizer import CommOptimizer, decay_rates, parts
-from shardwise.optim.layerwise import trust_ratio
+from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
+from shardwise.optim.lamb import Lamb
+from shardwise.optim.layerwise import Layerwise
+from shardwise.precision.tensornorms import TensorRun
 
 _log = logging.getLogger("shardwise")
 
 _SHARED = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 """Arguments that parameter groups have."""
+
+_KEPT = ("coefficient", "factor", "momentum_scale")
+"""What `OnebitLamb` keeps for each tensor of the model: options of the first group, which are saved with it."""
 
 
 class _Onebit(CommOptimizer):
@@ -49,15 +55,18 @@ class _Onebit(CommOptimizer):
     scale: Scale = "norm"
     joined = False
 
-    def __init__(self, params: Iterable[Any], model: type[Arguments], given: dict[str, Any]) -> None:
-        found = checked(model, given)
+    def _check(self, model: type[Arguments], given: dict[str, Any]) -> dict[str, Any]:
+        """Keep the arguments of the constructor as attributes; return those of parameter groups."""
+        names = given.keys() - {"self", "params", "ignored", "__class__"}
+        found = checked(model, {**{name: given[name] for name in names}, **given["ignored"]})
         for name, key in keys_of(model).items():
             value = getattr(found, name)
             if name not in _SHARED:
                 setattr(self, name, value)
             if key.no_effect and value != key.default:
                 _log.info("%s: %s=%r changes nothing: %s", type(self).__name__, name, value, key.no_effect)
-        super().__init__(params, {**{key: given[key] for key in _SHARED}, "betas": tuple(given["betas"])})
+        shared = {name: given[name] for name in _SHARED}
+        return {**shared, "betas": tuple(given["betas"]), "step": 0, "variance_step": 0}
 
     def _method(self, block: Block) -> OnebitAllReduce:
         values = block.segments[0].parameter
@@ -66,15 +75,23 @@ class _Onebit(CommOptimizer):
         return OnebitAllReduce(self._ranks, block.numel, runs, *how, scale=self.scale, joined=self.joined)
 
 
-class _Adam(_Onebit):
+class _Adam(_Onebit, ElementwiseOptimizer):
     """Adam with decoupled weight decay (torch.optim.AdamW), in the terms that the compressed steps share."""
 
-    def _step_exact(self, blocks: Sequence[Block]) -> None:
-        for segment, gradient, group in self.segments(blocks):
-            momentum, variance = self.moments(segment.parameter)
-            for part in parts(segment.parameter):
-                _advance(momentum[part], variance[part], gradient[part], group)
-                self._descend(segment.parameter[part], momentum[part], variance[part], group)
+    state_names = ("exp_avg", "exp_avg_sq")
+
+    def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
+        """See `ElementwiseOptimizer.update`."""
+        first, second = group["betas"]
+        moments = zip(batch.states["exp_avg"], batch.states["exp_avg_sq"], strict=True)
+        for values, gradient, (momentum, variance) in zip(batch.values, batch.gradients, moments, strict=True):
+            momentum.lerp_(gradient, 1 - first)
+            variance.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            self._descend(values, momentum, variance, group)
+
+    def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
+        """See `ElementwiseOptimizer.temporaries_of`: one, so that chunks stay in the cache."""
+        return 1
 
     def _descend(
         self,
@@ -106,7 +123,7 @@ class _Adam(_Onebit):
     def _step_averaged(self, blocks: Sequence[Block]) -> None:
         """Average the momenta over ranks, and step along them with the frozen variance."""
         self._averages.average(blocks, self._own_momenta(blocks))
-        for segment, _, group in self.segments(blocks):
+        for segment, group in self.segments(blocks):
             momentum, variance = self.moments(segment.parameter)
             for part in parts(segment.parameter):
                 self._descend(segment.parameter[part], momentum[part], variance[part], group, frozen=True)
@@ -162,7 +179,7 @@ class OnebitAdam(_Adam):
         freeze_step: int = 100000,
         **ignored: Any,
     ) -> None:
-        super().__init__(params, schema.OnebitAdamArguments, _arguments(locals()))
+        super().__init__(params, self._check(schema.OnebitAdamArguments, locals()))
 
     @property
     def warm_up(self) -> int:
@@ -170,7 +187,7 @@ class OnebitAdam(_Adam):
         return self.freeze_step
 
 
-class OnebitLamb(_Onebit):
+class OnebitLamb(_Onebit, Lamb):
     """1-bit LAMB.
 
     From Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence
@@ -217,10 +234,7 @@ class OnebitLamb(_Onebit):
 
     shardwise_sharding = "communicates"
     joined = True
-    tensor_keys = ("coefficient", "factor", "momentum_scale")
     freeze_step: int
-    min_coeff: float
-    max_coeff: float
     coeff_beta: float
     factor_min: float
     factor_max: float
@@ -243,65 +257,34 @@ class OnebitLamb(_Onebit):
         factor_threshold: float = 0.1,
         **ignored: Any,
     ) -> None:
-        super().__init__(params, schema.OnebitLambArguments, _arguments(locals()))
+        defaults = self._check(schema.OnebitLambArguments, locals())
+        limits = {"max_coeff": max_coeff, "min_coeff": min_coeff, "eps_inside_sqrt": False}
+        Layerwise.__init__(self, params, {**defaults, **limits, **dict.fromkeys(_KEPT)})
 
     @property
     def warm_up(self) -> int:
         """Steps before the variance is frozen."""
         return self.freeze_step
 
-    def forget(self) -> None:
-        """See `CommOptimizer.forget`."""
-        super().forget()
-        self._known = False
+    def detach(self) -> None:
+        """See `CommOptimizer.detach`."""
+        super().detach()
+        self.param_groups[0].update(dict.fromkeys(_KEPT))
 
-    def _step_exact(self, blocks: Sequence[Block]) -> None:
-        self._learn() if self.attached else self._remember(blocks)
-        squares = torch.zeros(2, len(self._numbers), dtype=torch.float64, device=self._device)
-        for segment, gradient, group in self.segments(blocks):
-            momentum, variance = self.moments(segment.parameter)
-            for part in parts(segment.parameter):
-                _advance(momentum[part], variance[part], gradient[part], group)
-            for place, values, (own, second) in self._runs(segment, momentum, variance):
-                for part in parts(values):
-                    update = _direction(values[part], own[part], second[part], group)
-                    squares[:, place] += _squares(values[part], update).to(self._device)
-        if self._divided:
-            self._ranks.all_reduce(squares, "lamb.norms").wait()
-        norms = squares.sqrt().float()
-        coefficients = trust_ratio(norms[0], norms[1], self.min_coeff, self.max_coeff)
-        before = self._values["coefficient"]
-        averaged = self.coeff_beta * before + (1 - self.coeff_beta) * coefficients
-        self._values["coefficient"] = torch.where(torch.isnan(before), coefficients, averaged)
-        if not self.attached:
-            for block, coefficient in zip(blocks, self._values["coefficient"].unbind(), strict=True):
-                self.state[block.segments[0].parameter]["coefficient"] = coefficient
-        self._descend(blocks, coefficients, frozen=False)
+    def _is_exact(self, step: int) -> bool:
+        return step < self.freeze_step or self.param_groups[0]["coefficient"] is None
 
-    def _remember(self, blocks: Sequence[Block]) -> None:
-        """Take over the coefficients that parameters have outside of an engine."""
-        devices = {block.segments[0].parameter.device for block in blocks}
-        self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
-        known = [self.state[block.segments[0].parameter].get("coefficient", torch.nan) for block in blocks]
-        single = [torch.as_tensor(value, dtype=torch.float32, device=self._device) for value in known]
-        self._values = {"coefficient": torch.stack(single) if single else torch.empty(0, device=self._device)}
-        self._numbers = {place: place for place in range(len(blocks))}
-
-    def _descend(self, blocks: Sequence[Block], coefficients: torch.Tensor, *, frozen: bool) -> None:
-        for segment, _, group in self.segments(blocks):
-            for place, values, (own, second) in self._runs(segment, *self.moments(segment.parameter)):
-                for part in parts(values):
-                    update = _direction(values[part], own[part], second[part], group, frozen=frozen)
-                    values[part].sub_(update.mul_(coefficients[place] * float(group["lr"])))
+    def _step(self) -> None:
+        exact = self.exact_gradients()
+        super()._step()
+        if exact and self.attached and self._coefficients is not None:
+            before, now = self.param_groups[0]["coefficient"], self._coefficients
+            mean = now if before is None else self.coeff_beta * before.to(now) + (1 - self.coeff_beta) * now
+            self.param_groups[0]["coefficient"] = mean
 
     def _step_averaged(self, blocks: Sequence[Block]) -> None:
-        self._learn()
-        begins = not self._momenta
         momenta = [self.momentum(block) for block in blocks]
-        if begins:
-            self._begin(momenta)
-        single = iter(self._values["momentum_scale"].unbind())
-        scales = [[next(single) for _ in block.tensors] for block in blocks]
+        scales = self._momentum_scales(blocks, momenta)
         fresh = []
         for block, momentum, scale in zip(blocks, momenta, scales, strict=True):
             # The gradient's memory becomes that of the new momentum, so that the old one is there to compare with.
@@ -313,45 +296,42 @@ class OnebitLamb(_Onebit):
             torch._foreach_mul_(_views(block.gradient, block), scale)
             fresh.append(block.gradient)
         self._averages.average(blocks, fresh)
-        ratios = torch.zeros(len(self._numbers), dtype=torch.float32, device=self._device)
+        kept = self.param_groups[0]
+        coefficient = kept["coefficient"].to(momenta[0].device)
+        ratios = torch.zeros_like(coefficient, dtype=torch.float32)
         for block, momentum, new, scale in zip(blocks, momenta, fresh, scales, strict=True):
             torch._foreach_div_(_views(new, block), scale)
             for segment in block.segments:
                 where = slice(segment.start, segment.stop)
                 self._compare(segment, momentum[where], new[where], ratios)
             momentum.copy_(new)
-        self._values["factor"] = self._next_factors(ratios)
-        self._descend(blocks, self._values["coefficient"] * self._values["factor"], frozen=True)
+        kept["factor"] = self._next_factors(ratios)
+        for segment, group in self.segments(blocks):
+            values, (momentum, variance) = segment.parameter.detach(), self.moments(segment.parameter)
+            for run in self._runs(segment):
+                rate = coefficient[run.tensor] * kept["factor"][run.tensor] * float(group["lr"])
+                own, along, over = run.of(values), run.of(momentum), run.of(variance)
+                for part in parts(own):
+                    update = _direction(own[part], along[part], over[part], group)
+                    own[part].sub_(update.mul_(rate))
 
-    def _begin(self, momenta: list[torch.Tensor]) -> None:
-        """Decide what each parameter's momentum is multiplied by while it travels, unless that is known already."""
-        norms: list[torch.Tensor] = []
-        counts: list[int] = []
-        for block, momentum in zip(self._blocks, momenta, strict=True):
-            norms += torch._foreach_norm(_views(momentum, block))
-            counts += [stop - start for _, start, stop in block.tensors]
-        roots = torch.stack(norms).float() / torch.tensor(counts, device=self._device).clamp(min=1).sqrt()
-        moving = roots > 0
-        united = roots.sum() / moving.sum().clamp(min=1)
-        decided = torch.where(moving, united / roots, 1.0)
-        known = self._values["momentum_scale"]
-        self._values["momentum_scale"] = torch.where(torch.isnan(known), decided, known)
-
-    def _learn(self) -> None:
-        """Let every rank know what is kept for each parameter: a checkpoint gives it only to those that step it."""
-        if self._known or not self._divided:
-            return
-        self._known = True
-        own = torch.stack([self._values[key] for key in self.tensor_keys])
-        everyone = torch.empty(self._ranks.world, *own.shape, dtype=own.dtype, device=own.device)
-        self._ranks.all_gather([(everyone.view(-1), own.view(-1))], "lamb.coefficients", kind="small").wait()
-        known = everyone[0]
-        for values in everyone[1:]:
-            known = torch.where(torch.isnan(known), values, known)
-        self._values = dict(zip(self.tensor_keys, known.unbind(), strict=True))
+    def _momentum_scales(self, blocks: Sequence[Block], momenta: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return what each tensor's momentum is multiplied by while it travels; the first compressed step decides."""
+        kept, device = self.param_groups[0], momenta[0].device
+        if kept["momentum_scale"] is None:
+            norms = [n for block, m in zip(blocks, momenta, strict=True) for n in torch._foreach_norm(_views(m, block))]
+            counts = [stop - start for block in blocks for _, start, stop in block.tensors]
+            roots = torch.stack(norms).float() / torch.tensor(counts, device=device).clamp(min=1).sqrt()
+            moving = roots > 0
+            united = roots.sum() / moving.sum().clamp(min=1)
+            numbers = torch.tensor([number for block in blocks for number, _, _ in block.tensors], device=device)
+            known = torch.ones(len(kept["coefficient"]), device=device)
+            kept["momentum_scale"] = known.index_copy_(0, numbers, torch.where(moving, united / roots, 1.0))
+        single = kept["momentum_scale"].to(device).unbind()
+        return [[single[number] for number, _, _ in block.tensors] for block in blocks]
 
     def _compare(self, segment: Segment, old: torch.Tensor, new: torch.Tensor, ratios: torch.Tensor) -> None:
-        """Go on with the variance by the reconstructed gradient, and note the largest ratio of each parameter."""
+        """Go on with the variance by the reconstructed gradient, and note the largest ratio of each tensor."""
         group, state = self.param_groups[segment.group], self.state[segment.parameter]
         (first, second), eps = group["betas"], group["eps"]
         _, frozen = self.moments(segment.parameter)
@@ -363,35 +343,27 @@ class OnebitLamb(_Onebit):
         for part in parts(fresh):
             gradient = new[part].sub(old[part], alpha=first).div_(1 - first)
             fresh[part].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        for place, _, (still, moving) in self._runs(segment, frozen, fresh):
+        for run in self._runs(segment):
+            still, moving = run.of(frozen), run.of(fresh)
             for part in parts(still):
                 ratio = _root(still[part], root, eps).div_(_root(moving[part], fresh_root, eps))
-                ratios[place] = torch.maximum(ratios[place], ratio.max().float())
+                ratios[run.tensor] = torch.maximum(ratios[run.tensor], ratio.max().float())
 
     def _next_factors(self, ratios: torch.Tensor) -> torch.Tensor:
-        if self._divided:
+        if any(block.stop - block.start < block.numel for block in self._blocks):  # ranks step different ranges
             everyone = torch.empty(self._ranks.world, ratios.numel(), dtype=ratios.dtype, device=ratios.device)
             self._ranks.all_gather([(everyone.view(-1), ratios)], "lamb.ratios", kind="small").wait()
             ratios = everyone.amax(0)
-        before = torch.nan_to_num(self._values["factor"], nan=1.0)
+        before = self.param_groups[0]["factor"]
+        before = torch.ones_like(ratios) if before is None else before.to(ratios)
         change = self.factor_threshold
         limited = torch.minimum(torch.maximum(ratios, before * (1 - change)), before * (1 + change))
         return limited.clamp(self.factor_min, self.factor_max)
 
-    @property
-    def _divided(self) -> bool:
-        """Whether ranks step different ranges."""
-        return any(block.stop - block.start < block.numel for block in self._blocks)
-
-    def _runs(
-        self, segment: Segment, *tensors: torch.Tensor
-    ) -> Iterator[tuple[int, torch.Tensor, tuple[torch.Tensor, ...]]]:
-        """Yield the place, the values and the ranges of `tensors` of each parameter in a segment."""
-        values = segment.parameter.detach()
-        for number, start, stop in segment.pieces:
-            if start < stop:
-                own: Any = slice(start, stop) if self.attached else ...
-                yield self._numbers[number], values[own], tuple(tensor[own] for tensor in tensors)
+    def _runs(self, segment: Segment) -> list[TensorRun]:
+        """Return the ranges of tensors in a segment."""
+        assert self.shardwise_norms is not None
+        return [run for run in self.shardwise_norms.runs(segment.parameter) if run.start < run.stop]
 
 
 class ZeroOneAdam(_Adam):
@@ -457,7 +429,7 @@ class ZeroOneAdam(_Adam):
         local_step_clipper: int = 16,
         **ignored: Any,
     ) -> None:
-        super().__init__(params, schema.ZeroOneAdamArguments, _arguments(locals()))
+        super().__init__(params, self._check(schema.ZeroOneAdamArguments, locals()))
 
     # -- when what happens: functions of the number of steps, so that nothing has to be agreed ------------------------
 
@@ -635,20 +607,8 @@ class ZeroOneAdam(_Adam):
                     values[part].addcdiv_(sums[own][part], _root(variance[part], root, group["eps"], True), value=-1)
 
 
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor, but for parameters, from its local variables."""
-    names = given.keys() - {"self", "params", "ignored", "__class__"}
-    return {**{name: given[name] for name in names}, **given["ignored"]}
-
-
 def _views(tensor: torch.Tensor, block: Block) -> list[torch.Tensor]:
     return [tensor[start:stop] for _, start, stop in block.tensors]
-
-
-def _advance(momentum: torch.Tensor, variance: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]) -> None:
-    first, second = group["betas"]
-    momentum.lerp_(gradient, 1 - first)
-    variance.mul_(second).addcmul_(gradient, gradient, value=1 - second)
 
 
 def _root(variance: torch.Tensor, correction: float, eps: float, frozen: bool = False) -> torch.Tensor:
@@ -658,20 +618,9 @@ def _root(variance: torch.Tensor, correction: float, eps: float, frozen: bool = 
 
 
 def _direction(
-    values: torch.Tensor,
-    momentum: torch.Tensor,
-    variance: torch.Tensor,
-    group: Mapping[str, Any],
-    *,
-    frozen: bool = False,
+    values: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return LAMB's update before its coefficient."""
+    """Return LAMB's update with a frozen variance, before its coefficient."""
     first, second = decay_rates(group)
-    update = (momentum / first).div_(_root(variance, second, group["eps"], frozen))
+    update = (momentum / first).div_(_root(variance, second, group["eps"], True))
     return update.add_(values, alpha=group["weight_decay"])
-
-
-def _squares(values: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Return the sums of squares of both, in fp64."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in (values, update)]
-    return torch.stack(norms).square_()

@@ -314,9 +314,11 @@ class ShardedModel:
         """Return what steps the parameters, and that part of it which steps whole tensors, if there is one."""
         stepping, common = self.stepping, (optimizer, self.units, self.registry)
         told = (self.accountant, is_elementwise)
-        segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=stepping.norms)
+        norms = stepping.norms or (stepping.communicates and hasattr(optimizer, NORMS))
+        at_once = norms or stepping.communicates
+        segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=norms, at_once=at_once)
         if stepping.communicates:
-            return CommUpdate(optimizer, segments, domains, self.accountant, self.plan), None
+            return CommUpdate(optimizer, segments, domains, self.numbering, self.accountant, self.plan), None
         if not stepping.whole:
             return Update(optimizer, [segments]), None
         replicated = not self.plan.shard_optimizer

@@ -25,14 +25,12 @@ class Segment:
         parameter: the values: what the group has in its `params`.
         group: number of the parameter group.
         start, stop: its place in the block.
-        pieces: (number of a parameter, start, stop) of the parameters' ranges, counted from the segment's start.
     """
 
     parameter: nn.Parameter
     group: int
     start: int
     stop: int
-    pieces: list[tuple[int, int, int]]
 
 
 @dataclass
@@ -44,10 +42,9 @@ class Block:
         numel: elements, padding included.
         start, stop: the range that this rank steps.
         lanes: (number of a parameter group, start, stop) of all of the block.
-        tensors: (number of a parameter, start, stop) of all of the block.
+        tensors: (number of a tensor of the job, start, stop) of all of the block.
         segments: what lies in this rank's range.
-        gradient: in a step: of the range the mean over ranks, or of the block this rank's part of the mean; may be
-            overwritten.
+        gradient: in a step without reduction: this rank's part of the mean; may be overwritten.
     """
 
     name: str

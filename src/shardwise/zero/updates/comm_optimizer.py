@@ -20,6 +20,7 @@ from shardwise.comm.domain import Domains
 from shardwise.config.names import ONEBIT_STAGE_REASONS
 from shardwise.errors import ConflictError, UsageError
 from shardwise.memory import Accountant, Category
+from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.plan import ALL_ON_DEVICE, Plan
 from shardwise.zero.units.unit import FlatParamStorage, Unit
 from shardwise.zero.updates.segments import SegmentUpdate
@@ -33,6 +34,7 @@ class CommUpdate(Update):
         optimizer: a `shardwise.optim.comm_optimizer.CommOptimizer`.
         segments: serves all flat parameters.
         domains: of the parameters: one, in one dimension.
+        numbering: of the tensors.
         accountant: counts optimizer state and messages.
         plan: what is sharded.
 
@@ -41,11 +43,18 @@ class CommUpdate(Update):
     """
 
     def __init__(
-        self, optimizer: Any, segments: SegmentUpdate, domains: Domains, accountant: Accountant, plan: Plan
+        self,
+        optimizer: Any,
+        segments: SegmentUpdate,
+        domains: Domains,
+        numbering: GlobalTensorIds,
+        accountant: Accountant,
+        plan: Plan,
     ) -> None:
         super().__init__(optimizer, [segments])
         self.optimizer: Any = optimizer
         self._segments = segments
+        self._numbering = numbering
         self._comm = domains.main.ranks
         self._accountant = accountant
         self._own_gradient: Callable[[FlatParamStorage], torch.Tensor] | None = None
@@ -81,10 +90,6 @@ class CommUpdate(Update):
     @override
     def bind(self, own_gradient: Callable[[FlatParamStorage], torch.Tensor], written: Callable[[], None]) -> None:
         self._own_gradient, self._values_written = own_gradient, written
-        registry, keys, kept = self._segments.registry, self.optimizer.tensor_keys, {}
-        for index, parameter in enumerate(registry.parameters):
-            state = self.optimizer.state.get(parameter, {})
-            kept[index] = {key: state.pop(key) for key in keys if key in state}
         super().bind(own_gradient, written)
         blocks: dict[int, Block] = {}
         for unit in self._segments.units:
@@ -93,11 +98,6 @@ class CommUpdate(Update):
                     block = self._block(f"{unit.index}.{unit.name}.{place}", section)
                     blocks[id(section)] = block
                     self._blocks.append((section, block))
-        pieces: dict[int, list[tuple[int, int, int]]] = {}
-        for index, runs in self._segments.runs.items():
-            for _, piece, parameter in runs:
-                end = piece.offset + piece.stop - piece.start
-                pieces.setdefault(id(parameter), []).append((index, piece.offset, end))
         groups = {id(p): number for number, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         for section, where, parameter in self._segments.segments:
             segment = Segment(
@@ -105,16 +105,12 @@ class CommUpdate(Update):
                 groups[id(parameter)],
                 section.master_start + where.start,
                 section.master_start + where.stop,
-                sorted(pieces.get(id(parameter), []), key=lambda piece: piece[1]),
             )
             blocks[id(section)].segments.append(segment)
             self._segment_of[id(parameter)] = segment
         self.optimizer.attach(
             [block for _, block in self._blocks], self._comm, hold=self._hold_message, written=self._written
         )
-        for index, values in kept.items():
-            if values:
-                self.optimizer.set_tensor_state(index, values)
 
     def _block(self, name: str, section: FlatParamStorage) -> Block:
         layout = section.layout
@@ -124,7 +120,7 @@ class CommUpdate(Update):
             section.master_start,
             section.master_stop,
             [(lane.group, lane.start, lane.stop) for lane in layout.lanes if lane.group is not None],
-            [(slot.index, slot.offset, slot.offset + slot.numel) for slot in layout.slots],
+            [(self._numbering.places[slot.index], slot.offset, slot.offset + slot.numel) for slot in layout.slots],
         )
 
     def _hold_message(self, message: torch.Tensor) -> None:
@@ -144,11 +140,13 @@ class CommUpdate(Update):
 
     @override
     def step(self, factor: float | torch.Tensor) -> None:
-        local = self.stays_local()
+        if not self.stays_local():
+            super().step(factor)
+            self._hold_all()
+            return
         assert self._own_gradient is not None
         for section, block in self._blocks:
-            given = self._own_gradient(section) if local else section.whole_gradient
-            given = self._segments.scaled(section, given, factor)
+            given = self._segments.scaled(section, self._own_gradient(section), factor)
             block.gradient = as_gradient(given, block.segments[0].parameter, self._accountant)
         try:
             self.optimizer.step()
@@ -188,27 +186,9 @@ class CommUpdate(Update):
         return found
 
     @override
-    def state(self, index: int) -> Mapping[str, Any]:
-        state = super().state(index)
-        return {**state, **self.optimizer.tensor_state(index)} if state else {}
-
-    @override
     def clear_state(self) -> None:
         super().clear_state()
         self.optimizer.forget()
-
-    @override
-    def stepped_together(self, key: str) -> list[list[int]]:
-        return [] if key in self.optimizer.tensor_keys else super().stepped_together(key)
-
-    @override
-    def make_state(
-        self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
-    ) -> None:
-        keys = self.optimizer.tensor_keys
-        shared = {key: value for key, value in whole.items() if key not in keys}
-        super().make_state(index, elementwise, shared, filled=filled)
-        self.optimizer.set_tensor_state(index, {key: value for key, value in whole.items() if key in keys})
 
     @override
     def state_was_set(self) -> None:

@@ -71,6 +71,7 @@ class SegmentUpdate(UpdatePart):
         accountant: is told about optimizer state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         norms: the optimizer asks for norms of whole tensors.
+        at_once: it cannot be stepped unit by unit.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class SegmentUpdate(UpdatePart):
         is_elementwise: StateKind,
         *,
         norms: bool = False,
+        at_once: bool = False,
     ) -> None:
         super().__init__(optimizer, accountant)
         self.units = units
@@ -91,6 +93,7 @@ class SegmentUpdate(UpdatePart):
         self.comm = job
         self._numbering = numbering
         self._norms = norms
+        self._at_once = at_once
         self._outputs = Outputs(job.device, accountant)
         self._is_elementwise = is_elementwise
         self.segments: list[Segment] = []
@@ -280,7 +283,7 @@ class SegmentUpdate(UpdatePart):
         wrappers of `step` may count calls.
         """
         optimizer = self.optimizer
-        if self._norms:
+        if self._at_once:
             return False
         hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
         own = all(str(getattr(h, "__module__", "")).startswith("shardwise.") for h in (*hooks, *global_step_hooks()))
