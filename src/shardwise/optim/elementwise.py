@@ -68,6 +68,14 @@ class Batch:
         """Where everything lies."""
         return self.values[0].device
 
+    def decayed(self, decay: float, number: int) -> list[torch.Tensor]:
+        """Return gradients plus `decay` times values, in the temporary of this number."""
+        found = self.temporary(number)
+        torch._foreach_copy_(found, self.values)
+        torch._foreach_mul_(found, decay)
+        torch._foreach_add_(found, self.gradients)
+        return found
+
 
 @dataclass(frozen=True)
 class _Run:

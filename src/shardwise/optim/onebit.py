@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from shardwise.comm.compression.averaging import Averages, Block, ExactMean, Segment
 from shardwise.comm.compression.onebit import OnebitAllReduce, Scale
@@ -80,8 +81,8 @@ class _Adam(_Onebit, ElementwiseOptimizer):
 
     state_names = ("exp_avg", "exp_avg_sq")
 
+    @override
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
-        """See `ElementwiseOptimizer.update`."""
         first, second = group["betas"]
         moments = zip(batch.states["exp_avg"], batch.states["exp_avg_sq"], strict=True)
         for values, gradient, (momentum, variance) in zip(batch.values, batch.gradients, moments, strict=True):
@@ -89,8 +90,8 @@ class _Adam(_Onebit, ElementwiseOptimizer):
             variance.mul_(second).addcmul_(gradient, gradient, value=1 - second)
             self._descend(values, momentum, variance, group)
 
+    @override
     def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
-        """See `ElementwiseOptimizer.temporaries_of`: one, so that chunks stay in the cache."""
         return 1
 
     def _descend(
@@ -266,8 +267,8 @@ class OnebitLamb(_Onebit, Lamb):
         """Steps before the variance is frozen."""
         return self.freeze_step
 
+    @override
     def detach(self) -> None:
-        """See `CommOptimizer.detach`."""
         super().detach()
         self.param_groups[0].update(dict.fromkeys(_KEPT))
 
@@ -465,8 +466,8 @@ class ZeroOneAdam(_Adam):
 
     # -- what is kept between averages -------------------------------------------------------------------------------
 
+    @override
     def forget(self) -> None:
-        """See `CommOptimizer.forget`."""
         super().forget()
         self._anchors: dict[str, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}
@@ -478,21 +479,21 @@ class ZeroOneAdam(_Adam):
         for total in self._sums.values():
             total.zero_()
 
+    @override
     def kept(self) -> Iterator[torch.Tensor]:
-        """See `CommOptimizer.kept`."""
         yield from super().kept()
         yield from self._anchors.values()
         yield from self._sums.values()
 
+    @override
     def agreed(self, segment: Segment) -> torch.Tensor:
-        """See `CommOptimizer.agreed`."""
         for block in self._blocks if self._apart else ():
             if any(segment.parameter is own.parameter for own in block.segments):
                 return self._anchors[block.name][segment.start : segment.stop]
         return super().agreed(segment)
 
+    @override
     def withdraw(self) -> None:
-        """See `CommOptimizer.withdraw`."""
         for block in self._blocks if self._apart else ():
             for segment in block.segments:
                 segment.parameter.detach().copy_(self._anchors[block.name][segment.start : segment.stop])
@@ -518,8 +519,8 @@ class ZeroOneAdam(_Adam):
             self._agree()
             self._written()
 
+    @override
     def rank_state(self) -> dict[str, Any] | None:
-        """See `CommOptimizer.rank_state`."""
         state = super().rank_state()
         return None if state is None else {**state, "apart": self._apart, "rates": self._rates}
 
@@ -529,8 +530,8 @@ class ZeroOneAdam(_Adam):
             state = {**state, "momentum": self._momenta[block.name], "sum": self._sums[block.name]}
         return state
 
+    @override
     def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
-        """See `CommOptimizer.load_rank_state`."""
         fits = super().load_rank_state(state)
         if state is not None and fits and state["apart"]:
             self._rates = [list(rates) for rates in state["rates"]]

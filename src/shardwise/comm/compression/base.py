@@ -44,56 +44,6 @@ class Reduction(Protocol):
         """Block until the sums are in place; collectives that need the results of earlier ones are launched here."""
 
 
-class Compressor(Protocol):
-    """One method of lossy reduction, with what it keeps.
-
-    Attributes:
-        start: steps at the beginning that are reduced exactly.
-        steps: steps that have ended, skipped ones included.
-    """
-
-    start: int
-    steps: int
-
-    def reduce(
-        self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
-    ) -> Reduction:
-        """Launch the reduction of one unit: `own` (and `whole`) = (itself if `accumulate` else 0) + sum over ranks.
-
-        A value that is not finite on some rank must make one of some rank's sums so: ranks then agree on skipping the
-        step.
-
-        Args:
-            flats: its sections.
-            label: for records.
-            accumulate: add to what is there; the first reduction in a step does not.
-            scale: what divides a sum over ranks to give the gradient that is stepped: loss scale, micro-batches and
-                ranks are in it. What is kept from reductions at another scale has to be brought to this one.
-            wire_dtype: type in which the configuration wants values to travel, for methods that send any; None: the
-                method chooses.
-        """
-
-    def end_step(self, applied: bool) -> None:
-        """A step has ended; `applied` is false if it was skipped because of an overflow.
-
-        What is kept must then be finite again.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is kept, for this rank's part of a checkpoint: tensors and plain values."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was kept, saved under the same layout and by the same method, in place of what is."""
-
-    def clear(self) -> None:
-        """Forget what is kept."""
-
-
-def is_active(compressor: Compressor | None) -> bool:
-    """Whether the next reductions are compressed (the same on all ranks)."""
-    return compressor is not None and compressor.steps >= compressor.start
-
-
 class Kept:
     """Tensors that a method keeps between reductions, by name, each at the scale of the last reduction.
 
@@ -161,13 +111,16 @@ class Kept:
         self._scales = dict(state["scales"])
 
 
-class Method:
-    """Base of the methods: counts steps, and looks after what is kept.
+class Compressor:
+    """Base of the methods of lossy reduction: counts steps, and keeps what has not been sent.
 
     Args:
         start: steps at the beginning that are reduced exactly.
         device: where gradients live.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
+
+    Attributes:
+        steps: steps that have ended, skipped ones included.
     """
 
     def __init__(self, start: int, device: torch.device, hold: Callable[[torch.Tensor], None]) -> None:
@@ -176,23 +129,47 @@ class Method:
         self.hold = hold
         self.kept = Kept(device, hold)
 
+    def reduce(
+        self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
+    ) -> Reduction:
+        """Launch the reduction of one unit: `own` (and `whole`) = (itself if `accumulate` else 0) + sum over ranks.
+
+        A value that is not finite on some rank must make one of some rank's sums infinite or NaN: ranks then agree on
+        skipping the step.
+
+        Args:
+            flats: its sections.
+            label: for records.
+            accumulate: add to what is there; the first reduction in a step does not.
+            scale: what divides a sum over ranks to give the gradient that is stepped: loss scale, micro-batches and
+                ranks are in it. What is kept from reductions at another scale has to be brought to this one.
+            wire_dtype: type in which the configuration wants values to travel, for methods that send any; None: the
+                method chooses.
+        """
+        raise NotImplementedError
+
     def end_step(self, applied: bool) -> None:
-        """See `Compressor.end_step`."""
+        """Count a step; what is kept is finite again if the step was skipped because of an overflow (not `applied`)."""
         self.steps += 1
         if not applied:
             self.kept.clean()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Compressor.state_dict`."""
+        """Return what is kept, for this rank's part of a checkpoint: tensors and plain values."""
         return self.kept.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Compressor.load_state_dict`."""
+        """Take over what was kept, saved under the same layout and by the same method."""
         self.kept.load_state_dict(state)
 
     def clear(self) -> None:
-        """See `Compressor.clear`."""
+        """Forget what is kept."""
         self.kept.clear()
+
+
+def is_active(compressor: Compressor | None) -> bool:
+    """Whether the next reductions are compressed (the same on all ranks)."""
+    return compressor is not None and compressor.steps >= compressor.start
 
 
 class Running:

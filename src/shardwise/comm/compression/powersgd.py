@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
-from shardwise.comm.compression.base import Flat, Method, Running, working_dtype
+from shardwise.comm.compression.base import Compressor, Flat, Running, working_dtype
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -136,7 +137,7 @@ def orthogonalize(matrix: torch.Tensor, epsilon: float) -> torch.Tensor:
     return basis
 
 
-class PowerSGD(Method):
+class PowerSGD(Compressor):
     """See the module docstring.
 
     Args:
@@ -155,10 +156,10 @@ class PowerSGD(Method):
     def _split(self, shapes: Sequence[tuple[int, torch.Size]]) -> Split:
         return split(shapes, self._parameters.matrix_approximation_rank, self._parameters.min_compression_rate)
 
+    @override
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
     ) -> Running:
-        """See `shardwise.comm.compression.base.Compressor.reduce`."""
         jobs = [_Job(flat, self._split(flat.shapes), self, scale) for flat in flats]
         for job in jobs:
             job.project()

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
-from shardwise.comm.compression.base import Flat, Method
+from shardwise.comm.compression.base import Compressor, Flat
 from shardwise.comm.compression.quantize import BlockCode
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class Hops:
     across: Communicator
 
 
-class QuantizedReduction(Method):
-    """Reduces gradients as quantised blocks (a `Compressor`); see the module docstring.
+class QuantizedReduction(Compressor):
+    """Reduces gradients as quantised blocks; see the module docstring.
 
     Args:
         comm: the ranks.
@@ -104,10 +105,10 @@ class QuantizedReduction(Method):
         """Number of nodes, as far as they matter."""
         return self.hops.across.world if self.hops is not None else 1
 
+    @override
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
     ) -> _Exchange:
-        """See `Compressor.reduce`; codes travel whatever `wire_dtype`."""
         return _Exchange(self, flats, label, accumulate, scale)
 
     def encode(self, values: torch.Tensor, messages: torch.Tensor, error: torch.Tensor | None) -> None:
@@ -127,21 +128,21 @@ class QuantizedReduction(Method):
         self.hold(made)
         return made
 
+    @override
     def end_step(self, applied: bool) -> None:
-        """See `Compressor.end_step`."""
         super().end_step(applied)
         if self.feedback is not None and self.feedback.reset_every and self.steps % self.feedback.reset_every == 0:
             self.kept.clear()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """See `Compressor.state_dict`."""
         state = {**super().state_dict(), "nodes": self.nodes}
         if self.generator is not None:
             state["generator"] = self.generator.get_state()
         return state
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Compressor.load_state_dict`; what sums of other nodes have lost is dropped."""
         if self.feedback is not None:
             super().load_state_dict(state)
             if state["nodes"] != self.nodes:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy
 import torch
+from typing_extensions import override
 
-from shardwise.comm.compression.base import Flat, Method, Running, working_dtype
+from shardwise.comm.compression.base import Compressor, Flat, Running, working_dtype
 from shardwise.compat import has_values
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-class Sparse(Method):
+class Sparse(Compressor):
     """What sparse reductions have in common: selecting, sending, adding up.
 
     Args:
@@ -145,10 +146,10 @@ class Sparse(Method):
     def sent(self, flat: Flat, first: int, positions: torch.Tensor) -> None:
         """Entries of a section are being sent: `positions` from element `first` on."""
 
+    @override
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
     ) -> Running:
-        """See `shardwise.comm.compression.base.Compressor.reduce`."""
         world = self.comm.world
         dtypes = [wire_dtype or working_dtype(flat.full.dtype) for flat in flats]
         shards = [flat.own.numel() for flat in flats]
@@ -235,13 +236,13 @@ class TopK(Sparse):
         super().__init__(parameters.start_compressing_after_step, comm, hold)
         self._parameters = parameters
 
+    @override
     @property
     def ratio(self) -> float:
-        """See `Sparse.ratio`."""
         return self._parameters.ratio
 
+    @override
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
-        """See `Sparse.gather`."""
         dtype = working_dtype(flat.full.dtype)
         if not self._parameters.use_error_feedback:
             if flat.full.dtype is not dtype:
@@ -273,15 +274,15 @@ class DGC(Sparse):
         super().__init__(parameters.start_compressing_after_step, comm, hold)
         self._parameters = parameters
 
+    @override
     @property
     def ratio(self) -> float:
-        """See `Sparse.ratio`."""
         done, warmup, last = self.steps - self.start, self._parameters.warmup_steps, self._parameters.ratio
         first = max(last, self._FIRST_RATIO)
         return last if done >= warmup else first * (last / first) ** (done / warmup)
 
+    @override
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
-        """See `Sparse.gather`."""
         numel, dtype = flat.full.numel(), working_dtype(flat.full.dtype)
         total = self.kept.at(f"{flat.name}.accumulated", numel, dtype, scale)
         clip = self._parameters.local_clipping * scale / math.sqrt(self.comm.world)
@@ -300,8 +301,8 @@ class DGC(Sparse):
             total.add_(flat.full)
         return total
 
+    @override
     def sent(self, flat: Flat, first: int, positions: torch.Tensor) -> None:
-        """See `Sparse.sent`."""
         velocity = self.kept.get(f"{flat.name}.momentum")
         if velocity is not None and self._parameters.momentum_factor_masking:
             velocity.index_fill_(0, first + positions, 0.0)
