@@ -41,6 +41,11 @@ def failing(engine: Any, call: str, code: int, after: int) -> Iterator[None]:
         yield
 
 
+def backward(engine: Any, step: int) -> None:
+    batch = CASE.data(step, 0, torch.distributed.get_rank(), torch.bfloat16)
+    engine.backward(CASE.loss(engine, batch))
+
+
 def refused(engine: Any) -> list[str]:
     """Return what everything that trains or saves says."""
     batch = CASE.data(2, 0, 0, torch.bfloat16)
@@ -153,7 +158,7 @@ def of_kind(kind: str, place: str, directory: str) -> Any:
 
 def of_a_kind(kind: str, place: str, directory: str, call: str, after: int) -> str:
     engine = of_kind(kind, place, directory)
-    engine.backward(CASE.loss(engine, CASE.data(0, 0, 0, torch.bfloat16)))
+    backward(engine, 0)
     with failing(engine, call, errno.EIO, after), pytest.raises(OffloadError) as error:
         engine.step()
     assert engine.global_steps == 0 and all(str(error.value) in refusal for refusal in refused(engine))
@@ -180,7 +185,7 @@ def on_one_of_two(directory: str) -> str:
     engine = made(offload("optimizer on disk", directory))
     steps(engine, 0, 1)
     rank = torch.distributed.get_rank()
-    engine.backward(CASE.loss(engine, CASE.data(1, 0, rank, torch.bfloat16)))
+    backward(engine, 1)
     said = ""
     try:
         with failing(engine, "preadv", errno.EIO, 0 if rank else 1 << 30):
