@@ -125,7 +125,7 @@ class ElementwiseOptimizer(Optimizer):
         rounding: how bf16 parameters are rounded after the update: "nearest"; "stochastic" (needs no memory); "kahan"
             (two more bytes an element). Parameters in fp32 are not rounded.
         state_dtype: type of the states; None: fp32, or wider where the parameters are. States in bf16 are rounded
-            stochastically whatever `rounding` says: to nearest, a second moment could not fall (a change of
+            stochastically with any `rounding`: to nearest, a second moment could not fall (a change of
             1 - beta2 is less than bf16 resolves).
         seed: of stochastic rounding; the same on all ranks.
 
@@ -366,7 +366,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _limit(numels: Iterable[int], device: torch.device) -> int:
-    """Return the elements of a batch: what is fast, and little beside the tensors of these sizes."""
+    """Return the elements of a batch: fast, and few in proportion to tensors of these sizes."""
     whole = sum(map(_room, numels))
     most = CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
     return min(whole, most, max(LEAST_CHUNK, _room(whole // SHARE)))

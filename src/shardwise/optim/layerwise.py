@@ -119,7 +119,7 @@ class Layerwise(Optimizer):
     def _scale(
         parameter: torch.Tensor, direction: torch.Tensor, coefficients: torch.Tensor, norms: TensorNorms
     ) -> None:
-        # A product alone is rounded in one way, wherever a run begins and whichever kernel takes it.
+        # A product alone is rounded in one way, wherever a run begins and in any kernel.
         own = coefficients[norms.numbers(parameter)].to(direction.dtype)
         runs = [run.of(direction) for run in norms.runs(parameter)]
         if runs:

@@ -28,7 +28,7 @@ ADAM_NAMES = ("embed", "lm_head")
 MUON_LR, ADAM_LR = 0.02, 3e-4
 
 TOGETHER = 16
-"""Matrices of one shape that a device orthogonalises at once at most: one alone leaves most of it idle."""
+"""Matrices of one shape that a device orthogonalises at once at most: a single one leaves most of it idle."""
 
 ELEMENTS = 1 << 24
 """Elements of these at most: larger matrices keep a device busy by themselves."""

@@ -377,7 +377,7 @@ class ZeroOneAdam(_Adam):
     `var_freeze_step` ranks make steps of their own and average their sum with one bit per element: at intervals of 1,
     2, 4 ... steps, each for `local_step_scaler` steps, but of at most `local_step_clipper`.
 
-    What a rank has not said is kept in units of the momentum, that is, of the sum of updates over the sum of their
+    What a rank has not sent is kept in units of the momentum, that is, of the sum of updates over the sum of their
     learning rates; at a constant rate and interval this is Algorithm 1 of the paper, and a learning rate of zero or a
     sudden change of it does no harm. Weight decay between averages is that of the parameters of the last one.
 

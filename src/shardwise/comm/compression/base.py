@@ -49,7 +49,7 @@ class Kept:
 
     Args:
         device: where they live.
-        hold: is told of each of them, to count it.
+        hold: counts each of them.
 
     Example:
         >>> kept = Kept(torch.device("cpu"), lambda tensor: None)

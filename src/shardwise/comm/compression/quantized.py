@@ -69,7 +69,7 @@ class QuantizedReduction(Compressor):
     Args:
         comm: the ranks.
         code: how values are quantised.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
         start: steps at the beginning that are reduced exactly.
         hops: exchange within nodes first; None: one exchange among all ranks. Ranks are numbered node by node.
         feedback: add what has been cut off to the next gradient; None: it is lost.

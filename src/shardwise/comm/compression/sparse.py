@@ -121,7 +121,7 @@ class Sparse(Compressor):
     Args:
         start: steps at the beginning that are reduced exactly.
         comm: the data-parallel group.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
     """
 
     def __init__(self, start: int, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> None:
@@ -156,7 +156,7 @@ class Sparse(Compressor):
         parts = _parts(shards, dtypes, self.ratio)
         size = parts[-1].stop
         everybody = flats[0].whole is not None and _spreads(world, size, shards)
-        # Where a message is not filled up, and where nobody is there to send one, zeros are sent and received.
+        # Where a message is not filled up, and in a dry run, zeros are sent and received.
         messages = torch.zeros(world, size, dtype=torch.uint8, device=self.comm.device)
         shape = (world, world, size) if everybody else (world, size)
         received = torch.zeros(shape, dtype=torch.uint8, device=self.comm.device)
@@ -227,7 +227,7 @@ class TopK(Sparse):
     Args:
         parameters: see `shardwise.config.schema.gradients.TopKOptions`.
         comm: the data-parallel group.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class DGC(Sparse):
     Args:
         parameters: see `shardwise.config.schema.gradients.DGCOptions`.
         comm: the data-parallel group.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
     """
 
     _FIRST_RATIO = 0.25

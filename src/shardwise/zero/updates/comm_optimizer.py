@@ -26,6 +26,8 @@ from shardwise.zero.units.unit import FlatParamStorage, Unit
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.update import Update, as_gradient
 
+_ANOTHER = "Take another one"
+
 
 class CommUpdate(Update):
     """Steps an optimizer that communicates itself.
@@ -67,21 +69,15 @@ class CommUpdate(Update):
                 f"zero_optimization.stage: is {plan.stage}, but the optimizer {name} needs "
                 f"{ONEBIT_STAGE_REASONS[most]}. Lower the stage or take another optimizer"
             )
-        if plan.where != ALL_ON_DEVICE:
-            raise ConflictError(
-                f"the optimizer {name} uses its state outside of steps, too, and cannot have it, gradients or "
-                "parameters elsewhere than on the device. Take another one"
-            )
-        if domains.others:
-            raise ConflictError(
-                f"the optimizer {name} exchanges gradients among all ranks at once and cannot have parameters that "
-                "only some ranks share (declare_part). Take another one"
-            )
-        if domains.main.depth > 1:
-            raise ConflictError(
-                f"the optimizer {name} exchanges gradients among all ranks at once and cannot have groups of ranks. "
-                "Take another one, or remove zero_optimization.mics_shard_size (or the mesh passed to initialize())"
-            )
+        exchanges = "exchanges gradients among all ranks at once and cannot have"
+        mics = "Take another one, or remove zero_optimization.mics_shard_size (or the mesh passed to initialize())"
+        for wrong, reason, advice in (
+            (plan.where != ALL_ON_DEVICE, "cannot have state elsewhere than on the device", _ANOTHER),
+            (bool(domains.others), f"{exchanges} parameters that only some ranks share (declare_part)", _ANOTHER),
+            (domains.main.depth > 1, f"{exchanges} groups of ranks", mics),
+        ):
+            if wrong:
+                raise ConflictError(f"the optimizer {name} {reason}. {advice}")
 
     @override
     def stays_local(self) -> bool:
@@ -201,8 +197,7 @@ class CommUpdate(Update):
 
     @override
     def rank_state(self) -> dict[str, Any] | None:
-        state: dict[str, Any] | None = self.optimizer.rank_state()
-        return state
+        return dict(state) if (state := self.optimizer.rank_state()) else None
 
     @override
     def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:

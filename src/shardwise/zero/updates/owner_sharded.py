@@ -40,9 +40,9 @@ from shardwise.zero.updates.update import (
 
 
 def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]] | None = None) -> list[int]:
-    """Return the rank that each of some things is given to: the dearest first, always to the rank that has least.
+    """Assign items to ranks greedily: largest first, to the least loaded rank.
 
-    No rank gets more than the mean and the dearest one (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    No rank gets more than the mean and the largest item (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 
     Args:
         costs: of the things.
@@ -73,7 +73,7 @@ class WholeUpdate(UpdatePart):
         numbering: of all ranks' tensors.
         parts: those of which ranks have different parts; None: there are none.
         policy: dtypes.
-        accountant: is told about masters and state.
+        accountant: counts masters and state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         stepping: which groups are stepped whole, and what that costs.
         replicated: every rank steps everything (the optimizer is not sharded).
@@ -117,7 +117,7 @@ class WholeUpdate(UpdatePart):
         self._choose_owners(uncut, domains, numbering, stepping.cost or math.prod)
         self.masters: dict[int, nn.Parameter] = {}
         self._arriving: dict[int, torch.Tensor] = {}
-        self._changed: set[int] = set()  # parts whose owners have not heard of it
+        self._changed: set[int] = set()  # parts whose owners do not know the change
         self._loaded: set[int] = set()
 
     def _choose_owners(
@@ -189,7 +189,7 @@ class WholeUpdate(UpdatePart):
             read: see `SplitTensors.gather`.
             dtype_of: in which values travel and arrive, by dtype of the parameters.
             label: see `SplitTensors.gather`.
-            category: of what arrives; None: it is counted by whoever takes it.
+            category: of what arrives; None: the caller counts it.
         """
 
         def into(index: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ class SegmentUpdate(UpdatePart):
         registry: the logical tensors.
         job: all ranks that step together.
         numbering: of the tensors, the same on all of them.
-        accountant: is told about optimizer state.
+        accountant: counts optimizer state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         norms: the optimizer asks for norms of whole tensors.
         at_once: it cannot be stepped unit by unit.
@@ -210,7 +210,7 @@ class SegmentUpdate(UpdatePart):
         yield lane.start + start, lane.stop, pieces
 
     def _example(self, group: int, old_state: dict[int, dict[str, Any]]) -> list[ShardSlice]:
-        """Return an empty piece of a parameter with state: padding alone needs state too (Adagrad makes it early)."""
+        """Return an empty piece of a parameter with state: padding needs state, too (Adagrad makes it early)."""
         for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
             if tensor.group == group and id(parameter) in old_state:
                 return [ShardSlice(tensor.index, 0, 0, 0)]
