@@ -83,7 +83,7 @@ class UpdatePart:
         if known is not None or (isinstance(factor, float) and factor == 1.0):
             return gradient
         wide = gradient if gradient.dtype.itemsize >= 4 else gradient.float()
-        if isinstance(factor, torch.Tensor) and factor.device != wide.device:
+        if isinstance(factor, torch.Tensor) and section.steps_apart:
             # The host waits once in a step; after each part it would also wait for copies to the device.
             near = self._factors.get(wide.device)
             factor = self._factors[wide.device] = factor.to(wide.device) if near is None else near
