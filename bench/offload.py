@@ -97,7 +97,10 @@ class Parts:
     def step(self, part: tuple[AdamW, torch.nn.Parameter]) -> None:
         """Step one part."""
         optimizer, master = part
-        optimizer.step_flat(factor=0.5, gradients=[(master, self.gradient)], outputs=[(master, self.copy)])
+        self.gradient.mul_(1.0)  # as long as by any other factor, and the gradient stays what it is
+        master.grad = self.gradient
+        optimizer.step()
+        self.copy.copy_(master.detach())
 
     def in_turn(self, steps: int = 0) -> None:
         """Bring each part, step it some times, and give it back written."""

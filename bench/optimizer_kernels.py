@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from _gpu import attempt, keep, options_of
 
+from shardwise.compat import allow_gradient_dtype
 from shardwise.optim import Adagrad, AdamW, ElementwiseOptimizer, Lion
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -59,17 +60,23 @@ def ours(
     gradient = torch.randn(elements, device=device)
     parts = [torch.nn.Parameter(part) for part in cut(values, segments)]
     optimizer = cls(parts, lr=1e-4, weight_decay=0.01, **options)
-    given: dict[str, Any] = {
-        "factor": torch.tensor(0.37, device=device),
-        "gradients": list(zip(parts, cut(gradient, segments), strict=True)),
-        "origins": [(part, [(number, 0, 0, part.numel())]) for number, part in enumerate(parts)],
-    }
-    if masters:
-        given["outputs"] = list(zip(parts, cut(torch.empty_like(values, dtype=BF16), segments), strict=True))
-    optimizer.step_flat(**given)  # makes the states
+    outputs = cut(torch.empty_like(values, dtype=BF16), segments) if masters else []
+    optimizer.shardwise_origins = {id(part): [(number, 0, 0, part.numel())] for number, part in enumerate(parts)}
+    for part, own in zip(parts, cut(gradient, segments), strict=True):
+        allow_gradient_dtype(part, own.dtype)
+        part.grad = own
+
+    def step() -> None:
+        """Scale the gradients, step, and copy."""
+        gradient.mul_(1.0)
+        optimizer.step()
+        for output, part in zip(outputs, parts, strict=False):
+            output.copy_(part.detach())
+
+    step()  # makes the states
     kept = sum(tensor.itemsize for name, tensor in optimizer.state[parts[0]].items() if name != "step")
     moved = gradient.itemsize + 2 * values.itemsize + 2 * kept + (2 if masters else 0)
-    return moved, lambda: optimizer.step_flat(**given)
+    return moved, step
 
 
 def fused(elements: int, segments: int, device: str) -> tuple[int, Step]:

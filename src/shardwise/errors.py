@@ -55,25 +55,10 @@ class NonFiniteStateError(CheckpointError):
 
 
 class OffloadError(ShardwiseError, RuntimeError):
-    """State that lives on a disk cannot be put there, or not be read back as it was.
+    """State cannot be written to a disk, or not be read back as it was written.
 
-    Args:
-        what: has failed, and where.
-        advice: what to do, behind it in the message. Whoever knows how far a step or pass has come says it otherwise.
-        lost: the disk no longer has what was written to it.
-
-    Attributes:
-        what: see above.
-        lost: see above.
+    After an error in a pass or in a step the engine refuses to go on: its state is that of no step.
     """
-
-    def __init__(self, what: str, advice: str = "", *, lost: bool = False) -> None:
-        super().__init__(f"{what}. {advice}" if advice else what)
-        self.what, self.lost = what, lost
-
-    def advise(self, advice: str) -> None:
-        """Say something else to do."""
-        self.args = (f"{self.what}. {advice}",)
 
 
 class LaunchError(ShardwiseError, RuntimeError):

@@ -155,7 +155,7 @@ def test_every_part_is_a_command_that_exists() -> None:
 def test_the_adam_benchmark_runs(tmp_path: Path) -> None:
     printed = bench("cpu_adam.py", "--quick", "--results", str(tmp_path))
     found = {row["system"]: row for row in rows(tmp_path / "cpu_adam.json")}
-    assert "shardwise AdamW, scaled, bf16 copy, one pass" in printed
+    assert "scaled, then shardwise AdamW, then bf16 copy" in printed
     assert found["copy of 30 bytes"]["over_copy"] == 1
     assert all(row["median_ns"] > 0 for row in found.values())
     assert "| shardwise AdamW | 28 |" in bench("table.py", "--results", str(tmp_path))

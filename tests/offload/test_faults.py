@@ -58,7 +58,6 @@ def spoiled(directory: str, how: str) -> str:
     with pytest.raises(OffloadError) as error:
         steps(engine, 1, 2)
     engine.destroy()
-    assert error.value.lost
     return str(error.value)
 
 
@@ -66,8 +65,7 @@ def spoiled(directory: str, how: str) -> str:
 def test_a_swap_file_that_is_not_what_was_written_is_named(tmp_path: Path, how: str, told: str) -> None:
     (said,) = run_ranks(spoiled, 1, str(tmp_path), how)
     assert said.startswith(f"rank 0's swap file in {tmp_path}: ") and told in said
-    assert said.endswith("What the disk of rank 0 had is lost: go on from the last checkpoint")
-    assert "engine.step()" not in said
+    assert said.endswith("Restart the job from the last checkpoint")
 
 
 def refused(zero: dict[str, Any], full: bool = False) -> str:

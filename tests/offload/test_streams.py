@@ -106,16 +106,12 @@ def test_the_host_waits_for_the_factor_once_in_a_step(
     monkeypatch.setattr(Asked, "waits", 0)
     clip = ShardedModel.clip_factor
     monkeypatch.setattr(ShardedModel, "clip_factor", lambda self, *how: clip(self, *how).as_subclass(Asked))
-    steps = {name: getattr(ShardedModel, name) for name in ("step", "scale_gradients")}
+    stepped = ShardedModel.step
 
-    def on_device(name: str) -> Any:
-        def call(self: ShardedModel, factor: Any = 1.0) -> None:
-            steps[name](self, factor.as_subclass(Asked) if isinstance(factor, torch.Tensor) else factor)
+    def on_device(self: ShardedModel, factor: Any = 1.0) -> None:
+        stepped(self, factor.as_subclass(Asked) if isinstance(factor, torch.Tensor) else factor)
 
-        return call
-
-    for name in steps:
-        monkeypatch.setattr(ShardedModel, name, on_device(name))
+    monkeypatch.setattr(ShardedModel, "step", on_device)
     zero = tuple(offload("optimizer on host", "").items())
     with imagined(1, 0), played_device():
         engine = start(case, Setting(2, clip=0.1, optimizer="AdamW", precision="bf16", zero=zero))

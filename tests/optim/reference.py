@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+
+from shardwise.compat import allow_gradient_dtype
 
 
 class Written:
@@ -88,3 +90,24 @@ class WrittenMuon(Written):
         w *= 1 - o["lr"] * o["weight_decay"]
         scale = max(1.0, u.shape[0] / u.shape[1]) ** 0.5
         w -= o["lr"] * scale * newton_schulz(u, o["ns_steps"]).reshape(w.shape)
+
+
+def step_with(
+    optimizer: Any,
+    gradients: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    factor: float | torch.Tensor = 1.0,
+    outputs: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    origins: Sequence[tuple[torch.Tensor, Sequence[tuple[int, int, int, int]]]] = (),
+) -> None:
+    """Step as an engine does: with gradients of any dtype, times a factor, and a copy of what has been updated."""
+    optimizer.shardwise_origins = {id(parameter): found for parameter, found in origins}
+    for parameter, gradient in gradients:
+        wide = gradient if gradient.dtype.itemsize >= 4 else gradient.float()
+        plain = isinstance(factor, float) and factor == 1.0
+        given = (gradient if plain else wide.mul(factor)).view(parameter.shape)
+        allow_gradient_dtype(parameter, given.dtype)
+        parameter.grad = given
+    optimizer.step()
+    for parameter, output in outputs:
+        output.copy_(parameter.detach())

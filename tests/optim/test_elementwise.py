@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.memory import state_bytes
 from shardwise.optim import Adagrad, Adam, AdamW, ElementwiseOptimizer, Lion, Sharding, adam, elementwise, sharding_of
 from shardwise.optim.elementwise import COMPENSATION
 from shardwise.optim.rounding import random_bits, round_stochastically
+from tests.optim.reference import step_with
 
 OPTIONS: list[tuple[type[ElementwiseOptimizer], dict[str, Any]]] = [
     (AdamW, {"lr": 0.1, "weight_decay": 0.1, "betas": (0.8, 0.9), "eps": 1e-6}),
@@ -145,19 +145,19 @@ def test_ranges_step_like_the_whole_tensor(
     limits, elementwise.LEAST_CHUNK = elementwise.LEAST_CHUNK, chunk
     try:
         for gradient in gradients:
-            whole.grad = (gradient * 0.37).to(dtype)
             if dtype is torch.bfloat16:
-                optimizer.step_flat(gradients=[(whole, gradient * 0.37)])
+                step_with(optimizer, gradients=[(whole, gradient * 0.37)])
             else:
+                whole.grad = gradient * 0.37
                 optimizer.step()
             pieces = [(p, gradient[a:b].clone()) for p, (a, b) in zip(parts, pairwise(bounds), strict=True)]
-            on_parts.step_flat(
+            step_with(
+                on_parts,
                 factor=0.37 if seed % 2 else torch.tensor(0.37),
                 gradients=pieces,
                 outputs=outputs,
                 origins=[(p, [(0, a, 0, b - a)]) for p, (a, b) in zip(parts, pairwise(bounds), strict=True)],
             )
-            assert torch.equal(torch.cat([piece for _, piece in pieces]), gradient)
     finally:
         elementwise.LEAST_CHUNK = limits
     assert torch.equal(torch.cat([p.detach() for p in parts]), whole.detach())
@@ -205,38 +205,6 @@ def test_closure_groups_missing_gradients_and_layouts() -> None:
     Lion([empty]).step()
 
 
-def test_hooks_schedulers_and_wrappers_see_the_step() -> None:
-    """Those that might look at gradients keep an engine from handing over unscaled ones."""
-    weight = torch.nn.Parameter(torch.ones(4))
-    optimizer = AdamW([weight], lr=0.1)
-    assert optimizer.takes_flat()
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert optimizer.takes_flat()
-    called = []
-    handle = optimizer.register_step_post_hook(lambda *_: called.append("post"))
-    assert not optimizer.takes_flat()
-    optimizer.step_flat(gradients=[(weight, torch.ones(4))])
-    assert called == ["post"]
-    handle.remove()
-    everywhere = register_optimizer_step_pre_hook(lambda *_: called.append("global"))
-    assert not optimizer.takes_flat()
-    everywhere.remove()
-    assert optimizer.takes_flat()
-    inner = optimizer.step
-    optimizer.step = lambda *a: (called.append("profiler"), inner(*a))  # type: ignore[method-assign, assignment]
-    assert not optimizer.takes_flat()
-    optimizer.step_flat(gradients=[(weight, torch.ones(4))])
-    assert called == ["post", "profiler"]
-
-    class Own(AdamW):
-        shardwise_sharding = "elementwise"
-
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
-
-    assert not Own([weight]).takes_flat()
-
-
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
 def test_saved_and_copied_optimizers_go_on_exactly(rounding: str) -> None:
     start, gradients = some(100, 6)
@@ -268,7 +236,7 @@ def test_stochastic_rounding_is_unbiased_and_reproducible() -> None:
             weight.fill_(1.0)
         # Lion moves by lr * sign(c); the decay is off, so that values stay where the gradient puts them.
         optimizer.param_groups[0]["lr"] = 0.0
-        optimizer.step_flat(gradients=[(weight, torch.zeros(numel))])
+        step_with(optimizer, gradients=[(weight, torch.zeros(numel))])
         assert bool((weight == 1).all())  # what bf16 has is not moved
         totals += rounded(exact, optimizer, weight).double()
     error = totals / steps - exact.double()
@@ -320,7 +288,7 @@ def distance_left(rounding: str | None, cls: Any) -> float:
     optimizer = cls([weight], lr=1e-3, betas=(0.9, 0.99), **({"rounding": rounding} if rounding else {}))
     for _ in range(1500):
         value = weight.detach().to(torch.bfloat16).float()  # what a model would compute with
-        optimizer.step_flat(gradients=[(weight, data.T @ (data @ (value - target)) / 512)])
+        step_with(optimizer, gradients=[(weight, data.T @ (data @ (value - target)) / 512)])
     rest = weight.detach().float()
     if COMPENSATION in optimizer.state[weight]:
         rest = rest + optimizer.state[weight][COMPENSATION].float()
@@ -344,8 +312,8 @@ def test_kahan_is_as_good_as_fp32_and_forgets_what_was_overwritten() -> None:
     wide, narrow = start.clone().requires_grad_(), torch.nn.Parameter(start.to(torch.bfloat16))
     plain, optimizer = AdamW([wide], lr=1e-4), AdamW([narrow], lr=1e-4, rounding="kahan")
     for gradient in gradients:
-        plain.step_flat(gradients=[(wide, gradient)])  # type: ignore[list-item]
-        optimizer.step_flat(gradients=[(narrow, gradient)])
+        step_with(plain, gradients=[(wide, gradient)])  # type: ignore[list-item]
+        step_with(optimizer, gradients=[(narrow, gradient)])
     whole = narrow.detach().float() + optimizer.state[narrow][COMPENSATION].float()
     assert optimizer.state[narrow][COMPENSATION].dtype is torch.bfloat16
     # Each step may lose 2**-17 of the value.
@@ -353,7 +321,7 @@ def test_kahan_is_as_good_as_fp32_and_forgets_what_was_overwritten() -> None:
     with torch.no_grad():
         narrow.zero_()
     optimizer.param_groups[0]["lr"] = 0.0
-    optimizer.step_flat(gradients=[(narrow, gradients[0])])
+    step_with(optimizer, gradients=[(narrow, gradients[0])])
     assert bool((narrow == 0).all())
     assert bool((optimizer.state[narrow][COMPENSATION] == 0).all())
 
@@ -362,10 +330,10 @@ def test_second_moments_in_bf16_can_fall() -> None:
     """To nearest they could not: 0.999 of a bf16 number rounds to the number itself."""
     weight = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     optimizer = AdamW([weight], lr=0.0, state_dtype=torch.bfloat16)
-    optimizer.step_flat(gradients=[(weight, torch.ones(4096))])
+    step_with(optimizer, gradients=[(weight, torch.ones(4096))])
     first = float(optimizer.state[weight]["exp_avg_sq"].float().mean())
     for _ in range(500):
-        optimizer.step_flat(gradients=[(weight, torch.zeros(4096))])
+        step_with(optimizer, gradients=[(weight, torch.zeros(4096))])
     last = optimizer.state[weight]["exp_avg_sq"]
     assert last.dtype is torch.bfloat16
     assert float(last.float().mean()) == pytest.approx(first * 0.999**500, rel=0.01)
@@ -392,7 +360,7 @@ def test_bytes_of_state(
     optimizer = cls(weights, **how)
     wanted = sum(kept for kept, _ in state_bytes(optimizer, 0, shapes, dtype=dtype, device=torch.device("cpu")))
     assert wanted == 1200 * (states * per_state + more) + 2 * 4
-    optimizer.step_flat(gradients=[(p, torch.ones(p.numel())) for p in weights])
+    step_with(optimizer, gradients=[(p, torch.ones(p.numel())) for p in weights])
     found = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
     assert found == wanted
 

@@ -1,4 +1,4 @@
-"""Steps as devices without kernels of Triton take them, on the CPU: uncut, all copies in one launch."""
+"""Segments of any length, of any dtype and with any factor: the bits do not depend on the cut."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.optim import AdamW, ElementwiseOptimizer, elementwise
+from tests.optim.reference import step_with
 from tests.optim.test_elementwise import OPTIONS, VARIANTS, some
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CUTS = [0, 64, 128, 1088, 3333]
-
-
-@pytest.fixture(autouse=True)
-def as_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elementwise, "in_chunks", lambda device: False)
 
 
 class Calls(TorchDispatchMode):
@@ -53,7 +49,7 @@ def step(
     outputs = [(p, torch.empty(p.numel(), dtype=BF16)) for p in parts]
     for gradient in gradients:
         pieces = [(p, gradient[a:b].to(gradient_dtype)) for p, (a, b) in zip(parts, pairwise(bounds), strict=True)]
-        optimizer.step_flat(factor=factor, gradients=pieces, outputs=outputs)
+        step_with(optimizer, factor=factor, gradients=pieces, outputs=outputs)
     found = {"values": parts, "copies": [o for _, o in outputs]}
     found |= {name: [optimizer.state[p][name] for p in parts] for name in cls.state_names}
     return {name: torch.cat([tensor.detach() for tensor in tensors]) for name, tensors in found.items()}
@@ -76,7 +72,7 @@ def test_the_bits_are_those_of_chunks_in_any_cut(
 ) -> None:
     found = step(cls, options, CUTS, factor, **how)
     assert_same(found, step(cls, options, [0, CUTS[-1]], factor, **how))
-    monkeypatch.undo()
+    monkeypatch.setattr(elementwise, "LEAST_CHUNK", 1 << 12)
     assert_same(found, step(cls, options, CUTS, factor, **how))
 
 
@@ -91,7 +87,7 @@ def test_how_a_tensor_is_stepped_does_not_depend_on_what_else_is(cls: Any, optio
         optimizer = cls(parts, **options)
         for gradient in gradients:
             given = [gradient.to(kind, copy=True) for _, kind in these]
-            optimizer.step_flat(factor=0.3, gradients=list(zip(parts, given, strict=True)))
+            step_with(optimizer, factor=0.3, gradients=list(zip(parts, given, strict=True)))
         return [part.detach() for part in parts]
 
     for together, one in zip(stepped(dtypes), dtypes, strict=True):
@@ -99,19 +95,19 @@ def test_how_a_tensor_is_stepped_does_not_depend_on_what_else_is(cls: Any, optio
 
 
 @pytest.mark.parametrize(("cls", "options"), [OPTIONS[0], OPTIONS[2]])
-def test_a_step_without_a_factor_is_one_kernel_and_one_copy(cls: Any, options: dict[str, Any]) -> None:
+def test_a_step_is_one_kernel(cls: Any, options: dict[str, Any]) -> None:
     parts = [torch.nn.Parameter(torch.ones(b - a)) for a, b in pairwise(CUTS)]
     optimizer = cls(parts, **options)
-    outputs = [(p, torch.empty(p.numel(), dtype=BF16)) for p in parts]
     for first in (True, False):
         gradients = [(p, torch.ones_like(p.detach())) for p in parts]
         with Calls() as calls:
-            optimizer.step_flat(gradients=gradients, outputs=outputs)
+            step_with(optimizer, gradients=gradients)
         if first:
             continue  # it makes states
         assert sum(calls.seen[name] for name in calls.seen if name.startswith("_fused")) == 1
-        assert calls.seen["_foreach_copy_"] == 1
-        assert not {"copy_", "_foreach_mul_", "empty.memory_format", "empty"} & calls.seen.keys(), calls.seen
+        assert not {"copy_", "_foreach_copy_", "_foreach_mul_", "empty.memory_format", "empty"} & calls.seen.keys(), (
+            calls.seen
+        )
 
 
 def test_factors_of_zero_and_infinity() -> None:
@@ -119,6 +115,6 @@ def test_factors_of_zero_and_infinity() -> None:
         parameter = torch.nn.Parameter(torch.ones(4))
         gradient = torch.tensor([1.0, -2.0, 0.0, float("inf")])
         optimizer = AdamW([parameter], lr=0.1)
-        optimizer.step_flat(factor=factor, gradients=[(parameter, gradient)])
+        step_with(optimizer, factor=factor, gradients=[(parameter, gradient)])
         assert parameter[:3].tolist() == [1.0] * 3
         assert bool(parameter[3].isnan())

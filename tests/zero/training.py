@@ -151,9 +151,9 @@ def gradients(model: nn.Module) -> Tensors:
                 pieces[tensor.name] = sharded.section_of(tensor.index).accumulate_dtype, runs
         found = _assemble(sharded, pieces, whole=False)
     if found:
-        factor = sharded.driver.gradient_factor()
-        for value in found.values():
-            value.mul_(factor)
+        index = {tensor.name: tensor.index for tensor in sharded.registry}
+        for name, value in found.items():
+            value.mul_(sharded.gradient_factor(index[name]))
         _compare_one(model, found, safe_get_full_grad)
     return found
 

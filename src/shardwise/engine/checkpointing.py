@@ -162,7 +162,6 @@ class Checkpoints:
                 numbers=self.numbers,
             )
             self.check_can_save()
-            self._sharded.interruptions.check_whole("save_checkpoint()", self.known() or "the last checkpoint")
             self._tell_of_window()
             state = self.training_state({} if client_state is None else dict(client_state))
             request = replace(request, layout={**self.numbers.layout(state.counters), **request.layout})
@@ -327,8 +326,6 @@ class Checkpoints:
         self._step.drop_gradients()
         self.numbers.loaded()
         self.numbers.see(loaded.manifest.sequence)
-        if not options.module_only:
-            self._sharded.interruptions.loaded()
         if self._sharded.compressor is not None:
             self._sharded.compressor.clear()  # it is of gradients at other values
         if not loaded.manifest.finite:

@@ -44,7 +44,6 @@ from shardwise.registry import copy_part
 from shardwise.zero.memory import floor
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.units.plan import Plan
-from shardwise.zero.updates.communicated import CommunicatedUpdate
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -253,7 +252,7 @@ class DryRunEngine:
         if reducer is not None and reducer.compressor is not None:
             reducer.compressor.steps = max(reducer.compressor.steps, reducer.compressor.start)
             return True
-        return isinstance(update, CommunicatedUpdate) and update.skip_warm_up()
+        return update is not None and update.begin_averaging()
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:

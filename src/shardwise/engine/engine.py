@@ -35,7 +35,7 @@ from shardwise.engine.state_getters import StateGetters
 from shardwise.engine.states import give_methods, offload_states, reload_states, take_methods
 from shardwise.engine.step import TrainStep
 from shardwise.engine.timelines import Timelines
-from shardwise.errors import AbsentAttributeError, NotScalarError, OffloadError, UsageError
+from shardwise.errors import AbsentAttributeError, NotScalarError, UsageError
 from shardwise.memory import is_out_of_memory
 from shardwise.precision.autocast import autocast, autocast_dtype
 from shardwise.trees import tensors_in
@@ -238,7 +238,7 @@ class Engine(ConfigGetters, StateGetters):
         self._memory.remember_call(inputs, kwargs)
         try:
             with (
-                self.sharded.interruptions.watching(in_pass=True),
+                self.sharded.noting_disk_errors(),
                 autocast(self.device, self._autocast_dtype),
                 self.job.ledger.inside_call(),
                 self._activations.around((inputs, kwargs)),
@@ -265,7 +265,7 @@ class Engine(ConfigGetters, StateGetters):
         return outputs
 
     def _run_plainly(self, *inputs: Any, **kwargs: Any) -> Any:
-        with self.sharded.interruptions.watching(in_pass=True), autocast(self.device, self._autocast_dtype):
+        with self.sharded.noting_disk_errors(), autocast(self.device, self._autocast_dtype):
             return self.module(*inputs, **kwargs)
 
     @never_compiled
@@ -313,7 +313,7 @@ class Engine(ConfigGetters, StateGetters):
         with (
             self._step.passing(loss, weight, scale_wrt_gas) as roots,
             explained_here,
-            self.sharded.interruptions.watching(in_pass=True),
+            self.sharded.noting_disk_errors(),
             self._observers.backward(),
         ):
             self.sharded.backward(roots, retain_graph=retain_graph)
@@ -358,8 +358,7 @@ class Engine(ConfigGetters, StateGetters):
             NonFiniteError: a gradient is not finite, and `non_finite` is "stop", or "rewind" too often. Parameters,
                 optimizer and schedule are as they were; the window's gradients are dropped.
             AnomalyError: so for what `anomaly_watch` says; also if there is no copy in memory to go back to.
-            OffloadError: a disk with state has failed, on this rank or on another one. Called again, it goes on where
-                it has been.
+            OffloadError: a disk with state has failed. The engine refuses to go on.
         """
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
@@ -372,13 +371,9 @@ class Engine(ConfigGetters, StateGetters):
         if self._tensors is not None:
             self._tensors.step_begins()
         explained_here = explaining(lambda: self._memory.circumstances("engine.step()", stepping=True))
-        watched = self.sharded.interruptions.watching(in_pass=False)
-        try:
-            with explained_here, self._observers.step(), watched, named("boundary"):
-                ended = self._step.take(lr_kwargs)
-        except OffloadError as error:
-            self._faults.save_after(error)
-            raise
+        noting = self.sharded.noting_disk_errors()
+        with explained_here, self._observers.step(), noting, named("boundary"):
+            ended = self._step.take(lr_kwargs)
         if ended:
             self._observers.after_step()
             if self._step.rewinding is not None:

@@ -33,7 +33,6 @@ from shardwise.errors import (
     CheckpointError,
     CheckpointPathError,
     NonFiniteStateError,
-    OffloadError,
     UsageError,
 )
 from shardwise.memory import Category
@@ -283,21 +282,6 @@ class FaultTolerance:
             self._remove_copies()  # what is on disk now is newer
             raise SystemExit(EXIT_BASE + ends[0])
 
-    def save_after(self, error: OffloadError) -> None:
-        """A disk has failed in a step: save, if a directory is known for that and the state is whole."""
-        if not self._save_on_signal_to or not self._sharded.interruptions.leaves_state_whole(error):
-            return
-        try:
-            self._checkpoints.save_checkpoint(
-                self._save_on_signal_to, client_state=self._client_state(), asynchronous=False
-            )
-        except Exception as failure:
-            if self._job.rank == 0:
-                logger.error("a disk has failed, and the state could not be saved: %s", failure)
-            return
-        if self._job.rank == 0:
-            logger.error("a disk has failed: saved step %d in %s", self._step.global_steps, self._save_on_signal_to)
-
     # -- copies in memory --------------------------------------------------------------------------------------------
 
     def copy_to_memory(self) -> MemoryCopy:
@@ -333,7 +317,6 @@ class FaultTolerance:
                 f"{self._batches.steps} micro-batches)"
             )
         self._checkpoints.check_can_save()
-        self._sharded.interruptions.check_whole("copy_to_memory()", self._checkpoints.known() or "the last checkpoint")
         config = effective(self._resolution)
         state = self._checkpoints.training_state(self._client_state())
         return state, {"layout": self._checkpoints.layout(), "config": config}

@@ -126,10 +126,7 @@ class NonFinite:
                 sharded.sums.add(values, "non_finite")
             return explain_late(sharded, self._job, values, evidence.window.lost())
         if not evidence.summed:
-            own = sharded.sums.nothing()
-            with sharded.interruptions.agreeing():
-                own = sharded.sums.own_squares()
-            values = sharded.sums.by_tensor(own)
+            values = sharded.sums.by_tensor(sharded.sums.own_squares())
             if first_not_finite(values) is None:
                 return None  # finite, and larger together than a number of their type can be
         factor, lost = abs(float(evidence.factor)), evidence.window.lost()

@@ -28,9 +28,6 @@ def explain_overflow(
         factor: what turns the sums into the gradient.
         loss_scale: what the losses were multiplied by.
         lost: whether a loss of this rank was not finite.
-
-    Raises:
-        OffloadError: on all ranks alike, if gradients on a disk of one of them cannot be read.
     """
     assert sharded.reducer is not None
     place = first_not_finite(sums)
@@ -38,10 +35,9 @@ def explain_overflow(
     found: Found = Found()
     finite: bool | None = True
     if index is not None:
-        with sharded.interruptions.agreeing():
-            if sharded.numbering.counts[index]:
-                with sharded.lent([sharded.unit_of(index)], written=False):
-                    found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
+        if sharded.numbering.counts[index]:
+            with sharded.lent([sharded.unit_of(index)], written=False):
+                found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
         finite = sharded.reducer.was_finite(sharded.unit_of(index).index)
     told = job.exchange((lost, finite, *_known(sharded, index), *astuple(found)), "overflow")
     return replace(

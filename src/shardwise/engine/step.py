@@ -26,12 +26,11 @@ from shardwise.engine.scaling import checks_overflow, computes_norm, on_non_fini
 from shardwise.engine.spikes import Spike, SpikeWatch
 from shardwise.engine.tracing import Tracer
 from shardwise.engine.window import FACTS, LOSS_FACTS, Weight, Window, check_mixed, checked_weight, reference_for
-from shardwise.errors import AnomalyError, BatchSizeError, NonFiniteError, OffloadError, SyncError, UsageError
+from shardwise.errors import AnomalyError, BatchSizeError, NonFiniteError, SyncError, UsageError
 from shardwise.precision.norms import combine
 from shardwise.precision.overflow import OverflowReport
 from shardwise.precision.weights import ignore_nonfinite
 from shardwise.utils.logging import logger, warn_once
-from shardwise.zero.updates.interrupted import told_of
 
 if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
@@ -93,13 +92,11 @@ class _Prepared:
         report: what is known of them, but for learning rates.
         passes: number of backward passes that they come from.
         factor: what they have to be multiplied by.
-        scaled: they have been.
     """
 
     report: StepReport
     passes: int
     factor: float | torch.Tensor
-    scaled: bool = False
 
 
 @dataclass(frozen=True)
@@ -483,11 +480,6 @@ class TrainStep:
         """Take the step that ends a window; return False, and change nothing, if no rank has run a backward pass."""
         sharded = self._sharded
         sharded.check_can_step()
-        with sharded.coming():
-            return self._update_now(lr_kwargs)
-
-    def _update_now(self, lr_kwargs: dict[str, Any] | None) -> bool:
-        sharded = self._sharded
         prepared = self._prepared = self._prepared or self._prepare()
         if prepared is None:
             self.drop_gradients()
@@ -503,10 +495,7 @@ class TrainStep:
         overflow = report.overflow
         self._decide(report)
         if report.applied:
-            if not prepared.scaled and not sharded.takes_factor():
-                sharded.scale_gradients(prepared.factor)
-                prepared = self._prepared = replace(prepared, scaled=True)
-            sharded.step(1.0 if prepared.scaled else prepared.factor)
+            sharded.step(prepared.factor)
         self._prepared = None
         self._unscaled = False
         self._window = self._new_window()
@@ -620,13 +609,13 @@ class TrainStep:
         assert reducer is not None and sharded.sums is not None
         sharded.hooks.settle()
         reducer.complete_window()
-        formed, failure = self._formed()
+        formed = self._formed()
         if config.strict_sync:
             sharded.check_branches()
         clip = float(config.gradient_clipping)
         unused = None if config.zero_optimization.ignore_unused_parameters else reducer.unused()
-        asked = unused is not None or self.loss_scaler is not None or sharded.gradients_on_disk
-        reported = float(bool(unused) or self._unscaled or failure is not None)
+        asked = unused is not None or self.loss_scaler is not None
+        reported = float(bool(unused) or self._unscaled)
         probe = None if computes_norm(config) else formed
         wrong: float | torch.Tensor = 0.0 if probe is None else self._non_finite.flag(probe)
         losses = self._window.loss_facts() if self._shows_loss else []
@@ -666,10 +655,7 @@ class TrainStep:
         checked = norm if checks or self.watch is not None else None
         heard = self._listen(told, evidence, now=now, checked=checked)
         if heard.complained:
-            try:
-                self._refuse(unused or [], failure)
-            finally:
-                del failure  # its frames hold memory
+            self._refuse(unused or [])
         if checks:
             reducer.watch_everything(not heard.finite)
         overflow = spike = coefficient = None
@@ -696,19 +682,14 @@ class TrainStep:
         report = StepReport(applied, norm, coefficient, self.scale, (), clipped, weight, overflow, spike, loss=loss)
         return _Prepared(report, reducer.passes, multiplier)
 
-    def _formed(self) -> tuple[torch.Tensor | None, OffloadError | None]:
-        """Return what is known of this rank's gradients alone: squares, else what shows whether they are finite, if
-        that is wanted; zeros if a disk has failed, with its error, of which the others learn along with the norm.
-        """
+    def _formed(self) -> torch.Tensor | None:
+        """Return what is known of this rank's gradients alone: squares, or what shows whether they are finite."""
         sums, reducer = self._sharded.sums, self._sharded.reducer
         assert sums is not None and reducer is not None
-        try:
-            reducer.zero_absent()
-            if computes_norm(self._config):
-                return sums.own_squares(), None
-            return sums.probe() if self._non_finite.policy == "warn" else None, None
-        except OffloadError as error:
-            return sums.nothing(), error
+        reducer.zero_absent()
+        if computes_norm(self._config):
+            return sums.own_squares()
+        return sums.probe() if self._non_finite.policy == "warn" else None
 
     # -- what the ranks have said ------------------------------------------------------------------------------------
 
@@ -782,16 +763,14 @@ class TrainStep:
         order = ("warn", "skip", "rewind", "stop")
         return max(found, key=lambda spike: order.index(spike.action), default=None)
 
-    def _refuse(self, unused: list[str], failure: OffloadError | None) -> None:
+    def _refuse(self, unused: list[str]) -> None:
         """Raise on every rank what is wrong with the window's gradients on some rank.
 
         Args:
             unused: names of parameters without a gradient on this rank.
-            failure: of a disk of this rank, on which gradients are.
         """
-        everyone = self._job.exchange((self._unscaled, unused, told_of(failure)), "step")
-        self._sharded.interruptions.raise_untouched([said for _, _, said in everyone], failure)
-        unscaled = [rank for rank, (found, *_) in enumerate(everyone) if found]
+        everyone = self._job.exchange((self._unscaled, unused), "step")
+        unscaled = [rank for rank, (found, _) in enumerate(everyone) if found]
         if unscaled:
             raise UsageError(
                 f"engine.step(): on ranks {unscaled} gradients of this window do not have the loss scale (now "
@@ -799,7 +778,7 @@ class TrainStep:
                 "loss that was not computed from what the engine returned (from engine.module(...), or from a value "
                 "kept inside of the model). Call engine.zero_grad(), and use engine.backward(loss) on such losses"
             )
-        told = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names, _) in enumerate(everyone) if names)
+        told = "; ".join(f"on rank {rank} {', '.join(names)}" for rank, (_, names) in enumerate(everyone) if names)
         raise UsageError(
             "zero_optimization.ignore_unused_parameters is false and these parameters have received no gradient since "
             f"the last step: {told}. Freeze them (requires_grad_(False)), use them, or leave the key out: they then "
@@ -836,9 +815,6 @@ class TrainStep:
 
     def gradient_factor(self) -> float | torch.Tensor:
         """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
-        if self._prepared is not None and self._prepared.scaled:
-            return 1.0
-        self._sharded.check_gradients_whole()
         assert self._sharded.sums is not None and self._sharded.reducer is not None
         window, passes = self._window, self._sharded.reducer.passes
         if window.agreed is None or window.agreed[0] != passes:

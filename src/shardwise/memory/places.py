@@ -33,10 +33,6 @@ class Stored(Protocol):
 
     staged: int
 
-    @property
-    def held(self) -> int:
-        """Bytes of the host with values that the place has not taken, because of an error; it is asked again."""
-
     def start(self, *, read: bool) -> None:
         """Give the tensor memory again and begin to bring the values; its content is undefined unless `read`."""
 
@@ -195,7 +191,6 @@ class _Loan:
         fresh: it has never been stored.
         view: what is stored, as a tensor like it on the host.
         staged: bytes of the host that are taken now, because it is on its way.
-        held: bytes of the host that are taken now, because the place has not taken the values.
         given: its memory was given to it here, and is not that with which it has come.
     """
 
@@ -205,7 +200,6 @@ class _Loan:
     fresh: bool = True
     view: torch.Tensor | None = None
     staged: int = 0
-    held: int = 0
     given: bool = False
 
 
@@ -338,7 +332,6 @@ class Loans:
         loan = self._kept.pop(id(tensor.untyped_storage()), None)
         if loan is not None:
             self._arrived(loan)
-            self._count_held(loan, 0)
             self._accountant.remove(loan.category, tensor.nbytes, self.home.tier)
             if self.lent:
                 self._accountant.remove(loan.category, tensor.nbytes, self._tier)
@@ -411,10 +404,6 @@ class Loans:
                 for loan in reversed(self._kept.values()):
                     all_of_them.callback(self._return, loan, written=written or loan.fresh)
 
-    def overwritten(self) -> None:
-        """All that is lent has been written: it is stored, whatever else is done until it is given back."""
-        self._written |= self.lent > 0
-
     def _return(self, loan: _Loan, *, written: bool) -> None:
         self._arrived(loan)
         if written:
@@ -431,7 +420,7 @@ class Loans:
         """Have the memory of what was given back: where it is still being stored the host waits for that.
 
         Raises:
-            OffloadError: something could not be stored. Its values stay in the memory of the host until it can.
+            OffloadError: something could not be stored, and is lost.
         """
         if not self._unsettled:
             return
@@ -444,7 +433,6 @@ class Loans:
                     all_of_them.callback(spare.count)
                 all_of_them.callback(self._accountant.remove, loan.category, loan.tensor.nbytes, self._tier)
                 all_of_them.callback(self._arrived, loan)
-                all_of_them.callback(self._count_held, loan)
                 all_of_them.callback(loan.stored.settle, *(() if spare is None else (spare.leave,)))
 
     def spare_memory(self) -> Spare:
@@ -540,21 +528,11 @@ class Loans:
             self._accountant.remove(Category.BUFFERS, loan.staged, Tier.HOST)
             loan.staged = 0
 
-    def _count_held(self, loan: _Loan, held: int | None = None) -> None:
-        held = loan.stored.held if held is None else held
-        self._accountant.add(Category.BUFFERS, held - loan.held, Tier.HOST)
-        loan.held = held
-
 
 Borrowed = tuple[Loans, bool | None]
 """What is lent, and whether it will be written; None: all of it will, so that its values need not be brought."""
 
 T = TypeVar("T")
-
-
-def unwritten(wanted: Sequence[Borrowed]) -> list[Borrowed]:
-    """Return the same for a loan around others, which say what they have written."""
-    return [(loans, None if written is None else False) for loans, written in wanted]
 
 
 @contextlib.contextmanager
@@ -624,7 +602,6 @@ def _sparing(wanted: Sequence[Borrowed]) -> Iterator[Spare | None]:
 def in_turn(
     parts: Sequence[tuple[T, Sequence[Borrowed]]],
     use: Callable[[T], None],
-    begun: contextlib.ExitStack | None = None,
 ) -> None:
     """Use parts of something one after the other, each lent meanwhile.
 
@@ -634,12 +611,11 @@ def in_turn(
     Args:
         parts: each with what it borrows.
         use: is called with each.
-        begun: gives back what the caller has begun to borrow for the first one.
     """
     everything = [borrows for _, wanted in parts for borrows in wanted]
     with _sparing(everything) as spare:
         try:
-            with contextlib.ExitStack() if begun is None else begun.pop_all() as ahead:
+            with contextlib.ExitStack() as ahead:
                 for number, (part, wanted) in enumerate(parts):
                     with ahead.pop_all(), _lent(wanted) as finish:
                         if number >= 2:

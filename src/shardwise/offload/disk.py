@@ -16,7 +16,6 @@ import torch
 from typing_extensions import override
 
 from shardwise.device.staging import CopyStream, copy_stream, is_far
-from shardwise.errors import OffloadError
 from shardwise.memory import Tier
 from shardwise.memory.places import StateHome, Stored
 
@@ -202,7 +201,6 @@ class _Kept(Stored):
         self._reading: _Transfer | None = None
         self._writing: _Transfer | None = None
         self._leaving: torch.Tensor | None = None  # what is being written
-        self._unwritten: torch.Tensor | None = None  # values that the disk has not taken
         self._near: torch.Tensor | None = None
         self._extent: Any = None
         self._extent = file.reserve(self._size)
@@ -227,9 +225,6 @@ class _Kept(Stored):
     @override
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
         if self._reading is None:
-            if self._unwritten is not None:
-                self._near, self._reading = self._unwritten, _Nothing()
-                return
             if self._copies is not None:
                 self._near = self._host_bytes()
             elif target is not None:
@@ -259,24 +254,14 @@ class _Kept(Stored):
                 self._copies.mark().synchronize()
             self._writing, self._leaving = self._file.write(self._extent, values), values
 
-    @property
-    @override
-    def held(self) -> int:
-        return 0 if self._unwritten is None else self._size
-
     @override
     def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
         writing, self._writing = self._writing, None
-        leaving, self._leaving = self._leaving, None
         try:
             if writing is not None:
                 writing.wait()
-                self._unwritten = None
-        except OffloadError:  # they stay here until the disk takes them
-            assert leaving is not None
-            self._unwritten = leaving.clone() if leaving is self._bytes else leaving
-            raise
         finally:
+            self._leaving = None
             if leave is not None:
                 leave(self._storage)
             else:
@@ -293,7 +278,7 @@ class _Kept(Stored):
     @override
     def copy_to(self, target: torch.Tensor) -> None:
         flat = target.view(-1).view(torch.uint8)
-        if self._reading is None and self._unwritten is None and target.device.type == "cpu":
+        if self._reading is None and target.device.type == "cpu":
             self._file.read(self._extent, flat).wait()
         else:
             self.look_ahead()

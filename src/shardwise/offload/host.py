@@ -47,7 +47,7 @@ class HostPlace(StateHome):
 class _Kept(Stored):
     """The values of one tensor on the host (`shardwise.memory.places.Stored`)."""
 
-    staged = held = 0
+    staged = 0
 
     def __init__(self, copies: CopyStream, tensor: torch.Tensor, *, pinned: bool) -> None:
         self._copies = copies

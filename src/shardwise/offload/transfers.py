@@ -53,7 +53,7 @@ class Transfer:
     def __init__(self, threads: Threads, values: Values, memory: torch.Tensor, writes: bool) -> None:
         self._label = threads.label
         self._ended = threading.Event()
-        self._failure: tuple[str, BaseException | None, bool] | None = None
+        self._failure: tuple[str, BaseException | None] | None = None
         self.values = values
         self.writes = writes
         self._tensor: torch.Tensor | None = memory
@@ -80,17 +80,17 @@ class Transfer:
         """
         self._ended.wait()
         if self._failure is not None:
-            text, cause, lost = self._failure
-            raise OffloadError(f"{self._label}: {text}", _LOST if lost else _GO_ON, lost=lost) from cause
+            text, cause = self._failure
+            raise OffloadError(f"{self._label}: {text}. Check the disk, or name another one in nvme_path") from cause
 
     def settle(self) -> None:
         """Block until it has ended, well or not."""
         self._ended.wait()
 
-    def fail(self, text: str, cause: BaseException | None = None, *, lost: bool = False) -> None:
+    def fail(self, text: str, cause: BaseException | None = None) -> None:
         """Take note of a failure; the first one counts."""
         if self._failure is None:
-            self._failure = text, cause, lost
+            self._failure = text, cause
 
     def end(self) -> None:
         """Let go of the memory, and whoever waits."""
@@ -315,11 +315,11 @@ class Threads:
             os.posix_fadvise(self.file.descriptor, values.place + start, moved.size, os.POSIX_FADV_DONTNEED)
         if count < moved.size:
             what = "written" if transfer.writes else "read: the file ends there, it was cut short"
-            transfer.fail(f"of {self._where(transfer, number)} only {count} were {what}", lost=not transfer.writes)
+            transfer.fail(f"of {self._where(transfer, number)} only {count} were {what}")
         elif not transfer.writes:
             if _sum(moved[: mine.size]) != values.sums[number]:
                 damaged = "are damaged: the disk has not given back what was written"
-                transfer.fail(f"{self._where(transfer, number)} {damaged}", lost=True)
+                transfer.fail(f"{self._where(transfer, number)} {damaged}")
             elif moved is not mine:
                 mine[:] = moved[: mine.size]
 
@@ -341,8 +341,6 @@ class _End:
     first: bool = False
 
 
-_GO_ON = "Check the disk, or name another one in nvme_path"
-_LOST = "These values are lost: name another disk in nvme_path, and go on from the last checkpoint"
 _CLOSED = "it was closed before the transfer had ended"
 
 

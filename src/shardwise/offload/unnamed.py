@@ -195,7 +195,7 @@ def take_space(descriptor: int, directory: Path, before: int, end: int, label: s
         if error.errno not in _FULL:
             raise OffloadError(said) from error
         raise OffloadError(
-            f"{said}. {end - before} bytes more are needed, {bytes_free(directory)} bytes are free",
+            f"{said}. {end - before} bytes more are needed, {bytes_free(directory)} bytes are free. "
             'Give an nvme_path on another disk, or leave the state in the memory of the host with "device": "cpu"',
         ) from error
 

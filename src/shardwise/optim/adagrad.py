@@ -1,4 +1,4 @@
-"""Adagrad (Duchi, Hazan and Singer, 2011), one pass over memory a step."""
+"""Adagrad (Duchi, Hazan and Singer, 2011)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from shardwise.config.argument_models import called
 from shardwise.config.schema import optimizers as schema
@@ -63,18 +64,15 @@ class Adagrad(ElementwiseOptimizer):
         }
         super().__init__(params, defaults, rounding=rounding, state_dtype=state_dtype, seed=seed)
 
+    @override
     def initial(self, name: str, group: Mapping[str, Any]) -> float:
-        """See `ElementwiseOptimizer.initial`."""
         return float(group["initial_accumulator_value"])
 
+    @override
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
-        """See `ElementwiseOptimizer.update`."""
         gradients, scratch = batch.gradients, batch.temporary(0)
         if group["weight_decay"]:
-            gradients = batch.temporary(1)
-            torch._foreach_copy_(gradients, batch.values)
-            torch._foreach_mul_(gradients, group["weight_decay"])
-            torch._foreach_add_(gradients, batch.gradients)
+            gradients = batch.decayed(group["weight_decay"], 1)
         torch._foreach_copy_(scratch, gradients)
         torch._foreach_mul_(scratch, gradients)
         torch._foreach_add_(batch.states["sum"], scratch)
@@ -86,8 +84,8 @@ class Adagrad(ElementwiseOptimizer):
         torch._foreach_mul_(scratch, _rate(group, batch.step))
         torch._foreach_sub_(batch.values, scratch)
 
+    @override
     def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
-        """See `ElementwiseOptimizer.temporaries_of`."""
         return 2 if group["weight_decay"] else 1
 
 

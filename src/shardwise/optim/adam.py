@@ -1,4 +1,4 @@
-"""Adam and AdamW (Kingma and Ba, 2015; Loshchilov and Hutter, 2019), one pass over memory a step."""
+"""Adam and AdamW (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from shardwise.compat import fused_step
 from shardwise.config.argument_models import called
@@ -43,6 +44,7 @@ class Adam(ElementwiseOptimizer):
     shardwise_sharding = "elementwise"
     state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     temporaries: ClassVar[int] = 2
+    arguments: ClassVar[type[schema.AdamArguments]] = schema.AdamArguments
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class Adam(ElementwiseOptimizer):
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
     ) -> None:
-        called(schema.AdamArguments, locals(), name=type(self).__name__)
+        called(self.arguments, locals(), name=type(self).__name__)
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -69,8 +71,8 @@ class Adam(ElementwiseOptimizer):
         }
         super().__init__(params, defaults, rounding=rounding, state_dtype=state_dtype, seed=seed)
 
+    @override
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
-        """See `ElementwiseOptimizer.update`."""
         kernel = _kernel(group, batch.device, batch.values[0].dtype)
         beta1, beta2 = group["betas"]
         lr, decay, eps = float(group["lr"]), group["weight_decay"], group["eps"]
@@ -98,10 +100,7 @@ class Adam(ElementwiseOptimizer):
         if decay and group["decoupled_weight_decay"]:
             torch._foreach_mul_(batch.values, 1 - lr * decay)
         elif decay:
-            gradients = batch.temporary(1)
-            torch._foreach_copy_(gradients, batch.values)
-            torch._foreach_mul_(gradients, decay)
-            torch._foreach_add_(gradients, batch.gradients)
+            gradients = batch.decayed(decay, 1)
         torch._foreach_copy_(scratch, gradients)
         torch._foreach_mul_(scratch, 1 - beta1)
         torch._foreach_mul_(averages, beta1)
@@ -120,8 +119,8 @@ class Adam(ElementwiseOptimizer):
         torch._foreach_mul_(scratch, lr / (1 - beta1**step))
         torch._foreach_sub_(batch.values, scratch)
 
+    @override
     def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
-        """See `ElementwiseOptimizer.temporaries_of`."""
         if _kernel(group, device, dtype) is not None:
             return 0
         return 2 if group["weight_decay"] and not group["decoupled_weight_decay"] else 1
@@ -130,7 +129,7 @@ class Adam(ElementwiseOptimizer):
 class AdamW(Adam):
     """AdamW: `Adam` with decoupled weight decay.
 
-    Args and errors as of `Adam`, without `adam_w_mode`. `weight_decay` is 0 unless given, where torch has 0.01.
+    Args and errors as of `Adam`; `adam_w_mode` is True. `weight_decay` is 0 unless given, where torch has 0.01.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> optimizer = AdamW([weight], lr=0.1, weight_decay=0.5)
@@ -141,31 +140,7 @@ class AdamW(Adam):
     """
 
     shardwise_sharding = "elementwise"
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        bias_correction: bool = True,
-        rounding: str = "nearest",
-        state_dtype: torch.dtype | None = None,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            bias_correction=bias_correction,
-            rounding=rounding,
-            state_dtype=state_dtype,
-            seed=seed,
-        )
+    arguments = schema.AdamWArguments
 
 
 def _kernel(group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Any:

@@ -1,29 +1,21 @@
-"""Optimizers whose step goes over memory once: scaling, update, and the copy in the parameters' precision.
+"""Optimizers that update each element from its own gradient, value and state.
 
-The step of an elementwise optimizer is bound by memory: it computes little on each of parameter, gradient and
-moments. Separate passes for unscaling and clipping the gradients, and for writing the 16-bit copy of the updated
-master weights, would move 14 bytes an element beside Adam's 30. Here a chunk of all of these goes through the step
-while it lies in the cache. An engine hands the factor on its gradients and the place of the copy over (`step_flat`);
-on its own the class is an ordinary optimizer of PyTorch.
-
-Parameters in 16 bits need no wider copy: they are widened, updated and rounded chunk by chunk.
-
-A device has no cache that a chunk would stay in. There torch's fused and foreach kernels go over the device's memory
-one after the other, and a step is not cut where it takes no scratch.
+The update computes in fp32 (fp64 for fp64). Parameters, gradients and states in 16 bits are widened, updated and
+rounded chunk by chunk, so that the scratch memory is small and, on a CPU, stays in the cache. Where nothing is widened
+and no scratch is needed, torch's fused kernels step everything at once.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
-from shardwise.compat import global_step_hooks, has_values, only_counts_steps
+from shardwise.compat import has_values
 from shardwise.errors import ConfigError, UsageError
+from shardwise.optim.base import Optimizer
 from shardwise.optim.rounding import (
     COMPENSATION,
     Origin,
@@ -76,12 +68,20 @@ class Batch:
         """Where everything lies."""
         return self.values[0].device
 
+    def decayed(self, decay: float, number: int) -> list[torch.Tensor]:
+        """Return gradients plus `decay` times values, in the temporary of this number."""
+        found = self.temporary(number)
+        torch._foreach_copy_(found, self.values)
+        torch._foreach_mul_(found, decay)
+        torch._foreach_add_(found, self.gradients)
+        return found
+
 
 @dataclass(frozen=True)
 class _Run:
     """A flat range of a parameter with all that belongs to it."""
 
-    tensors: dict[str, torch.Tensor]  # "parameter", "gradient", perhaps "output", states by name
+    tensors: dict[str, torch.Tensor]  # "parameter", "gradient", states by name
     origins: Sequence[Origin]
     numel: int
 
@@ -95,29 +95,6 @@ class _Run:
             if low < high:
                 origins.append((tensor, first + low - offset, low - start, high - low))
         return _Run({name: t[start:stop] for name, t in self.tensors.items()}, origins, stop - start)
-
-
-@dataclass(frozen=True)
-class _Handed:
-    """What an engine has handed over for one step."""
-
-    factor: float | torch.Tensor
-    gradients: Mapping[int, torch.Tensor] | None
-    outputs: Mapping[int, torch.Tensor]
-    origins: Mapping[int, Sequence[Origin]]
-
-    @property
-    def scales(self) -> bool:
-        """Whether gradients are to be multiplied by something."""
-        return isinstance(self.factor, torch.Tensor) or self.factor != 1.0
-
-
-_NOTHING_HANDED = _Handed(1.0, None, {}, {})
-
-
-def in_chunks(device: torch.device) -> bool:
-    """Whether a step is cut into chunks that stay in a cache; tests have the CPU go on without."""
-    return device.type == "cpu"
 
 
 class _Memory:
@@ -136,7 +113,7 @@ class _Memory:
         return held[start : start + numel]
 
 
-class ElementwiseOptimizer(torch.optim.Optimizer):
+class ElementwiseOptimizer(Optimizer):
     """Base of optimizers that update each element from its own gradient, value and state.
 
     A subclass gives its options, the names of its states, and `update`, which gets everything in fp32; it declares
@@ -148,7 +125,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         rounding: how bf16 parameters are rounded after the update: "nearest"; "stochastic" (needs no memory); "kahan"
             (two more bytes an element). Parameters in fp32 are not rounded.
         state_dtype: type of the states; None: fp32, or wider where the parameters are. States in bf16 are rounded
-            stochastically whatever `rounding` says: to nearest, a second moment could not fall (a change of
+            stochastically with any `rounding`: to nearest, a second moment could not fall (a change of
             1 - beta2 is less than bf16 resolves).
         seed: of stochastic rounding; the same on all ranks.
 
@@ -162,7 +139,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     temporaries: ClassVar[int] = 0
     """Number of temporaries that `update` may ask for."""
 
-    _handed: _Handed = _NOTHING_HANDED
+    shardwise_origins: Mapping[int, Sequence[Origin]] = {}
+    """Where the elements of each parameter come from, by `id`; an engine sets it, so that the random numbers of
+    stochastic rounding do not depend on how tensors are sharded."""
 
     def __init__(
         self,
@@ -210,24 +189,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: computes the loss anew, with gradients.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            UsageError: a gradient is sparse, a parameter cannot be rounded as asked, or a group asks for more than
-                this class has.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         number = 0
         for group in self.param_groups:
             self._check_group(group)
@@ -247,7 +209,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 self._step_runs(runs, group, device, torch.promote_types(kept, torch.float32), count)
                 for run in runs:
                     _put_back(run)
-        return loss
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise for options of torch's class that a loaded state has brought along."""
@@ -259,53 +220,9 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                     f"does not have it. Go on with torch.optim.{name} (optimizer.params.{option} true)"
                 )
 
-    def takes_flat(self) -> bool:
-        """Whether nobody would miss gradients in `.grad`: `step_flat` may then be given unscaled ones.
-
-        Hooks and wrappers of `step` may look at gradients, so that they get them (torch's schedulers wrap it to count
-        calls only).
-        """
-        wrapper = vars(self).get("step")
-        if wrapper is not None and not only_counts_steps(wrapper):
-            return False
-        if inspect.unwrap(type(self).step) is not inspect.unwrap(ElementwiseOptimizer.step):
-            return False
-        own = (*self._optimizer_step_pre_hooks.values(), *self._optimizer_step_post_hooks.values())
-        return all(
-            str(getattr(hook, "__module__", "")).startswith("shardwise.") for hook in (*own, *global_step_hooks())
-        )
-
-    def step_flat(
-        self,
-        *,
-        factor: float | torch.Tensor = 1.0,
-        gradients: Sequence[tuple[nn.Parameter, torch.Tensor]] | None = None,
-        outputs: Sequence[tuple[nn.Parameter, torch.Tensor]] = (),
-        origins: Sequence[tuple[nn.Parameter, Sequence[Origin]]] = (),
-    ) -> None:
-        """Do `step()` on flat ranges of parameters that an engine has put into the groups; hooks and wrappers run.
-
-        Args:
-            factor: what gradients are to be multiplied by (number, or 0-D tensor on their device).
-            gradients: of each parameter; None: they are in `.grad`.
-            outputs: flat tensors, in any dtype, that get a copy of the updated parameter.
-            origins: where each parameter's elements come from, for random numbers that do not depend on the cut.
-        """
-        self._handed = _Handed(
-            factor,
-            None if gradients is None else {id(parameter): gradient for parameter, gradient in gradients},
-            {id(parameter): output for parameter, output in outputs},
-            {id(parameter): found for parameter, found in origins},
-        )
-        try:
-            self.step()
-        finally:
-            del self._handed
-
     def _run_of(self, parameter: torch.Tensor, group: Mapping[str, Any], number: int) -> _Run | None:
         """Return what is to be updated of a parameter, with its state (made at first), or None without a gradient."""
-        handed = self._handed
-        gradient = parameter.grad if handed.gradients is None else handed.gradients.get(id(parameter))
+        gradient = parameter.grad
         if gradient is None:
             return None
         name = type(self).__name__
@@ -313,11 +230,8 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             raise UsageError(f"{name}.step(): a gradient is sparse; it takes dense ones (nn.Embedding(sparse=False))")
         if self.rounding != "nearest" and parameter.dtype is torch.float16:
             raise UsageError(f"{name}(rounding={self.rounding!r}): this is for bf16 parameters, found fp16 ones")
-        origins = handed.origins.get(id(parameter), [(number, 0, 0, parameter.numel())])
+        origins = self.shardwise_origins.get(id(parameter), [(number, 0, 0, parameter.numel())])
         tensors = {"parameter": _flat(parameter.detach()), "gradient": _flat(gradient.detach())}
-        output = handed.outputs.get(id(parameter))
-        if output is not None:
-            tensors["output"] = output
         if not parameter.is_contiguous():
             tensors["original"] = parameter.detach()  # a copy is updated
         state = self.state[parameter]
@@ -358,25 +272,14 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
         step: float,
     ) -> None:
         numels = [run.numel for run in runs]
-        # Without scratch and further copies there is nothing that had better stay in the cache.
-        plain = self._is_plain(runs, group, device, dtype)
+        # Without scratch there is nothing that had better stay in the cache.
+        plain = not self.temporaries_of(group, device, dtype) and _all_in(runs, dtype)
         limit = sum(map(_room, numels)) if plain else _limit(numels, device)
         memory = _Memory(limit, device)
         for parts in _batches(runs, limit):
             self._step_batch(parts, memory, group, dtype, step)
             if not has_values(parts[0].tensors["parameter"]):
                 return  # a dry run has seen what all batches take
-
-    def _is_plain(
-        self, runs: Sequence[_Run], group: Mapping[str, Any], device: torch.device, dtype: torch.dtype
-    ) -> bool:
-        """Whether the update works on what is there: no scratch, and no further passes over what is in a cache."""
-        return (
-            not self._handed.scales
-            and not self.temporaries_of(group, device, dtype)
-            and _all_in(runs, dtype)
-            and not (in_chunks(device) and any("output" in run.tensors for run in runs))
-        )
 
     def _step_batch(
         self,
@@ -405,8 +308,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             if COMPENSATION in part.tensors:
                 compensated(value, part.tensors[COMPENSATION], scratch)
         states = {name: widened(name) for name in self.state_names}
-        gradients = self._gradients(parts, like, dtype)
-        self.update(Batch(values, gradients, states, step, lambda i: like(f"temporary {i}")), group)
+        self.update(Batch(values, widened("gradient"), states, step, lambda i: like(f"temporary {i}")), group)
         for position, part in enumerate(parts):
 
             def noise(stream: int, part: _Run = part) -> torch.Tensor:
@@ -433,28 +335,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
                 if self._rounds(parameter.dtype) == "stochastic":
                     round_stochastically(value, noise(0))
                 parameter.copy_(value)
-        copied = [part.tensors for part in parts if "output" in part.tensors]
-        if copied:
-            torch._foreach_copy_([of["output"] for of in copied], [of["parameter"] for of in copied])
-
-    def _gradients(
-        self, parts: Sequence[_Run], like: Callable[[str], list[torch.Tensor]], dtype: torch.dtype
-    ) -> list[torch.Tensor]:
-        """Return the gradients times the factor, in scratch unless they can be taken as they are."""
-        found = [part.tensors["gradient"] for part in parts]
-        factor, scales = self._handed.factor, self._handed.scales
-        if not scales and all(gradient.dtype is dtype for gradient in found):
-            return found
-        scaled = like("gradient")
-        for gradient, target in zip(found, scaled, strict=True):
-            if scales and gradient.dtype is dtype:
-                torch.mul(gradient, factor, out=target)
-            else:
-                # Multiplying 16-bit numbers would round the products to 16 bits.
-                target.copy_(gradient)
-                if scales:
-                    target.mul_(factor)
-        return scaled
 
     def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
         """Return how many temporaries `update` asks for with these options."""
@@ -486,7 +366,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _limit(numels: Iterable[int], device: torch.device) -> int:
-    """Return the elements of a batch: what is fast, and little beside the tensors of these sizes."""
+    """Return the elements of a batch: fast, and few in proportion to tensors of these sizes."""
     whole = sum(map(_room, numels))
     most = CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
     return min(whole, most, max(LEAST_CHUNK, _room(whole // SHARE)))
@@ -494,12 +374,7 @@ def _limit(numels: Iterable[int], device: torch.device) -> int:
 
 def _all_in(runs: Sequence[_Run], dtype: torch.dtype) -> bool:
     """Whether what is read and updated has the dtype of the computation, and no digits are kept elsewhere."""
-    return all(
-        tensor.dtype is dtype and name != COMPENSATION
-        for run in runs
-        for name, tensor in run.tensors.items()
-        if name != "output"
-    )
+    return all(tensor.dtype is dtype and name != COMPENSATION for run in runs for name, tensor in run.tensors.items())
 
 
 def _room(numel: int) -> int:

@@ -9,6 +9,7 @@ import math
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from shardwise.config.argument_models import called
 from shardwise.config.schema import optimizers as schema
@@ -76,10 +77,10 @@ class Lamb(Layerwise):
         }
         super().__init__(params, defaults)
 
+    @override
     def direction(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> torch.Tensor:
-        """See `Layerwise.direction`: Adam's quotient with the decay, in the gradient's memory."""
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state["exp_avg"] = torch.zeros_like(parameter)
@@ -103,8 +104,8 @@ class Lamb(Layerwise):
             found.add_(parameter, alpha=group["weight_decay"])
         return found
 
+    @override
     def coefficient(self, weight: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """See `Layerwise.coefficient`: the trust ratio."""
         return trust_ratio(weight, direction, group["min_coeff"], group["max_coeff"])
 
     def get_lamb_coeffs(self) -> list[float]:

@@ -5,15 +5,15 @@ The base of LAMB, and of one's own: LARS and its relatives are a few lines on to
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
+from shardwise.optim.base import Optimizer
 from shardwise.precision.tensornorms import TensorNorms
 
 
-class Layerwise(torch.optim.Optimizer):
+class Layerwise(Optimizer):
     """Base of optimizers that are elementwise but for one number a tensor, made of its norm and its direction's.
 
     A subclass defines `direction` and `coefficient`, and `move` if parameters are not simply moved by
@@ -70,17 +70,7 @@ class Layerwise(torch.optim.Optimizer):
         """Move a parameter along its direction, which has been multiplied by the coefficients."""
         parameter.add_(direction, alpha=-group["lr"])
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss again and returns it.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         norms = self.shardwise_norms or self._local_norms()
         weights: dict[torch.Tensor, torch.Tensor] = {}
         directions: dict[torch.Tensor, torch.Tensor] = {}
@@ -101,7 +91,6 @@ class Layerwise(torch.optim.Optimizer):
                 if parameter in directions:
                     self._scale(parameter, directions[parameter], coefficients, norms)
                     self.move(weights[parameter], directions[parameter], self.state[parameter], group)
-        return loss
 
     def coefficients(self) -> list[float]:
         """Return the coefficients of the last step, in the order of the parameters (under an engine: of the model's
@@ -130,7 +119,7 @@ class Layerwise(torch.optim.Optimizer):
     def _scale(
         parameter: torch.Tensor, direction: torch.Tensor, coefficients: torch.Tensor, norms: TensorNorms
     ) -> None:
-        # A product alone is rounded in one way, wherever a run begins and whichever kernel takes it.
+        # A product alone is rounded in one way, wherever a run begins and in any kernel.
         own = coefficients[norms.numbers(parameter)].to(direction.dtype)
         runs = [run.of(direction) for run in norms.runs(parameter)]
         if runs:

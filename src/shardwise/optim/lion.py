@@ -1,4 +1,4 @@
-"""Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023), one pass over memory a step."""
+"""Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
+from typing_extensions import override
 
 from shardwise.config.argument_models import called
 from shardwise.config.schema import optimizers as schema
@@ -58,8 +59,8 @@ class Lion(ElementwiseOptimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
         super().__init__(params, defaults, rounding=rounding, state_dtype=state_dtype, seed=seed)
 
+    @override
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
-        """See `ElementwiseOptimizer.update`."""
         beta1, beta2 = group["betas"]
         lr, averages = float(group["lr"]), batch.states["exp_avg"]
         direction, part = batch.temporary(0), batch.temporary(1)

@@ -8,7 +8,7 @@ Newton-Schulz iteration: products of matrices only. Embeddings, heads, biases an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw
 
 from shardwise.config.argument_models import called
 from shardwise.config.schema import optimizers as schema
+from shardwise.optim.base import Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic a x + b x^3 + c x^5, which brings singular values near one in few steps (Jordan et al., 2024)."""
@@ -27,7 +28,7 @@ ADAM_NAMES = ("embed", "lm_head")
 MUON_LR, ADAM_LR = 0.02, 3e-4
 
 TOGETHER = 16
-"""Matrices of one shape that a device orthogonalises at once at most: one alone leaves most of it idle."""
+"""Matrices of one shape that a device orthogonalises at once at most: a single one leaves most of it idle."""
 
 ELEMENTS = 1 << 24
 """Elements of these at most: larger matrices keep a device busy by themselves."""
@@ -110,7 +111,7 @@ def _by_gram_matrices(matrix: torch.Tensor, steps: int) -> torch.Tensor:
     return matrix if product is None else product @ matrix
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Optimizer):
     """Muon for hidden matrices with Adam for everything else, under one instance.
 
     Parameter groups have a flag `use_muon`. Groups without one are divided: parameters with two dimensions or more go
@@ -226,17 +227,7 @@ class Muon(torch.optim.Optimizer):
         short, long = sorted((rows, columns))
         return float(short * short * (2 * long + short))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss again and returns it.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         for group in self.param_groups:
             if group["use_muon"]:
                 alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -248,7 +239,6 @@ class Muon(torch.optim.Optimizer):
                     self._step_matrices(parameters, group, together(shape, device))
             else:
                 self._step_adam(group)
-        return loss
 
     def _step_matrices(self, parameters: Sequence[torch.Tensor], group: dict[str, Any], many: int) -> None:
         """Step matrices of one shape, so many at once."""

@@ -18,37 +18,81 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from typing_extensions import override
 
-from shardwise.comm.compression.onebit import Scale
-from shardwise.config.argument_models import called
+from shardwise.comm.compression.averaging import Averages, Block, ExactMean, Segment
+from shardwise.comm.compression.onebit import OnebitAllReduce, Scale
+from shardwise.config.argument_models import checked
 from shardwise.config.schema import optimizers as schema
 from shardwise.config.schema.base import Arguments
 from shardwise.config.schema_index import keys_of
-from shardwise.optim.communicating import Block, Communicating, Segment, decay_rates, parts
-from shardwise.optim.layerwise import trust_ratio
+from shardwise.optim.comm_optimizer import CommOptimizer, decay_rates, parts
+from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
+from shardwise.optim.lamb import Lamb
+from shardwise.optim.layerwise import Layerwise
+from shardwise.precision.tensornorms import TensorRun
 
 _log = logging.getLogger("shardwise")
 
-_Model = TypeVar("_Model", bound=Arguments)
+_SHARED = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+"""Arguments that parameter groups have."""
+
+_KEPT = ("coefficient", "factor", "momentum_scale")
+"""What `OnebitLamb` keeps for each tensor of the model: options of the first group, which are saved with it."""
 
 
-class _Adam(Communicating):
+class _Onebit(CommOptimizer):
+    """What optimizers that average a momentum with one bit per element have in common.
+
+    Attributes:
+        scale: what the scales of compressed values preserve.
+        joined: whether the values of all parameters of a rank's range share one scale.
+    """
+
+    scale: Scale = "norm"
+    joined = False
+
+    def _check(self, model: type[Arguments], given: dict[str, Any]) -> dict[str, Any]:
+        """Keep the arguments of the constructor as attributes; return those of parameter groups."""
+        names = given.keys() - {"self", "params", "ignored", "__class__"}
+        found = checked(model, {**{name: given[name] for name in names}, **given["ignored"]})
+        for name, key in keys_of(model).items():
+            value = getattr(found, name)
+            if name not in _SHARED:
+                setattr(self, name, value)
+            if key.no_effect and value != key.default:
+                _log.info("%s: %s=%r changes nothing: %s", type(self).__name__, name, value, key.no_effect)
+        shared = {name: given[name] for name in _SHARED}
+        return {**shared, "betas": tuple(given["betas"]), "step": 0, "variance_step": 0}
+
+    def _method(self, block: Block) -> OnebitAllReduce:
+        values = block.segments[0].parameter
+        runs = [(start, stop) for _, start, stop in block.tensors]
+        how = values.dtype, values.device, block.name
+        return OnebitAllReduce(self._ranks, block.numel, runs, *how, scale=self.scale, joined=self.joined)
+
+
+class _Adam(_Onebit, ElementwiseOptimizer):
     """Adam with decoupled weight decay (torch.optim.AdamW), in the terms that the compressed steps share."""
 
-    def _step_plain(self, values: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        momentum, variance = self.moments(values)
-        for part in parts(values):
-            _advance(momentum[part], variance[part], gradient[part], group)
-            self._descend(values[part], momentum[part], variance[part], group)
+    state_names = ("exp_avg", "exp_avg_sq")
 
-    def _step_exact(self) -> None:
-        for block in self._blocks:
-            for segment in block.segments:
-                self._step_plain(segment.parameter, _gradient(block, segment), self.param_groups[segment.group])
+    @override
+    def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
+        first, second = group["betas"]
+        moments = zip(batch.states["exp_avg"], batch.states["exp_avg_sq"], strict=True)
+        for values, gradient, (momentum, variance) in zip(batch.values, batch.gradients, moments, strict=True):
+            momentum.lerp_(gradient, 1 - first)
+            variance.mul_(second).addcmul_(gradient, gradient, value=1 - second)
+            self._descend(values, momentum, variance, group)
+
+    @override
+    def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
+        return 1
 
     def _descend(
         self,
@@ -65,10 +109,10 @@ class _Adam(Communicating):
             values.mul_(1 - lr * group["weight_decay"])
         values.addcdiv_(momentum, _root(variance, second, group["eps"], frozen), value=-lr / first)
 
-    def _own_momenta(self) -> list[torch.Tensor]:
+    def _own_momenta(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
         """Add this rank's gradients to the momenta; return them, whole."""
-        momenta = [self._momentum(block) for block in self._blocks]
-        for block, momentum in zip(self._blocks, momenta, strict=True):
+        momenta = [self.momentum(block) for block in blocks]
+        for block, momentum in zip(blocks, momenta, strict=True):
             assert block.gradient is not None
             for number, start, stop in block.lanes:
                 beta = self.param_groups[number]["betas"][0]
@@ -77,15 +121,13 @@ class _Adam(Communicating):
                 momentum[start:stop].mul_(beta).add_(block.gradient[start:stop], alpha=own)
         return momenta
 
-    def _step_averaged(self, momenta: list[torch.Tensor]) -> None:
+    def _step_averaged(self, blocks: Sequence[Block]) -> None:
         """Average the momenta over ranks, and step along them with the frozen variance."""
-        self._mean(momenta)
-        for block in self._blocks:
-            for segment in block.segments:
-                values, (momentum, variance) = segment.parameter, self.moments(segment.parameter)
-                for part in parts(values):
-                    group = self.param_groups[segment.group]
-                    self._descend(values[part], momentum[part], variance[part], group, frozen=True)
+        self._averages.average(blocks, self._own_momenta(blocks))
+        for segment, group in self.segments(blocks):
+            momentum, variance = self.moments(segment.parameter)
+            for part in parts(segment.parameter):
+                self._descend(segment.parameter[part], momentum[part], variance[part], group, frozen=True)
 
 
 class OnebitAdam(_Adam):
@@ -109,10 +151,8 @@ class OnebitAdam(_Adam):
         bias_correction: divide the moments by the sums of their weights; that of the variance is frozen with it.
         freeze_step: steps of warm-up. The papers take 15 to 20 % of the training, and at least the learning rate's
             warm-up.
-        amsgrad: only False.
-        eps_inside_sqrt: only False.
-        cuda_aware: accepted for existing configurations; the backend is torch.distributed's.
-        comm_backend_name: accepted for existing configurations: nccl, mpi, compressed, hccl or gloo.
+        ignored: amsgrad and eps_inside_sqrt (only False), cuda_aware and comm_backend_name (nccl, mpi, compressed,
+            hccl or gloo), accepted for existing configurations; the backend is torch.distributed's.
 
     Raises:
         ConfigError: a value has no meaning.
@@ -127,6 +167,7 @@ class OnebitAdam(_Adam):
     """
 
     shardwise_sharding = "communicates"
+    freeze_step: int
 
     def __init__(
         self,
@@ -137,28 +178,17 @@ class OnebitAdam(_Adam):
         weight_decay: float = 0.0,
         bias_correction: bool = True,
         freeze_step: int = 100000,
-        amsgrad: bool = False,
-        eps_inside_sqrt: bool = False,
-        cuda_aware: bool = False,
-        comm_backend_name: str = "nccl",
+        **ignored: Any,
     ) -> None:
-        found = _checked(schema.OnebitAdamArguments, locals())
-        self.freeze_step = found.freeze_step
-        super().__init__(params, _common(lr, betas, eps, weight_decay, bias_correction))
+        super().__init__(params, self._check(schema.OnebitAdamArguments, locals()))
 
     @property
     def warm_up(self) -> int:
-        """See `Communicating.warm_up`."""
+        """Steps before the variance is frozen."""
         return self.freeze_step
 
-    def _is_exact(self, step: int) -> bool:
-        return step < self.freeze_step
 
-    def _step_compressed(self) -> None:
-        self._step_averaged(self._own_momenta())
-
-
-class OnebitLamb(Communicating):
+class OnebitLamb(_Onebit, Lamb):
     """1-bit LAMB.
 
     From Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence
@@ -188,10 +218,8 @@ class OnebitLamb(Communicating):
         factor_max: largest factor.
         factor_min: smallest factor.
         factor_threshold: largest relative change of the factor in one step.
-        amsgrad: only False.
-        eps_inside_sqrt: only False.
-        cuda_aware: accepted for existing configurations; the backend is torch.distributed's.
-        comm_backend_name: accepted for existing configurations: nccl, mpi, compressed, hccl or gloo.
+        ignored: amsgrad and eps_inside_sqrt (only False), cuda_aware and comm_backend_name (nccl, mpi, compressed,
+            hccl or gloo), accepted for existing configurations; the backend is torch.distributed's.
 
     Raises:
         ConfigError: a value has no meaning.
@@ -207,7 +235,11 @@ class OnebitLamb(Communicating):
 
     shardwise_sharding = "communicates"
     joined = True
-    tensor_keys = ("coefficient", "factor", "momentum_scale")
+    freeze_step: int
+    coeff_beta: float
+    factor_min: float
+    factor_max: float
+    factor_threshold: float
 
     def __init__(
         self,
@@ -224,89 +256,38 @@ class OnebitLamb(Communicating):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
-        amsgrad: bool = False,
-        eps_inside_sqrt: bool = False,
-        cuda_aware: bool = False,
-        comm_backend_name: str = "nccl",
+        **ignored: Any,
     ) -> None:
-        found = _checked(schema.OnebitLambArguments, locals())
-        self.freeze_step = found.freeze_step
-        self.coefficients = (min_coeff, max_coeff)
-        self.coeff_beta = coeff_beta
-        self.factors = (factor_min, factor_max)
-        self.factor_threshold = factor_threshold
-        super().__init__(params, _common(lr, betas, eps, weight_decay, bias_correction))
+        defaults = self._check(schema.OnebitLambArguments, locals())
+        limits = {"max_coeff": max_coeff, "min_coeff": min_coeff, "eps_inside_sqrt": False}
+        Layerwise.__init__(self, params, {**defaults, **limits, **dict.fromkeys(_KEPT)})
 
     @property
     def warm_up(self) -> int:
-        """See `Communicating.warm_up`."""
+        """Steps before the variance is frozen."""
         return self.freeze_step
 
+    @override
+    def detach(self) -> None:
+        super().detach()
+        self.param_groups[0].update(dict.fromkeys(_KEPT))
+
     def _is_exact(self, step: int) -> bool:
-        return step < self.freeze_step
+        return step < self.freeze_step or self.param_groups[0]["coefficient"] is None
 
-    def _step_plain(self, values: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        momentum, variance = self.moments(values)
-        state = self.state[values]
-        squares = torch.zeros(2, dtype=torch.float64, device=values.device)
-        for part in parts(values):
-            _advance(momentum[part], variance[part], gradient[part], group)
-            squares += _squares(values[part], _direction(values[part], momentum[part], variance[part], group))
-        norms = squares.sqrt().float()
-        coefficient = trust_ratio(norms[0], norms[1], *self.coefficients)
-        state["coefficient"] = self._averaged(state.get("coefficient"), coefficient)
-        for part in parts(values):
-            update = _direction(values[part], momentum[part], variance[part], group)
-            values[part].sub_(update.mul_(coefficient * float(group["lr"])))
+    def _step(self) -> None:
+        exact = self.exact_gradients()
+        super()._step()
+        if exact and self.attached and self._coefficients is not None:
+            before, now = self.param_groups[0]["coefficient"], self._coefficients
+            mean = now if before is None else self.coeff_beta * before.to(now) + (1 - self.coeff_beta) * now
+            self.param_groups[0]["coefficient"] = mean
 
-    def _averaged(self, before: torch.Tensor | None, coefficient: torch.Tensor) -> torch.Tensor:
-        """Return the moving average of coefficients, which begins with the first."""
-        if before is None:
-            return coefficient
-        beta = self.coeff_beta
-        return torch.where(torch.isnan(before), coefficient, beta * before + (1 - beta) * coefficient)
-
-    def forget(self) -> None:
-        """See `Communicating.forget`."""
-        super().forget()
-        self._known = False
-
-    def _step_exact(self) -> None:
-        self._learn()
-        squares = torch.zeros(2, len(self._numbers), dtype=torch.float64, device=self._device)
-        for block, segment, group in self._segments():
-            momentum, variance = self.moments(segment.parameter)
-            gradient = _gradient(block, segment)
-            for part in parts(segment.parameter):
-                _advance(momentum[part], variance[part], gradient[part], group)
-            for place, values, (own, second) in self._runs(segment, momentum, variance):
-                for part in parts(values):
-                    squares[:, place] += _squares(
-                        values[part], _direction(values[part], own[part], second[part], group)
-                    )
-        if self._divided:
-            self._ranks.all_reduce(squares, "lamb.norms").wait()
-        norms = squares.sqrt().float()
-        coefficients = trust_ratio(norms[0], norms[1], *self.coefficients)
-        self._values["coefficient"] = self._averaged(self._values["coefficient"], coefficients)
-        self._descend(coefficients, frozen=False)
-
-    def _descend(self, coefficients: torch.Tensor, *, frozen: bool) -> None:
-        for _, segment, group in self._segments():
-            for place, values, (own, second) in self._runs(segment, *self.moments(segment.parameter)):
-                for part in parts(values):
-                    update = _direction(values[part], own[part], second[part], group, frozen=frozen)
-                    values[part].sub_(update.mul_(coefficients[place] * float(group["lr"])))
-
-    def _step_compressed(self) -> None:
-        self._learn()
-        begins = not self._whole
-        momenta = [self._momentum(block) for block in self._blocks]
-        if begins:
-            self._begin(momenta)
-        scales = self._momentum_scales()
+    def _step_averaged(self, blocks: Sequence[Block]) -> None:
+        momenta = [self.momentum(block) for block in blocks]
+        scales = self._momentum_scales(blocks, momenta)
         fresh = []
-        for block, momentum, scale in zip(self._blocks, momenta, scales, strict=True):
+        for block, momentum, scale in zip(blocks, momenta, scales, strict=True):
             # The gradient's memory becomes that of the new momentum, so that the old one is there to compare with.
             assert block.gradient is not None
             for number, start, stop in block.lanes:
@@ -315,51 +296,43 @@ class OnebitLamb(Communicating):
                 own.add_(momentum[start:stop], alpha=beta)
             torch._foreach_mul_(_views(block.gradient, block), scale)
             fresh.append(block.gradient)
-        self._mean(fresh)
-        ratios = torch.zeros(len(self._numbers), dtype=torch.float32, device=self._device)
-        for block, momentum, new, scale in zip(self._blocks, momenta, fresh, scales, strict=True):
+        self._averages.average(blocks, fresh)
+        kept = self.param_groups[0]
+        coefficient = kept["coefficient"].to(momenta[0].device)
+        ratios = torch.zeros_like(coefficient, dtype=torch.float32)
+        for block, momentum, new, scale in zip(blocks, momenta, fresh, scales, strict=True):
             torch._foreach_div_(_views(new, block), scale)
             for segment in block.segments:
                 where = slice(segment.start, segment.stop)
                 self._compare(segment, momentum[where], new[where], ratios)
             momentum.copy_(new)
-        self._values["factor"] = self._next_factors(ratios)
-        coefficients = self._values["coefficient"] * self._values["factor"]
-        self._descend(coefficients, frozen=True)
+        kept["factor"] = self._next_factors(ratios)
+        for segment, group in self.segments(blocks):
+            values, (momentum, variance) = segment.parameter.detach(), self.moments(segment.parameter)
+            for run in self._runs(segment):
+                rate = coefficient[run.tensor] * kept["factor"][run.tensor] * float(group["lr"])
+                own, along, over = run.of(values), run.of(momentum), run.of(variance)
+                for part in parts(own):
+                    update = _direction(own[part], along[part], over[part], group)
+                    own[part].sub_(update.mul_(rate))
 
-    def _begin(self, momenta: list[torch.Tensor]) -> None:
-        """Decide what each parameter's momentum is multiplied by while it travels, unless that is known already."""
-        norms: list[torch.Tensor] = []
-        counts: list[int] = []
-        for block, momentum in zip(self._blocks, momenta, strict=True):
-            norms += torch._foreach_norm(_views(momentum, block))
-            counts += [stop - start for _, start, stop in block.tensors]
-        roots = torch.stack(norms).float() / torch.tensor(counts, device=self._device).clamp(min=1).sqrt()
-        moving = roots > 0
-        united = roots.sum() / moving.sum().clamp(min=1)
-        decided = torch.where(moving, united / roots, 1.0)
-        known = self._values["momentum_scale"]
-        self._values["momentum_scale"] = torch.where(torch.isnan(known), decided, known)
-
-    def _momentum_scales(self) -> list[list[torch.Tensor]]:
-        single = iter(self._values["momentum_scale"].unbind())
-        return [[next(single) for _ in block.tensors] for block in self._blocks]
-
-    def _learn(self) -> None:
-        """Let every rank know what is kept for each parameter: a checkpoint gives it only to those that step it."""
-        if self._known or not self._divided:
-            return
-        self._known = True
-        own = torch.stack([self._values[key] for key in self.tensor_keys])
-        everyone = torch.empty(self._ranks.world, *own.shape, dtype=own.dtype, device=own.device)
-        self._ranks.all_gather([(everyone.view(-1), own.view(-1))], "lamb.coefficients", kind="small").wait()
-        known = everyone[0]
-        for values in everyone[1:]:
-            known = torch.where(torch.isnan(known), values, known)
-        self._values = dict(zip(self.tensor_keys, known.unbind(), strict=True))
+    def _momentum_scales(self, blocks: Sequence[Block], momenta: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return what each tensor's momentum is multiplied by while it travels; the first compressed step decides."""
+        kept, device = self.param_groups[0], momenta[0].device
+        if kept["momentum_scale"] is None:
+            norms = [n for block, m in zip(blocks, momenta, strict=True) for n in torch._foreach_norm(_views(m, block))]
+            counts = [stop - start for block in blocks for _, start, stop in block.tensors]
+            roots = torch.stack(norms).float() / torch.tensor(counts, device=device).clamp(min=1).sqrt()
+            moving = roots > 0
+            united = roots.sum() / moving.sum().clamp(min=1)
+            numbers = torch.tensor([number for block in blocks for number, _, _ in block.tensors], device=device)
+            known = torch.ones(len(kept["coefficient"]), device=device)
+            kept["momentum_scale"] = known.index_copy_(0, numbers, torch.where(moving, united / roots, 1.0))
+        single = kept["momentum_scale"].to(device).unbind()
+        return [[single[number] for number, _, _ in block.tensors] for block in blocks]
 
     def _compare(self, segment: Segment, old: torch.Tensor, new: torch.Tensor, ratios: torch.Tensor) -> None:
-        """Go on with the variance by the reconstructed gradient, and note the largest ratio of each parameter."""
+        """Go on with the variance by the reconstructed gradient, and note the largest ratio of each tensor."""
         group, state = self.param_groups[segment.group], self.state[segment.parameter]
         (first, second), eps = group["betas"], group["eps"]
         _, frozen = self.moments(segment.parameter)
@@ -371,39 +344,27 @@ class OnebitLamb(Communicating):
         for part in parts(fresh):
             gradient = new[part].sub(old[part], alpha=first).div_(1 - first)
             fresh[part].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        for place, _, (still, moving) in self._runs(segment, frozen, fresh):
+        for run in self._runs(segment):
+            still, moving = run.of(frozen), run.of(fresh)
             for part in parts(still):
                 ratio = _root(still[part], root, eps).div_(_root(moving[part], fresh_root, eps))
-                ratios[place] = torch.maximum(ratios[place], ratio.max().float())
+                ratios[run.tensor] = torch.maximum(ratios[run.tensor], ratio.max().float())
 
     def _next_factors(self, ratios: torch.Tensor) -> torch.Tensor:
-        if self._divided:
+        if any(block.stop - block.start < block.numel for block in self._blocks):  # ranks step different ranges
             everyone = torch.empty(self._ranks.world, ratios.numel(), dtype=ratios.dtype, device=ratios.device)
             self._ranks.all_gather([(everyone.view(-1), ratios)], "lamb.ratios", kind="small").wait()
             ratios = everyone.amax(0)
-        before = torch.nan_to_num(self._values["factor"], nan=1.0)
+        before = self.param_groups[0]["factor"]
+        before = torch.ones_like(ratios) if before is None else before.to(ratios)
         change = self.factor_threshold
         limited = torch.minimum(torch.maximum(ratios, before * (1 - change)), before * (1 + change))
-        return limited.clamp(*self.factors)
+        return limited.clamp(self.factor_min, self.factor_max)
 
-    @property
-    def _divided(self) -> bool:
-        """Whether ranks step different ranges."""
-        return any(block.stop - block.start < block.numel for block in self._blocks)
-
-    def _segments(self) -> Iterator[tuple[Block, Segment, dict[str, Any]]]:
-        for block in self._blocks:
-            for segment in block.segments:
-                yield block, segment, self.param_groups[segment.group]
-
-    def _runs(
-        self, segment: Segment, *tensors: torch.Tensor
-    ) -> Iterator[tuple[int, torch.Tensor, tuple[torch.Tensor, ...]]]:
-        """Yield the place, the values and the parts of `tensors` of each parameter's run in a segment."""
-        for number, start, stop in segment.pieces:
-            if start < stop:
-                runs = tuple(tensor[start:stop] for tensor in tensors)
-                yield self._numbers[number], segment.parameter.detach()[start:stop], runs
+    def _runs(self, segment: Segment) -> list[TensorRun]:
+        """Return the ranges of tensors in a segment."""
+        assert self.shardwise_norms is not None
+        return [run for run in self.shardwise_norms.runs(segment.parameter) if run.start < run.stop]
 
 
 class ZeroOneAdam(_Adam):
@@ -416,7 +377,7 @@ class ZeroOneAdam(_Adam):
     `var_freeze_step` ranks make steps of their own and average their sum with one bit per element: at intervals of 1,
     2, 4 ... steps, each for `local_step_scaler` steps, but of at most `local_step_clipper`.
 
-    What a rank has not said is kept in units of the momentum, that is, of the sum of updates over the sum of their
+    What a rank has not sent is kept in units of the momentum, that is, of the sum of updates over the sum of their
     learning rates; at a constant rate and interval this is Algorithm 1 of the paper, and a learning rate of zero or a
     sudden change of it does no harm. Weight decay between averages is that of the parameters of the last one.
 
@@ -435,10 +396,8 @@ class ZeroOneAdam(_Adam):
         var_update_scaler: updates of the variance at each interval (kappa in the paper).
         local_step_scaler: steps for which an interval between averages lasts.
         local_step_clipper: longest interval between averages.
-        amsgrad: only False.
-        eps_inside_sqrt: only False.
-        cuda_aware: accepted for existing configurations; the backend is torch.distributed's.
-        comm_backend_name: accepted for existing configurations: nccl, mpi, compressed, hccl or gloo.
+        ignored: amsgrad and eps_inside_sqrt (only False), cuda_aware and comm_backend_name (nccl, mpi, compressed,
+            hccl or gloo), accepted for existing configurations; the backend is torch.distributed's.
 
     Raises:
         ConfigError: a value has no meaning.
@@ -452,6 +411,10 @@ class ZeroOneAdam(_Adam):
     shardwise_sharding = "communicates"
     ranks_differ = True
     scale: Scale = "mean"
+    var_freeze_step: int
+    var_update_scaler: int
+    local_step_scaler: int
+    local_step_clipper: int
 
     def __init__(
         self,
@@ -465,17 +428,9 @@ class ZeroOneAdam(_Adam):
         var_update_scaler: int = 16,
         local_step_scaler: int = 32678,
         local_step_clipper: int = 16,
-        amsgrad: bool = False,
-        eps_inside_sqrt: bool = False,
-        cuda_aware: bool = False,
-        comm_backend_name: str = "nccl",
+        **ignored: Any,
     ) -> None:
-        found = _checked(schema.ZeroOneAdamArguments, locals())
-        self.var_freeze_step = found.var_freeze_step
-        self.var_update_scaler = found.var_update_scaler
-        self.local_step_scaler = found.local_step_scaler
-        self.local_step_clipper = found.local_step_clipper
-        super().__init__(params, _common(lr, betas, eps, weight_decay, bias_correction))
+        super().__init__(params, self._check(schema.ZeroOneAdamArguments, locals()))
 
     # -- when what happens: functions of the number of steps, so that nothing has to be agreed ------------------------
 
@@ -503,47 +458,46 @@ class ZeroOneAdam(_Adam):
 
     @property
     def warm_up(self) -> int:
-        """See `Communicating.warm_up`."""
+        """Steps before intervals between averages begin to grow."""
         return self.var_freeze_step + (self.local_step_scaler if self.local_step_clipper > 1 else 0)
 
     def _is_exact(self, step: int) -> bool:
         return self.updates_variance(step)
 
-    def _updates_variance(self, step: int) -> bool:
-        return not self.attached or self._alone or self.updates_variance(step)
-
     # -- what is kept between averages -------------------------------------------------------------------------------
 
+    @override
     def forget(self) -> None:
-        """See `Communicating.forget`."""
         super().forget()
         self._anchors: dict[str, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}
-        self._rates = [[0.0, 0.0] for _ in self.param_groups]
-        self._apart = False
+        self._agree()
 
+    def _agree(self) -> None:
+        self._apart = False
+        self._rates = [[0.0, 0.0] for _ in self.param_groups]
+        for total in self._sums.values():
+            total.zero_()
+
+    @override
     def kept(self) -> Iterator[torch.Tensor]:
-        """See `Communicating.kept`."""
         yield from super().kept()
         yield from self._anchors.values()
         yield from self._sums.values()
 
+    @override
     def agreed(self, segment: Segment) -> torch.Tensor:
-        """See `Communicating.agreed`."""
-        if self._apart:
-            for block in self._blocks:
-                if any(segment.parameter is own.parameter for own in block.segments):
-                    return self._anchors[block.name][segment.start : segment.stop]
+        for block in self._blocks if self._apart else ():
+            if any(segment.parameter is own.parameter for own in block.segments):
+                return self._anchors[block.name][segment.start : segment.stop]
         return super().agreed(segment)
 
+    @override
     def withdraw(self) -> None:
-        """See `Communicating.withdraw`."""
-        if self._apart:
-            for block in self._blocks:
-                self._sums[block.name].zero_()
-                for segment in block.segments:
-                    segment.parameter.detach().copy_(self._anchors[block.name][segment.start : segment.stop])
-            self._agree()
+        for block in self._blocks if self._apart else ():
+            for segment in block.segments:
+                segment.parameter.detach().copy_(self._anchors[block.name][segment.start : segment.stop])
+        self._agree()
 
     @property
     def apart(self) -> bool:
@@ -556,46 +510,33 @@ class ZeroOneAdam(_Adam):
 
         A collective: every rank calls it, for instance before an evaluation. Where ranks are equal nothing happens.
         """
-        if not self.apart:
-            return
-        world = self._ranks.world
-        for block in self._blocks:
-            total = self._sums[block.name]
-            own = torch.empty(block.numel // world, dtype=total.dtype, device=total.device)
-            label = f"{block.name}.synchronize"
-            self._ranks.reduce_scatter([(own, total)], label).wait()
-            self._ranks.all_gather([(total, own.div_(world))], label, kind="reduce").wait()
-            for number, start, stop in block.lanes:
-                if self._rates[number][0]:
-                    torch.div(total[start:stop], self._rates[number][0], out=self._whole[block.name][start:stop])
-            self._place(block)
-            total.zero_()
-        self._agree()
-        self._written()
+        if self.apart:
+            totals = [self._sums[block.name] for block in self._blocks]
+            exact = Averages(lambda block: ExactMean(self._ranks, f"{block.name}.synchronize"), self._hold)
+            exact.average(self._blocks, totals)
+            self._by_rates(torch.div, totals, [self._momenta[block.name] for block in self._blocks])
+            self._place()
+            self._agree()
+            self._written()
 
-    def _agree(self) -> None:
-        self._apart = False
-        self._rates = [[0.0, 0.0] for _ in self.param_groups]
-
+    @override
     def rank_state(self) -> dict[str, Any] | None:
-        """See `Communicating.rank_state`."""
         state = super().rank_state()
         return None if state is None else {**state, "apart": self._apart, "rates": self._rates}
 
     def _block_state(self, block: Block) -> dict[str, torch.Tensor]:
         state = super()._block_state(block)
         if self._apart:
-            state = {**state, "momentum": self._whole[block.name], "sum": self._sums[block.name]}
+            state = {**state, "momentum": self._momenta[block.name], "sum": self._sums[block.name]}
         return state
 
+    @override
     def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
-        """See `Communicating.load_rank_state`."""
         fits = super().load_rank_state(state)
         if state is not None and fits and state["apart"]:
             self._rates = [list(rates) for rates in state["rates"]]
             self._apart = True
-            for block in self._blocks:
-                self._place(block)
+            self._place()
             self._written()
         return fits
 
@@ -603,45 +544,45 @@ class ZeroOneAdam(_Adam):
         super()._load_block(block, saved)
         if "sum" in saved:
             self._begin(block)
-            self._momentum(block).copy_(saved["momentum"])
+            self.momentum(block).copy_(saved["momentum"])
             self._sums[block.name].copy_(saved["sum"])
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
-    def _step_compressed(self) -> None:
-        step = self._steps - 1
-        momenta = self._own_momenta()
+    def _step_averaged(self, blocks: Sequence[Block]) -> None:
+        step = int(self.param_groups[0]["step"]) - 1
         if self.interval(step) == 1:
-            self._step_averaged(momenta)
+            super()._step_averaged(blocks)
             return
+        momenta = self._own_momenta(blocks)
         if not self._apart:
-            for block in self._blocks:
+            for block in blocks:
                 self._begin(block)
             self._apart = True
         for number, group in enumerate(self.param_groups):
             self._rates[number][0] += float(group["lr"]) / decay_rates(group)[0]
             self._rates[number][1] += float(group["lr"])
-        for block, momentum in zip(self._blocks, momenta, strict=True):
+        totals = [self._sums[block.name] for block in blocks]
+        for block, momentum, total in zip(blocks, momenta, totals, strict=True):
             for number, start, stop in block.lanes:
                 group = self.param_groups[number]
-                rate = float(group["lr"]) / decay_rates(group)[0]
-                self._sums[block.name][start:stop].add_(momentum[start:stop], alpha=rate)
+                total[start:stop].add_(momentum[start:stop], alpha=float(group["lr"]) / decay_rates(group)[0])
         averages = self.averages(step)
         if averages:
-            for block, momentum in zip(self._blocks, momenta, strict=True):
-                for number, start, stop in block.lanes:
-                    if self._rates[number][0]:
-                        torch.div(self._sums[block.name][start:stop], self._rates[number][0], out=momentum[start:stop])
-            self._mean(momenta)
-            for block, momentum in zip(self._blocks, momenta, strict=True):
-                for number, start, stop in block.lanes:
-                    torch.mul(momentum[start:stop], self._rates[number][0], out=self._sums[block.name][start:stop])
-        for block in self._blocks:
-            self._place(block)
-            if averages:
-                self._sums[block.name].zero_()
+            self._by_rates(torch.div, totals, momenta)
+            self._averages.average(blocks, momenta)
+            self._by_rates(torch.mul, momenta, totals)
+        self._place()
         if averages:
             self._agree()
+
+    def _by_rates(self, operation: Any, given: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
+        """Divide or multiply blocks by the sums of learning rates since the last average, where they are not zero."""
+        for block, values, into in zip(self._blocks, given, out, strict=True):
+            for number, start, stop in block.lanes:
+                rate = self._rates[number][0]
+                if rate or operation is torch.mul:
+                    operation(values[start:stop], rate, out=into[start:stop])
 
     def _begin(self, block: Block) -> None:
         """Remember the parameters on which all ranks agree."""
@@ -652,54 +593,23 @@ class ZeroOneAdam(_Adam):
         for segment in block.segments:
             self._anchors[block.name][segment.start : segment.stop] = segment.parameter.detach()
 
-    def _place(self, block: Block) -> None:
+    def _place(self) -> None:
         """Put the parameters where the updates since the last average lead from there."""
-        anchors, sums = self._anchors[block.name], self._sums[block.name]
-        for segment in block.segments:
-            group, values = self.param_groups[segment.group], segment.parameter.detach()
-            _, root = decay_rates(group)
-            _, variance = self.moments(segment.parameter)
-            left = 1 - self._rates[segment.group][1] * group["weight_decay"]
-            own = slice(segment.start, segment.stop)
-            for part in parts(values):
-                torch.mul(anchors[own][part], left, out=values[part])
-                values[part].addcdiv_(sums[own][part], _root(variance[part], root, group["eps"], True), value=-1)
-
-
-def _checked(model: type[_Model], given: dict[str, Any]) -> _Model:
-    """Check what a constructor is given, and say which of it changes nothing."""
-    found = called(model, given)
-    for name, key in keys_of(model).items():
-        if key.no_effect and given[name] != key.default:
-            _log.info("%s: %s=%r changes nothing: %s", model.__name__, name, given[name], key.no_effect)
-    return found
-
-
-def _common(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, bias_correction: bool
-) -> dict[str, Any]:
-    return {
-        "lr": lr,
-        "betas": tuple(betas),
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "bias_correction": bias_correction,
-    }
-
-
-def _gradient(block: Block, segment: Segment) -> torch.Tensor:
-    assert block.gradient is not None
-    return block.gradient[segment.start - block.start : segment.stop - block.start]
+        for block in self._blocks:
+            anchors, sums = self._anchors[block.name], self._sums[block.name]
+            for segment in block.segments:
+                group, values = self.param_groups[segment.group], segment.parameter.detach()
+                _, root = decay_rates(group)
+                _, variance = self.moments(segment.parameter)
+                left = 1 - self._rates[segment.group][1] * group["weight_decay"]
+                own = slice(segment.start, segment.stop)
+                for part in parts(values):
+                    torch.mul(anchors[own][part], left, out=values[part])
+                    values[part].addcdiv_(sums[own][part], _root(variance[part], root, group["eps"], True), value=-1)
 
 
 def _views(tensor: torch.Tensor, block: Block) -> list[torch.Tensor]:
     return [tensor[start:stop] for _, start, stop in block.tensors]
-
-
-def _advance(momentum: torch.Tensor, variance: torch.Tensor, gradient: torch.Tensor, group: Mapping[str, Any]) -> None:
-    first, second = group["betas"]
-    momentum.lerp_(gradient, 1 - first)
-    variance.mul_(second).addcmul_(gradient, gradient, value=1 - second)
 
 
 def _root(variance: torch.Tensor, correction: float, eps: float, frozen: bool = False) -> torch.Tensor:
@@ -709,20 +619,9 @@ def _root(variance: torch.Tensor, correction: float, eps: float, frozen: bool = 
 
 
 def _direction(
-    values: torch.Tensor,
-    momentum: torch.Tensor,
-    variance: torch.Tensor,
-    group: Mapping[str, Any],
-    *,
-    frozen: bool = False,
+    values: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return LAMB's update before its coefficient."""
+    """Return LAMB's update with a frozen variance, before its coefficient."""
     first, second = decay_rates(group)
-    update = (momentum / first).div_(_root(variance, second, group["eps"], frozen))
+    update = (momentum / first).div_(_root(variance, second, group["eps"], True))
     return update.add_(values, alpha=group["weight_decay"])
-
-
-def _squares(values: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Return the sums of squares of both, in fp64."""
-    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in (values, update)]
-    return torch.stack(norms).square_()

@@ -1,4 +1,4 @@
-"""Rounding to bf16 without losing small updates: at random, or with what was lost kept beside the value.
+"""Rounding to bf16 without losing small updates: at random, or with the rest kept in a second number.
 
 A bf16 number has 8 significant bits: an update below 1/512 of a parameter disappears when the sum is rounded to
 nearest. *Stochastic* rounding goes up or down with probabilities that make the mean right (Croci et al., "Stochastic
@@ -52,7 +52,7 @@ def random_bits(
         origins: where they come from; what no origin names is padding, and gets any number.
         seed: of the training run.
         step: number of the step.
-        stream: tells apart what is rounded in the same step.
+        stream: number of the tensor among those that are rounded in the same step.
         device: where the result lies.
         scratch: gives the memory; the result is one of its tensors.
     """
@@ -98,7 +98,7 @@ def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Ten
 def compensated(values: torch.Tensor, compensation: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """Add to parameters (widened to fp32, in place) what their rounding has left out.
 
-    More than half a unit in the last place cannot have been left out: then somebody has written another value since,
+    More than half a unit in the last place cannot have been left out: then another value has been written since,
     and no more than that is taken over.
     """
     rest = scratch("rest", values.numel(), values.dtype).copy_(compensation)

@@ -5,7 +5,7 @@ element's own gradient, value and state gives, on ranges, exactly the numbers th
 tensors; ZeRO (Rajbhandari et al., 2020) rests on this. Others read the whole tensor: factored second
 moments (Adafactor), orthogonalised updates (Muon). Those get whole tensors, each owned by one rank. In
 between are optimizers that are elementwise but for norms of whole tensors (LAMB): they get ranges, and are
-told the norms.
+given the norms.
 
 Invariant: nothing is called elementwise unless this table or the class itself says so. A subclass may
 override the update in any way, so it does not inherit the property.
@@ -20,7 +20,7 @@ import torch
 
 from shardwise.config.names import UNUSABLE_OPTIMIZERS
 from shardwise.errors import ConfigError
-from shardwise.optim.communicating import Communicating
+from shardwise.optim.comm_optimizer import CommOptimizer
 
 ATTRIBUTE = "shardwise_sharding"
 """Name of the class attribute by which an optimizer class declares itself: the value of a `Sharding` but "refused"."""
@@ -48,7 +48,7 @@ class Sharding(Enum):
     """Whole tensors, each owned by one rank. Memory: a rank holds state for the tensors that it owns."""
 
     COMMUNICATES = "communicates"
-    """Flat memory of whole units, and gradients that it reduces itself (`shardwise.optim.communicating`).
+    """Flat memory of whole units, and gradients that it reduces itself (`shardwise.optim.comm_optimizer`).
     Memory: as the class says."""
 
     MIXED = "mixed"
@@ -75,7 +75,7 @@ _ELEMENTWISE = frozenset(
         torch.optim.SGD,
     }
 )
-"""What their state holds per tensor (step, eta, mu, mu_product) depends on step count and options alone."""
+"""What their state holds per tensor (step, eta, mu, mu_product) depends on step count and options only."""
 
 _WHOLE: dict[type, str] = {
     torch.optim.Adafactor: "Adafactor factors its second moment over rows and columns and scales by the tensor's norm",
@@ -120,10 +120,10 @@ def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
             f'depends only on that element, set {ATTRIBUTE} = "elementwise" in the class to save memory'
         )
     kind = _known(cls, ATTRIBUTE, declared, (*_OF_GROUPS, Sharding.MIXED, Sharding.COMMUNICATES))
-    if kind is Sharding.COMMUNICATES and not isinstance(optimizer, Communicating):
+    if kind is Sharding.COMMUNICATES and not isinstance(optimizer, CommOptimizer):
         raise ConfigError(
             f"{cls.__module__}.{cls.__qualname__}.{ATTRIBUTE} is {declared!r}, which only subclasses of "
-            "shardwise.optim.communicating.Communicating can be"
+            "shardwise.optim.comm_optimizer.CommOptimizer can be"
         )
     return kind, f"{name} declares {ATTRIBUTE} = {declared!r}"
 
@@ -142,14 +142,14 @@ def group_shardings(optimizer: torch.optim.Optimizer) -> list[Sharding]:
         raise ConfigError(f"optimizer {type(optimizer).__name__} cannot be used: {reason}")
     if kind is not Sharding.MIXED:
         return [kind] * len(optimizer.param_groups)
-    asked = getattr(optimizer, GROUP_METHOD, None)
-    if not callable(asked):
+    method = getattr(optimizer, GROUP_METHOD, None)
+    if not callable(method):
         cls = type(optimizer)
         raise ConfigError(
             f'{cls.__module__}.{cls.__qualname__} declares {ATTRIBUTE} = "mixed", but has no method '
             f"{GROUP_METHOD}(group) that says what each parameter group needs; add it"
         )
-    return [_known(type(optimizer), GROUP_METHOD, asked(group), _OF_GROUPS) for group in optimizer.param_groups]
+    return [_known(type(optimizer), GROUP_METHOD, method(group), _OF_GROUPS) for group in optimizer.param_groups]
 
 
 def _known(cls: type, where: str, declared: object, choices: Sequence[Sharding]) -> Sharding:

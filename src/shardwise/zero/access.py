@@ -131,7 +131,7 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
         if runs is None:
             return None
         whole = _assemble(model, index, runs, model.section_of(index).accumulate_dtype, whole=False)
-    return whole.mul_(model.driver.gradient_factor())
+    return whole.mul_(model.gradient_factor(index))
 
 
 def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
         raise UsageError(
             "safe_set_full_grad: gradients of this window are not reduced yet; call it after the last micro-batch"
         )
-    section, factor = model.section_of(index), model.driver.gradient_factor()
+    section, factor = model.section_of(index), model.gradient_factor(index)
     with _lent(model, index, written=True):
         for piece in section.layout.pieces(section.master_start, section.master_stop):
             if piece.index == index:
@@ -278,7 +278,7 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
         if runs is None:
             return None
         here = _joined(model, runs, model.section_of(index).accumulate_dtype)
-    return here.mul_(model.driver.gradient_factor())
+    return here.mul_(model.gradient_factor(index))
 
 
 def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
@@ -296,7 +296,7 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
     with _lent(model, index, written=True):
         runs = _local_gradient(model, index, "safe_set_local_grad")
         if runs is not None:
-            _fill(model, index, runs, value / model.driver.gradient_factor())
+            _fill(model, index, runs, value / model.gradient_factor(index))
 
 
 def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:

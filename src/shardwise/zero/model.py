@@ -25,7 +25,7 @@ from shardwise.comm.desync import Word, inside_of
 from shardwise.comm.domain import Domains
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
-from shardwise.errors import ConflictError, DesyncError, PeerLostError, UsageError
+from shardwise.errors import ConflictError, DesyncError, OffloadError, PeerLostError, UsageError
 from shardwise.memory import (
     Accountant,
     Category,
@@ -62,14 +62,15 @@ from shardwise.zero.units.partition import find_units
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
 from shardwise.zero.units.unit import FlatParamStorage, Unit, UnitState
-from shardwise.zero.updates.communicated import CommunicatedUpdate
-from shardwise.zero.updates.interrupted import Interruptions
-from shardwise.zero.updates.owner_sharded import MixedUpdate, WholeUpdate
+from shardwise.zero.updates.comm_optimizer import CommUpdate
+from shardwise.zero.updates.owner_sharded import WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.tp_split import SplitTensors
 from shardwise.zero.updates.update import StateKind, Stepping, Update
 
 T = TypeVar("T")
+
+_RESTART = "Restart the job from the last checkpoint"
 
 _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
@@ -113,6 +114,7 @@ class ShardedModel:
         domain: that of all ranks.
         comm: all ranks that step together.
         closed: why there is nothing here any more ("" while there is).
+        failed: the error of a disk that has ended a pass or a step ("" if none has): the state is that of no step.
         stepped: a step has been taken.
         client_groups: the parameters that each of the optimizer's groups had before the engine.
         sums: forms norms of gradients and sums that travel with them; None for a model that is only evaluated.
@@ -158,7 +160,7 @@ class ShardedModel:
         self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners, wires=wires)
         self._check_owners(groups)
         self.client_groups = [list(group["params"]) for group in groups]
-        self.closed = ""
+        self.closed = self.failed = ""
         self._driver: Driver = Alone()
         self.units: list[Unit] = []
         self.presence = Presence()
@@ -179,8 +181,6 @@ class ShardedModel:
             if stepping.whole and self.numbering.cut:
                 parts = SplitTensors(self.registry, self.numbering, specs, layouts, domains, accountant)
             self.update, self.owners = self._make_update(optimizer, is_elementwise, domains, parts)
-        places = (homes.optimizer, homes.whole, homes.gradients, homes.parameters)
-        self.interruptions = Interruptions(self.comm, on_disk=any(place.lags for place in places))
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
         builder = UnitBuilder(
@@ -213,7 +213,6 @@ class ShardedModel:
         self.reducer: Reducer | None = None
         self.sums: GradientSums | None = None
         if self.update is not None:
-            self.update.bind()
             for unit in sharded:
                 unit.take_over = self._take_over
                 unit.await_copies = self.await_copies
@@ -233,9 +232,7 @@ class ShardedModel:
             )
             self.gatherer.reducer = self.reducer
             self.sums = GradientSums(self.units, self.numbering, self.comm, device, accountant, self.reducer)
-            if isinstance(self.update, CommunicatedUpdate):
-                self.update.own_gradient = self.reducer.own_gradient
-                self.update.on_written = self._values_have_changed
+            self.update.bind(self.reducer.own_gradient, self._values_have_changed)
         if self.channel is not None:
             self.channel.on_want = self.gatherer.wanted
         self.hooks = Hooks(module, self.units, self.gatherer)
@@ -257,8 +254,6 @@ class ShardedModel:
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
-        self._scaling = False
-        self._scaled: set[int] = set()  # units whose gradients have been multiplied, while others' have not
         self.copied: Copied | None = None
         give_back_freed_memory()  # of the whole parameters, between the shards
 
@@ -319,11 +314,13 @@ class ShardedModel:
         """Return what steps the parameters, and that part of it which steps whole tensors, if there is one."""
         stepping, common = self.stepping, (optimizer, self.units, self.registry)
         told = (self.accountant, is_elementwise)
+        norms = stepping.norms or (stepping.communicates and hasattr(optimizer, NORMS))
+        at_once = norms or stepping.communicates
+        segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=norms, at_once=at_once)
         if stepping.communicates:
-            return CommunicatedUpdate(*common, domains, self.numbering, *told, self.plan), None
-        segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=stepping.norms)
+            return CommUpdate(optimizer, segments, domains, self.numbering, self.accountant, self.plan), None
         if not stepping.whole:
-            return segments, None
+            return Update(optimizer, [segments]), None
         replicated = not self.plan.shard_optimizer
         whole = WholeUpdate(
             *common,
@@ -336,9 +333,8 @@ class ShardedModel:
             replicated=replicated,
             home=self.homes.whole,
         )
-        if len(stepping.whole) == len(optimizer.param_groups):
-            return whole, whole
-        return MixedUpdate(segments, whole), whole
+        only = len(stepping.whole) == len(optimizer.param_groups)
+        return Update(optimizer, [whole] if only else [segments, whole]), whole
 
     def _check_owners(self, groups: Sequence[dict[str, Any]]) -> None:
         """Raise for parameters that the optimizer has and the model has not: no rank would ever step them."""
@@ -418,65 +414,12 @@ class ShardedModel:
             self.reducer.wire_dtype = dtype
             self.reducer.find_alone()
 
-    def takes_factor(self) -> bool:
-        """Whether `step` can multiply the gradients in its own pass now."""
-        return self.update is not None and self.optimizer is not None and self.update.takes_factor(self.optimizer)
-
-    def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply the accumulated gradients.
-
-        Raises:
-            OffloadError: on all ranks alike, if a disk of one of them has failed. Called again, it multiplies the rest.
+    def gradient_factor(self, index: int) -> float | torch.Tensor:
+        """Return what turns the accumulated gradient of a parameter into its mean (or sum), before clipping (all ranks
+        call).
         """
-        if isinstance(factor, float) and factor == 1.0:
-            return
-        if self.reducer is not None and self.reducer.local:
-            for own in self.reducer.own_gradients():
-                own.mul_(factor)
-            return
-
-        factors: dict[torch.device, torch.Tensor] = {}  # the host waits once
-
-        def there(device: torch.device) -> float | torch.Tensor:
-            if not isinstance(factor, torch.Tensor):
-                return factor
-            if device not in factors:
-                factors[device] = factor.to(device)
-            return factors[device]
-
-        def scale(unit: Unit) -> None:
-            for section in unit.trainable:
-                gradient = section.stepped_gradient
-                gradient.mul_(there(gradient.device))
-            self._scaled.add(unit.index)
-
-        left = [unit for unit in self.units if unit.index not in self._scaled]
-        lent = [(u, [(s.gradient_loans, True) for s in u.trainable if s.lends_gradient]) for u in left]
-        self._scaling = True
-        with self.interruptions.agreeing() if self.gradients_on_disk else contextlib.nullcontext():
-            in_turn(lent, scale)
-        self._have_scaled()
-
-    def _have_scaled(self) -> None:
-        self._scaling = False
-        self._scaled.clear()
-
-    def check_gradients_whole(self) -> None:
-        """Raise where a disk has ended `scale_gradients` in the middle.
-
-        Raises:
-            UsageError: some gradients have been multiplied, and others have not.
-        """
-        if self._scaling:
-            raise UsageError(
-                "gradients cannot be read or written now: a disk has failed in engine.step() when those of some units "
-                "had been unscaled and clipped. Call engine.step() again, which goes on there, or engine.zero_grad()"
-            )
-
-    @property
-    def gradients_on_disk(self) -> bool:
-        """Whether accumulated gradients live on disks."""
-        return self.homes.gradients.lags
+        assert self.update is not None
+        return self.driver.gradient_factor() / self.update.factor_in(self.section_of(index), index)
 
     def clip_factor(self, norm: torch.Tensor, max_norm: float) -> torch.Tensor:
         """Return the clipping coefficient for a global norm."""
@@ -502,8 +445,24 @@ class ShardedModel:
             UsageError: see above.
         """
         self.check_open(what)
-        self.interruptions.check_reachable(what)
+        if self.failed:
+            raise UsageError(f"{what}: the state is incomplete, because a disk has failed before. {self.failed}")
         self.presence.require(what, values=values)
+
+    @contextlib.contextmanager
+    def noting_disk_errors(self) -> Iterator[None]:
+        """Refuse everything after an error of a disk inside of the block, which is a pass or a step.
+
+        Raises:
+            OffloadError: it says to restart the job.
+        """
+        try:
+            yield
+        except OffloadError as error:
+            if not self.failed:
+                self.failed = f"{error}. {_RESTART}"
+                error.args = (self.failed,)
+            raise
 
     def check_can_step(self) -> None:
         """Raise where a step could not do what is expected of it; nothing has been changed then.
@@ -516,7 +475,6 @@ class ShardedModel:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
             )
-        self.interruptions.check_can_step()
         self.places.check()
         self.guards.check_trained()
 
@@ -552,27 +510,17 @@ class ShardedModel:
         if self.update is not None:
             self.update.share_changes()
 
-    def coming(self) -> AbstractContextManager[None]:
-        """Begin to bring what `step` needs first, which may come inside of the block."""
-        return contextlib.nullcontext() if self.update is None else self.update.coming()
-
     def step(self, factor: float | torch.Tensor = 1.0) -> None:
-        """Step the optimizer with the accumulated gradients and start bringing the results to all ranks.
+        """Step the optimizer with the accumulated gradients times `factor`, and start the all-gathers of the results.
 
-        Args:
-            factor: what they are multiplied by, if `takes_factor`; on CUDA they may be written then.
+        The gradients may be overwritten.
         """
-        assert self.update is not None and self.optimizer is not None
+        assert self.update is not None
         self.gatherer.let_go()
         self.finish_gathers()
         self.share_changes()
-        with (
-            self.accountant.owning(Category.OTHER),
-            self.guards.stepping(),
-            named("step"),
-            self.interruptions.stepping(self.update),
-        ):
-            self.update.step(self.optimizer, factor)
+        with self.accountant.owning(Category.OTHER), self.guards.stepping(), named("step"):
+            self.update.step(factor)
         if not self.stepped:
             self.stepped = True
             give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone
@@ -623,9 +571,7 @@ class ShardedModel:
             )
 
     def give_up_step(self) -> None:
-        """The gradients of the window are dropped: what a step that has raised has left out is never stepped."""
-        self.interruptions.give_up()
-        self._have_scaled()
+        """Drop the gradients of the window."""
         if self.update is not None:
             self.update.end_step()
 
@@ -1070,14 +1016,11 @@ class ShardedModel:
             wait: return when the memory of the device is free.
 
         Raises:
-            UsageError: a pass is under way, parameters are gathered, or the optimizer communicates itself.
+            UsageError: a pass is under way, parameters are gathered, or the optimizer averages over ranks itself.
         """
         self.hooks.settle()
-        if isinstance(self.update, CommunicatedUpdate):
-            raise UsageError(
-                f"engine.offload_states(): {type(self.optimizer).__name__} communicates itself, and its state is bound "
-                "to memory of the device. Take an optimizer whose gradients the engine reduces"
-            )
+        if self.update is not None:
+            self.update.check_movable("engine.offload_states()")
         if self.gatherer.phase is not Phase.IDLE or self.gatherer.suspended or any(unit.pins for unit in self.units):
             raise UsageError(
                 "engine.offload_states(): a pass is under way, or parameters are gathered (GatheredParameters, "
@@ -1199,17 +1142,19 @@ class ShardedModel:
                 self.comm.barrier("destroy()")
             self.channel.close()
         self.domain.close()
-        if not apart:
+        if self.failed or not apart:
             self.homes.close()
         self._cut_references()
         if apart:
             message = f"{apart} The parameters of {type(self.module).__name__} stay sharded"
-            if sys.exc_info()[1] is None:
+            if sys.exc_info()[1] is None and not self.failed:
                 raise DesyncError(message)
             logger.warning(message)  # what is on its way through this rank is nearer to the cause
 
     def _end_together(self) -> str:
         """End passes and gathers that are under way, once all ranks are here; return why they cannot be ended."""
+        if self.failed:
+            return self.failed
         # An exception that is on its way through this rank may have spared the others: then they are elsewhere.
         failure = sys.exc_info()[1]
         where = inside_of("destroy()", failure)

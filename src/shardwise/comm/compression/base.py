@@ -44,17 +44,12 @@ class Reduction(Protocol):
         """Block until the sums are in place; collectives that need the results of earlier ones are launched here."""
 
 
-def is_active(compressor: Compressor | None) -> bool:
-    """Whether the next reductions are compressed (the same on all ranks)."""
-    return compressor is not None and compressor.steps >= compressor.start
-
-
 class Kept:
     """Tensors that a method keeps between reductions, by name, each at the scale of the last reduction.
 
     Args:
         device: where they live.
-        hold: is told of each of them, to count it.
+        hold: counts each of them.
 
     Example:
         >>> kept = Kept(torch.device("cpu"), lambda tensor: None)
@@ -117,12 +112,12 @@ class Kept:
 
 
 class Compressor:
-    """One method of lossy reduction, with what it keeps. The base class counts steps and looks after what is kept.
+    """Base of the methods of lossy reduction: counts steps, and keeps what has not been sent.
 
     Args:
         start: steps at the beginning that are reduced exactly.
         device: where gradients live.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
 
     Attributes:
         steps: steps that have ended, skipped ones included.
@@ -139,8 +134,8 @@ class Compressor:
     ) -> Reduction:
         """Launch the reduction of one unit: `own` (and `whole`) = (itself if `accumulate` else 0) + sum over ranks.
 
-        A value that is not finite on some rank must make one of some rank's sums so: ranks then agree on skipping the
-        step.
+        A value that is not finite on some rank must make one of some rank's sums infinite or NaN: ranks then agree on
+        skipping the step.
 
         Args:
             flats: its sections.
@@ -154,10 +149,7 @@ class Compressor:
         raise NotImplementedError
 
     def end_step(self, applied: bool) -> None:
-        """Note the end of a step; `applied` is false if it was skipped because of an overflow.
-
-        What is kept is finite again afterwards.
-        """
+        """Count a step; what is kept is finite again if the step was skipped because of an overflow (not `applied`)."""
         self.steps += 1
         if not applied:
             self.kept.clean()
@@ -167,12 +159,17 @@ class Compressor:
         return self.kept.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was kept, saved under the same layout and by the same method, in place of what is."""
+        """Take over what was kept, saved under the same layout and by the same method."""
         self.kept.load_state_dict(state)
 
     def clear(self) -> None:
         """Forget what is kept."""
         self.kept.clear()
+
+
+def is_active(compressor: Compressor | None) -> bool:
+    """Whether the next reductions are compressed (the same on all ranks)."""
+    return compressor is not None and compressor.steps >= compressor.start
 
 
 class Running:

@@ -1,10 +1,10 @@
-"""All-reduce with one bit per element, and memory of what the bits did not say.
+"""All-reduce with one bit per element and error feedback.
 
 Error-compensated 1-bit compression (Seide et al., 2014; in the two-sided form of Tang et al., "1-bit Adam:
 Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021, arXiv 2102.02888): every rank adds
-what it has not said before to its values, and sends each other rank the signs of that rank's range, 8 to a byte, with
-one fp32 scale for each run of values. The owner of a range averages what it has received, adds what it has not said
-before, and sends signs and scales to all. Both keep the difference between what they had to say and what they said.
+what it has not sent before to its values, and sends each other rank the signs of that rank's range, 8 to a byte, with
+one fp32 scale for each run of values. The owner of a range averages what it has received, adds what it has not sent
+before, and sends signs and scales to all. Both keep the difference between what they had to send and what they sent.
 
 The scales preserve the L2 norm of a run (1-bit Adam, 1-bit LAMB), or are the mean of its magnitudes (0/1 Adam: Lu et
 al., 2022, arXiv 2202.06009).
@@ -107,13 +107,13 @@ class OnebitAllReduce:
         joined: one scale for all runs of a range, instead of one each.
 
     Attributes:
-        worker_error: what this rank has not said of its values: `numel` elements.
-        server_error: what it has not said of the means of its range: `numel / world` elements.
+        worker_error: what this rank has not sent of its values: `numel` elements.
+        server_error: what it has not sent of the means of its range: `numel / world` elements.
 
     Example:
         >>> from shardwise.comm.ledger import Ledger
-        >>> alone = Communicator(None, Ledger(), torch.device("cpu"))
-        >>> mean = OnebitAllReduce(alone, 8, [(0, 4)], torch.float32, torch.device("cpu"), "example")
+        >>> single = Communicator(None, Ledger(), torch.device("cpu"))
+        >>> mean = OnebitAllReduce(single, 8, [(0, 4)], torch.float32, torch.device("cpu"), "example")
         >>> values = torch.tensor([3.0, -3.0, 3.0, -3.0, 0.0, 0.0, 0.0, 0.0])
         >>> mean.launch(values); mean.combine(); mean.finish(values)
         >>> values.tolist()
@@ -157,7 +157,7 @@ class OnebitAllReduce:
         size, world = self.message_bytes, self._comm.world
         self._sent = torch.zeros(world * size, dtype=torch.uint8, device=values.device)
         for rank, (chunk, message) in enumerate(zip(self._chunks, self._sent.split(size), strict=True)):
-            self._say(self.worker_error[rank * self._shard : (rank + 1) * self._shard], chunk, message)
+            self._encode(self.worker_error[rank * self._shard : (rank + 1) * self._shard], chunk, message)
         self._received = torch.empty_like(self._sent)
         sizes = [size] * world
         self._handle = self._comm.all_to_all(self._received, self._sent, sizes, sizes, self._label, kind="reduce")
@@ -171,13 +171,13 @@ class OnebitAllReduce:
         total, term = torch.empty_like(self.server_error), torch.empty_like(self.server_error)
         for number, message in enumerate(self._received.split(size)):
             if number:
-                total.add_(self._hear(message, chunk, term))
+                total.add_(self._decode(message, chunk, term))
             else:
-                self._hear(message, chunk, total)
+                self._decode(message, chunk, total)
         self.server_error.add_(total.div_(world))
         self._received = torch.empty(world * size, dtype=torch.uint8, device=total.device)
         self._sent = self._received[rank * size : (rank + 1) * size]
-        self._say(self.server_error, chunk, self._sent)
+        self._encode(self.server_error, chunk, self._sent)
         self._handle = self._comm.all_gather([(self._received, self._sent)], self._label, kind="reduce")
 
     def finish(self, out: torch.Tensor) -> None:
@@ -187,27 +187,27 @@ class OnebitAllReduce:
         for rank, (chunk, message) in enumerate(
             zip(self._chunks, self._received.split(self.message_bytes), strict=True)
         ):
-            self._hear(message, chunk, out[rank * self._shard : (rank + 1) * self._shard])
+            self._decode(message, chunk, out[rank * self._shard : (rank + 1) * self._shard])
         self._handle = self._received = self._sent = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what this rank has not said yet."""
+        """Return what this rank has not sent yet."""
         return {"worker": self.worker_error, "server": self.server_error}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was not said; saved for the same buffer on the same rank of as many ranks."""
+        """Take over what was not sent; saved for the same buffer on the same rank of as many ranks."""
         self.worker_error.copy_(state["worker"])
         self.server_error.copy_(state["server"])
 
-    def _say(self, values: torch.Tensor, chunk: _Chunk, message: torch.Tensor) -> None:
-        """Write signs and scales of a range into a message, and leave in `values` what they do not say."""
+    def _encode(self, values: torch.Tensor, chunk: _Chunk, message: torch.Tensor) -> None:
+        """Write signs and scales of a range into a message, and leave in `values` the rest."""
         norms = torch.stack(torch._foreach_norm(list(values.split(chunk.lengths)), self._order))
         self._scales_in(message, chunk).copy_(norms.mul_(chunk.weights))
         message[self._head : self._head + values.numel() // 8] = pack_signs(values)
-        values.sub_(self._hear(message, chunk, torch.empty_like(values)))
+        values.sub_(self._decode(message, chunk, torch.empty_like(values)))
 
-    def _hear(self, message: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> torch.Tensor:
-        """Put into `out` what a message says of a range."""
+    def _decode(self, message: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> torch.Tensor:
+        """Write the values of a range that a message holds into `out`."""
         unpack_signs(message[self._head : self._head + out.numel() // 8], out.dtype, out)
         scales = self._scales_in(message, chunk).to(out.dtype)
         torch._foreach_mul_(list(out.split(chunk.lengths)), list(scales.unbind()))

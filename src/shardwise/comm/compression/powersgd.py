@@ -7,7 +7,7 @@ keeps M - P (M^T P)^T, the part of its own matrix that P cannot express.
 
 Every parameter with two or more dimensions is a matrix, first dimension by the rest. Those whose factors are hardly
 smaller than themselves, and vectors, are sent as they are, in one collective with the first factors. Factors are sums
-in rank order, and each block of rows of their product is computed in the same way whoever needs it, so that all ranks
+in rank order, and each block of rows of their product is computed in the same way on every rank, so that all ranks
 and all ZeRO stages get the same bits.
 """
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import override
 
 from shardwise.comm.compression.base import Compressor, Flat, Running, working_dtype
 
@@ -123,7 +124,7 @@ def split(shapes: Sequence[tuple[int, torch.Size]], rank: int, min_rate: float) 
 def orthogonalize(matrix: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return an orthonormal basis of a matrix's columns: by QR, or by Gram-Schmidt with `epsilon` added to the norms.
 
-    By QR there are always as many vectors as columns, whatever their rank.
+    By QR there are always as many vectors as columns, of any rank.
     """
     if epsilon == 0.0:
         return torch.linalg.qr(matrix).Q
@@ -142,7 +143,7 @@ class PowerSGD(Compressor):
     Args:
         parameters: see `shardwise.config.schema.gradients.PowerSGDOptions`.
         comm: the data-parallel group.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class PowerSGD(Compressor):
     def _split(self, shapes: Sequence[tuple[int, torch.Size]]) -> Split:
         return split(shapes, self._parameters.matrix_approximation_rank, self._parameters.min_compression_rate)
 
+    @override
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
     ) -> Running:
@@ -255,7 +257,7 @@ class _Job:
         return f"{self.flat.name}.factor"
 
     def project(self) -> None:
-        """Form M Q of all matrices, and put what is exact beside it."""
+        """Form M Q of all matrices, and add what is exact to the message."""
         if self.split.matrices:
             start = self._method.kept.get(self._factor)
             if start is None or not self._method.recovers:

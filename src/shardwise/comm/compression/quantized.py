@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from shardwise.comm.compression.base import Compressor, Flat
 from shardwise.comm.compression.quantize import BlockCode
@@ -68,7 +69,7 @@ class QuantizedReduction(Compressor):
     Args:
         comm: the ranks.
         code: how values are quantised.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
         start: steps at the beginning that are reduced exactly.
         hops: exchange within nodes first; None: one exchange among all ranks. Ranks are numbered node by node.
         feedback: add what has been cut off to the next gradient; None: it is lost.
@@ -104,6 +105,7 @@ class QuantizedReduction(Compressor):
         """Number of nodes, as far as they matter."""
         return self.hops.across.world if self.hops is not None else 1
 
+    @override
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
     ) -> _Exchange:
@@ -126,17 +128,20 @@ class QuantizedReduction(Compressor):
         self.hold(made)
         return made
 
+    @override
     def end_step(self, applied: bool) -> None:
         super().end_step(applied)
         if self.feedback is not None and self.feedback.reset_every and self.steps % self.feedback.reset_every == 0:
             self.kept.clear()
 
+    @override
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), "nodes": self.nodes}
         if self.generator is not None:
             state["generator"] = self.generator.get_state()
         return state
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.feedback is not None:
             super().load_state_dict(state)

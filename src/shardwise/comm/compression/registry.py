@@ -34,7 +34,7 @@ def build(config: Config, comm: Communicator, hold: Callable[[torch.Tensor], Non
     Args:
         config: validated.
         comm: the data-parallel group.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
     """
     name, parameters = method_name(config), method_parameters(config)
     return None if name is None or comm.world == 1 else METHODS[name](parameters, comm, hold)

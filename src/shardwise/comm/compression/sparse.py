@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy
 import torch
+from typing_extensions import override
 
 from shardwise.comm.compression.base import Compressor, Flat, Running, working_dtype
 from shardwise.compat import has_values
@@ -120,7 +121,7 @@ class Sparse(Compressor):
     Args:
         start: steps at the beginning that are reduced exactly.
         comm: the data-parallel group.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
     """
 
     def __init__(self, start: int, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> None:
@@ -145,6 +146,7 @@ class Sparse(Compressor):
     def sent(self, flat: Flat, first: int, positions: torch.Tensor) -> None:
         """Entries of a section are being sent: `positions` from element `first` on."""
 
+    @override
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
     ) -> Running:
@@ -154,7 +156,7 @@ class Sparse(Compressor):
         parts = _parts(shards, dtypes, self.ratio)
         size = parts[-1].stop
         everybody = flats[0].whole is not None and _spreads(world, size, shards)
-        # Where a message is not filled up, and where nobody is there to send one, zeros are sent and received.
+        # Where a message is not filled up, and in a dry run, zeros are sent and received.
         messages = torch.zeros(world, size, dtype=torch.uint8, device=self.comm.device)
         shape = (world, world, size) if everybody else (world, size)
         received = torch.zeros(shape, dtype=torch.uint8, device=self.comm.device)
@@ -225,7 +227,7 @@ class TopK(Sparse):
     Args:
         parameters: see `shardwise.config.schema.gradients.TopKOptions`.
         comm: the data-parallel group.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
     """
 
     def __init__(
@@ -234,10 +236,12 @@ class TopK(Sparse):
         super().__init__(parameters.start_compressing_after_step, comm, hold)
         self._parameters = parameters
 
+    @override
     @property
     def ratio(self) -> float:
         return self._parameters.ratio
 
+    @override
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
         dtype = working_dtype(flat.full.dtype)
         if not self._parameters.use_error_feedback:
@@ -259,7 +263,7 @@ class DGC(Sparse):
     Args:
         parameters: see `shardwise.config.schema.gradients.DGCOptions`.
         comm: the data-parallel group.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: counts a buffer until it is given back.
     """
 
     _FIRST_RATIO = 0.25
@@ -270,12 +274,14 @@ class DGC(Sparse):
         super().__init__(parameters.start_compressing_after_step, comm, hold)
         self._parameters = parameters
 
+    @override
     @property
     def ratio(self) -> float:
         done, warmup, last = self.steps - self.start, self._parameters.warmup_steps, self._parameters.ratio
         first = max(last, self._FIRST_RATIO)
         return last if done >= warmup else first * (last / first) ** (done / warmup)
 
+    @override
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
         numel, dtype = flat.full.numel(), working_dtype(flat.full.dtype)
         total = self.kept.at(f"{flat.name}.accumulated", numel, dtype, scale)
@@ -295,6 +301,7 @@ class DGC(Sparse):
             total.add_(flat.full)
         return total
 
+    @override
     def sent(self, flat: Flat, first: int, positions: torch.Tensor) -> None:
         velocity = self.kept.get(f"{flat.name}.momentum")
         if velocity is not None and self._parameters.momentum_factor_masking:

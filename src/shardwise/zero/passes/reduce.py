@@ -749,10 +749,6 @@ class Reducer:
         """Return what has been added up locally for all of a section; `complete_window` has to come before."""
         return self._own[id(section)]
 
-    def own_gradients(self) -> list[torch.Tensor]:
-        """Return all of what `own_gradient` returns."""
-        return list(self._own.values())
-
     def unused(self) -> list[str]:
         """Return the names of trainable parameters that have received no gradient on this rank since the last step."""
         return [

@@ -264,19 +264,20 @@ class FlatParamStorage:
 
     @contextlib.contextmanager
     def lending_gradient(self) -> Iterator[torch.Tensor]:
-        """Show the gradient to an optimizer inside the block; memory that is still referred to afterwards is left."""
+        """Show the gradient to an optimizer inside the block; memory that is still referred to afterwards is left.
+
+        Not after an exception, whose frames refer to the gradient: the step may be tried again.
+        """
         shown = self.stepped_gradient
         users = storage_users(shown)
-        try:
-            yield shown
-        finally:
-            gradient = self.whole_gradient
-            if not self._fetches and (users is None or storage_users(shown) != users):
-                self.gradient = None
-                if self.gradient_loans.away:
-                    self.gradient_loans.forget(gradient)
-                else:
-                    self._accountant.remove(Category.GRADIENTS, gradient.nbytes, self._gradients.tier)
+        yield shown
+        gradient = self.whole_gradient
+        if not self._fetches and (users is None or storage_users(shown) != users):
+            self.gradient = None
+            if self.gradient_loans.away:
+                self.gradient_loans.forget(gradient)
+            else:
+                self._accountant.remove(Category.GRADIENTS, gradient.nbytes, self._gradients.tier)
 
     @cached_property
     def places(self) -> GradientPlaces:

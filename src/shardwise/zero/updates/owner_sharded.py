@@ -10,29 +10,27 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardwise.comm.domain import Domains
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
-from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use, unwritten
+from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.unit import FlatParamStorage, Unit
-from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.tp_split import SplitTensors
 from shardwise.zero.updates.update import (
-    ReducedUpdate,
     StateKind,
     Stepping,
+    UpdatePart,
     add_state,
     as_gradient,
-    bind,
     hold,
     is_of_whole,
     state_dtype,
@@ -42,9 +40,9 @@ from shardwise.zero.updates.update import (
 
 
 def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]] | None = None) -> list[int]:
-    """Return the rank that each of some things is given to: the dearest first, always to the rank that has least.
+    """Assign items to ranks greedily: largest first, to the least loaded rank.
 
-    No rank gets more than the mean and the dearest one (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    No rank gets more than the mean and the largest item (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 
     Args:
         costs: of the things.
@@ -64,7 +62,7 @@ def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]
     return found
 
 
-class WholeUpdate(ReducedUpdate):
+class WholeUpdate(UpdatePart):
     """Optimizers that need whole tensors: each tensor is owned and stepped by one rank.
 
     Args:
@@ -75,7 +73,7 @@ class WholeUpdate(ReducedUpdate):
         numbering: of all ranks' tensors.
         parts: those of which ranks have different parts; None: there are none.
         policy: dtypes.
-        accountant: is told about masters and state.
+        accountant: counts masters and state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         stepping: which groups are stepped whole, and what that costs.
         replicated: every rank steps everything (the optimizer is not sharded).
@@ -103,11 +101,10 @@ class WholeUpdate(ReducedUpdate):
         replicated: bool,
         home: StateHome = ON_DEVICE,
     ) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer, accountant)
         self.units = units
         self.registry = registry
         self.replicated = replicated or domains.main.world == 1
-        self._accountant = accountant
         self.loans = Loans(home, accountant, "whole tensors")
         self._tier = tier_in_use(home)
         self._is_elementwise = is_elementwise
@@ -120,9 +117,8 @@ class WholeUpdate(ReducedUpdate):
         self._choose_owners(uncut, domains, numbering, stepping.cost or math.prod)
         self.masters: dict[int, nn.Parameter] = {}
         self._arriving: dict[int, torch.Tensor] = {}
-        self._changed: set[int] = set()  # parts whose owners have not heard of it
+        self._changed: set[int] = set()  # parts whose owners do not know the change
         self._loaded: set[int] = set()
-        self._stepped = False
 
     def _choose_owners(
         self,
@@ -193,7 +189,7 @@ class WholeUpdate(ReducedUpdate):
             read: see `SplitTensors.gather`.
             dtype_of: in which values travel and arrive, by dtype of the parameters.
             label: see `SplitTensors.gather`.
-            category: of what arrives; None: it is counted by whoever takes it.
+            category: of what arrives; None: the caller counts it.
         """
 
         def into(index: int) -> torch.Tensor:
@@ -209,10 +205,6 @@ class WholeUpdate(ReducedUpdate):
         parts.gather(unit, read, into, dtype_of, label)
         for index in parts.completed_by(unit):
             yield index, self._arriving.pop(index)
-
-    def bind(self) -> None:
-        """Put the owned masters into the optimizer's groups."""
-        bind(self.optimizer, [self])
 
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
         """Add the owned masters to the members of each group, and give them what state their parameters had.
@@ -249,37 +241,12 @@ class WholeUpdate(ReducedUpdate):
         number = not isinstance(value, torch.Tensor) or value.numel() == 1
         return number or is_of_whole(key, value, tensor, self._is_elementwise)
 
-    def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
-        """See `Update.takes_factor`: gradients are sent to their owners as they are."""
-        return False
-
-    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
-        """Bring gradients (multiplied before) to their owners, step, and bring the results back."""
-        if self._stepped:
-            self.keep_state()  # a disk may have had no space for it
-        else:
-            with self.around():
-                optimizer.step()
-        self.hold_state()
-
     def hold_state(self) -> None:
         """Tell the accountant about the optimizer's state; what is known is passed over, some optimizers make more."""
         for master in self.masters.values():
             state = self.optimizer.state.get(master)
             if state:
                 hold(state, self._accountant, self._tier)
-
-    def together(self) -> AbstractContextManager[None] | None:
-        """See `Update.together`: gradients and results travel between ranks."""
-        return borrowed(unwritten(self.stepping())) if not self._stepped else None
-
-    def progress(self) -> tuple[int, int]:
-        """See `Update.progress`: all or none."""
-        return len(self.units) * self._stepped, len(self.units)
-
-    def end_step(self) -> None:
-        """See `Update.end_step`."""
-        self._stepped = False
 
     def stepping(self) -> list[Borrowed]:
         """Return what has to be borrowed so that everything can be stepped."""
@@ -299,21 +266,21 @@ class WholeUpdate(ReducedUpdate):
             self.loans.keep_only(Category.OPTIMIZER, kept)
 
     @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
+    def around(self, factor: float | torch.Tensor) -> Iterator[None]:
         """Bring gradients to their owners, let the optimizer step in the block, and bring the results back.
 
         What lives elsewhere is lent as a whole.
         """
         with borrowed(self.stepping()):
-            with self._gradients_there():
+            with self._gradients_there(factor):
                 yield
             for unit in self.units:
                 self._distribute(unit)
-            self._stepped = True
             self.keep_state()
+        self.hold_state()
 
     @contextlib.contextmanager
-    def _gradients_there(self) -> Iterator[None]:
+    def _gradients_there(self, factor: float | torch.Tensor) -> Iterator[None]:
         with contextlib.ExitStack() as lent:
             if self.replicated:
                 for unit in self.units:
@@ -321,14 +288,14 @@ class WholeUpdate(ReducedUpdate):
                         lent.enter_context(section.lending_gradient())
             try:
                 for unit in self.units:
-                    self._collect(unit)
+                    self._collect(unit, factor)
                 yield
             finally:
                 for master in self.masters.values():
                     master.grad = None
 
     def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
-        """See `Update.refresh`: of tensors that are cut this is noted, for `share_changes`."""
+        """Take over changes; those of tensors of which ranks have parts are noted, for `share_changes`."""
         for section in _whole(unit):
             for slot in section.layout.slots:
                 if section.layout.cut:
@@ -344,8 +311,8 @@ class WholeUpdate(ReducedUpdate):
                 else:
                     take_changes(_flat(master.detach()), values)
 
+    @override
     def share_changes(self) -> None:
-        """See `Update.share_changes`."""
         if self._parts is None:
             return
         changed, loaded = self._parts.agreed(self._changed, self._loaded)
@@ -363,12 +330,13 @@ class WholeUpdate(ReducedUpdate):
                         take_changes(master, values)
         self._arriving.clear()  # of tensors that have not been changed, the parts that came along
 
-    def _collect(self, unit: Unit) -> None:
+    def _collect(self, unit: Unit, factor: float | torch.Tensor) -> None:
         for section in _uncut(unit):
             if self.replicated:
+                whole_gradient = self.scaled(section, section.whole_gradient, factor)
                 for slot in section.layout.slots:
                     master = self.masters[slot.index]
-                    gradient = section.whole_gradient[slot.offset : slot.offset + slot.numel].view(master.shape)
+                    gradient = whole_gradient[slot.offset : slot.offset + slot.numel].view(master.shape)
                     master.grad = as_gradient(gradient, master, self._accountant)
                 continue
             whole = {
@@ -380,16 +348,16 @@ class WholeUpdate(ReducedUpdate):
                 self._accountant.hold(Category.GRADIENTS, gradient)
             sends, receives = self._routes(section, whole.__getitem__, section.own_gradient)
             self._exchange(section, receives, sends, section.accumulate_dtype, f"{unit.name}.gradients")
-            self._give(whole)
+            self._give(whole, factor)
         if self._parts is not None:
             dtype_of, label = self._policy.accumulation_dtype, f"{unit.name}.gradients"
-            self._give(dict(self._gather(unit, self._parts, _gradient, dtype_of, label, Category.GRADIENTS)))
+            self._give(dict(self._gather(unit, self._parts, _gradient, dtype_of, label, Category.GRADIENTS)), factor)
 
-    def _give(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Give masters their gradients."""
+    def _give(self, gradients: Mapping[int, torch.Tensor], factor: float | torch.Tensor) -> None:
+        """Give masters their gradients, which have arrived in memory of their own, times the factor."""
         for index, gradient in gradients.items():
             master = self.masters[index]
-            master.grad = as_gradient(gradient.view(master.shape), master, self._accountant)
+            master.grad = as_gradient(gradient.view(master.shape), master, self._accountant).mul_(factor)
 
     def _distribute(self, unit: Unit) -> None:
         for section in _uncut(unit):
@@ -449,42 +417,37 @@ class WholeUpdate(ReducedUpdate):
                     theirs[rank].append(whole(piece.index)[piece.start : piece.stop])
         return mine, theirs
 
+    @override
+    def has(self, index: int) -> bool:
+        return index in self.owner
+
+    @override
     def master_ranges(self, index: int) -> list[tuple[int, int]]:
-        """See `Update.master_ranges`."""
         master = self.masters.get(index)
         return [] if master is None else [(0, master.numel())]
 
+    @override
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """See `Update.master_pieces`."""
         master = self.masters.get(index)
         return [] if master is None else [(0, master.numel(), _flat(master.detach()))]
 
+    @override
     def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
-        """See `Update.state_pieces`."""
         master = self.masters.get(index)
         value = None if master is None else self.optimizer.state.get(master, {}).get(key)
         if master is None or not isinstance(value, torch.Tensor) or value.shape != master.shape:
             return []
         return [(0, master.numel(), _flat(value))]
 
+    @override
     def state(self, index: int) -> Mapping[str, Any]:
-        """See `Update.state`."""
         master = self.masters.get(index)
         return {} if master is None else self.optimizer.state.get(master, {})
 
-    def clear_state(self) -> None:
-        """See `Update.clear_state`."""
-        self.optimizer.state.clear()
-        self.keep_state()
-
-    def stepped_together(self, key: str) -> list[list[int]]:
-        """See `Update.stepped_together`: every tensor has a state of its own."""
-        return []
-
+    @override
     def make_state(
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
-        """See `Update.make_state`."""
         master = self.masters.get(index)
         if master is not None:
             tensor, state = self.registry[index], self.optimizer.state[master]
@@ -492,141 +455,31 @@ class WholeUpdate(ReducedUpdate):
             self.keep_state()
             hold(state, self._accountant, self._tier)
 
+    @override
     def publish(self, unit: Unit) -> None:
-        """See `Update.publish`."""
         self._distribute(unit)
 
+    @override
     def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
-        """See `Update.own_masters`: where every rank steps everything they belong to sections."""
+        # Where every rank steps everything they belong to sections.
         for index, master in self.masters.items():
             if not self.replicated or index in self.cut:
                 yield master.detach(), self.loans.home
 
+    @override
     def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
-        """See `Update.own_state`."""
         for master in self.masters.values():
             for value in tensors_of(self.optimizer.state.get(master, {})):
                 yield value, self.loans.home
 
+    @override
     def take_new_views(self) -> None:
-        """See `Update.take_new_views`."""
         for unit in self.units if self.replicated else ():
             for section in _uncut(unit):
                 if section.master_is_parameter and not section.sharded and section.master is not None:
                     for slot in section.layout.slots:
                         values = section.master[slot.offset : slot.offset + slot.numel]
                         self.masters[slot.index].data = values.view(self.registry[slot.index].shape)
-
-
-class MixedUpdate(ReducedUpdate):
-    """Optimizers with groups of both kinds: each part serves its own sections, and the optimizer steps once.
-
-    Args:
-        segments: serves the sections whose parameters are cut.
-        whole: serves the others.
-    """
-
-    def __init__(self, segments: SegmentUpdate, whole: WholeUpdate) -> None:
-        self.segments = segments
-        self.whole = whole
-
-    def _of(self, index: int) -> SegmentUpdate | WholeUpdate:
-        return self.whole if index in self.whole.owner else self.segments
-
-    def capture(self, unit: Unit) -> None:
-        """See `Update.capture`."""
-        self.whole.capture(unit)
-
-    def bind(self) -> None:
-        """See `Update.bind`."""
-        bind(self.segments.optimizer, [self.segments, self.whole])
-
-    def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
-        """See `Update.takes_factor`: gradients are sent to their owners as they are."""
-        return False
-
-    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
-        """See `Update.step`."""
-        if self.progress()[0]:
-            self.whole.keep_state()  # a disk may have had no space for it
-        else:
-            with self.segments.around(), self.whole.around():
-                self.segments.step_lent(optimizer, factor)
-        self.segments.hold_state()
-        self.whole.hold_state()
-
-    def together(self) -> AbstractContextManager[None] | None:
-        """See `Update.together`: of both kinds at once, for the optimizer steps once."""
-        wanted = [*self.segments.away, *self.whole.stepping()]
-        return borrowed(unwritten(wanted)) if not self.progress()[0] else None
-
-    def progress(self) -> tuple[int, int]:
-        """See `Update.progress`: all or none."""
-        return self.whole.progress()
-
-    def end_step(self) -> None:
-        """See `Update.end_step`."""
-        self.segments.end_step()
-        self.whole.end_step()
-
-    def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
-        """See `Update.refresh`."""
-        self.segments.refresh(unit, loaded)
-        self.whole.refresh(unit, loaded)
-
-    def share_changes(self) -> None:
-        """See `Update.share_changes`."""
-        self.whole.share_changes()
-
-    def master_ranges(self, index: int) -> list[tuple[int, int]]:
-        """See `Update.master_ranges`."""
-        return self._of(index).master_ranges(index)
-
-    def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """See `Update.master_pieces`."""
-        return self._of(index).master_pieces(index)
-
-    def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
-        """See `Update.state_pieces`."""
-        return self._of(index).state_pieces(index, key)
-
-    def state(self, index: int) -> Mapping[str, Any]:
-        """See `Update.state`."""
-        return self._of(index).state(index)
-
-    def clear_state(self) -> None:
-        """See `Update.clear_state`."""
-        self.segments.clear_state()
-        self.whole.keep_state()
-
-    def stepped_together(self, key: str) -> list[list[int]]:
-        """See `Update.stepped_together`."""
-        return self.segments.stepped_together(key)
-
-    def make_state(
-        self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
-    ) -> None:
-        """See `Update.make_state`."""
-        self._of(index).make_state(index, elementwise, whole, filled=filled)
-
-    def publish(self, unit: Unit) -> None:
-        """See `Update.publish`."""
-        self.segments.publish(unit)
-        self.whole.publish(unit)
-
-    def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
-        """See `Update.own_masters`."""
-        yield from self.whole.own_masters()
-
-    def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
-        """See `Update.own_state`."""
-        yield from self.segments.own_state()
-        yield from self.whole.own_state()
-
-    def take_new_views(self) -> None:
-        """See `Update.take_new_views`."""
-        self.segments.take_new_views()
-        self.whole.take_new_views()
 
 
 def _whole(unit: Unit) -> list[FlatParamStorage]:

@@ -23,7 +23,7 @@ class Outputs:
 
     Args:
         device: where parameters are used.
-        accountant: is told of the buffers.
+        accountant: counts the buffers.
     """
 
     def __init__(self, device: torch.device, accountant: Accountant) -> None:
@@ -78,7 +78,7 @@ class Outputs:
         """Bring what has been written to the device; its current stream goes on behind that, the host at once."""
         staged, self._staged = self._staged, []
         if staged and self._copies is not None:
-            self._copies.follow()  # whoever reads the parameters still
+            self._copies.follow()  # readers of the parameters before
             for section, values in staged:
                 self._copies.copy(section.published, values)
                 self._accountant.move(Tier.HOST, read=values.nbytes)

@@ -1,43 +1,41 @@
 """Stepping flat runs of master weights: elementwise optimizers.
 
-A segment is one lane of a section's master, or of the part that this rank has of it; there is one list of segments per
-parameter group. An optimizer whose class can (`shardwise.zero.updates.parts.FlatOptimizer`) scales the gradients and
-writes the parameters' copy in the pass of its update.
+A segment is one lane of a section's master, or of the range that this rank has of it; there is one list of segments per
+parameter group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shardwise.comm.communicator import Communicator
 from shardwise.compat import allow_gradient_dtype, global_step_hooks, only_counts_steps
 from shardwise.device.ranges import named
-from shardwise.memory import Accountant, Category, Tier
-from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use, unwritten
+from shardwise.memory import Accountant, Category
+from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
 from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.layout import GroupRange, ShardSlice
 from shardwise.zero.units.unit import FlatParamStorage, Unit
 from shardwise.zero.updates.parameter_writeback import Outputs
-from shardwise.zero.updates.parts import Origins, Part, Segment, flat_optimizer
 from shardwise.zero.updates.update import (
-    ReducedUpdate,
     StateKind,
+    UpdatePart,
     add_state,
     as_gradient,
     assign_groups,
-    bind,
     hold,
     state_dtype,
     state_of_part,
@@ -45,8 +43,24 @@ from shardwise.zero.updates.update import (
     tensors_of,
 )
 
+Segment = tuple[FlatParamStorage, slice, nn.Parameter]
+"""A section, a range of its master, and what the optimizer has in its groups for that range."""
 
-class SegmentUpdate(ReducedUpdate):
+ORIGINS = "shardwise_origins"
+"""Attribute of optimizers that ask where the elements of a parameter come from, by `id(parameter)`: (logical tensor,
+first element of the tensor, first element of the parameter, count) of all pieces. Such an optimizer takes gradients of
+any dtype, and steps each parameter by itself."""
+
+
+@dataclass
+class Part:
+    """Segments of some sections."""
+
+    sections: list[FlatParamStorage]
+    segments: list[Segment]
+
+
+class SegmentUpdate(UpdatePart):
     """Elementwise optimizers: steps segments of master weights.
 
     Args:
@@ -55,11 +69,10 @@ class SegmentUpdate(ReducedUpdate):
         registry: the logical tensors.
         job: all ranks that step together.
         numbering: of the tensors, the same on all of them.
-        accountant: is told about optimizer state.
+        accountant: counts optimizer state.
         is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
         norms: the optimizer asks for norms of whole tensors.
-
-    Attributes:
+        at_once: it cannot be stepped unit by unit.
     """
 
     def __init__(
@@ -73,31 +86,22 @@ class SegmentUpdate(ReducedUpdate):
         is_elementwise: StateKind,
         *,
         norms: bool = False,
+        at_once: bool = False,
     ) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer, accountant)
         self.units = units
         self.registry = registry
         self.comm = job
         self._numbering = numbering
         self._norms = norms
-        self._accountant = accountant
+        self._at_once = at_once
         self._outputs = Outputs(job.device, accountant)
         self._is_elementwise = is_elementwise
-        self._segments: list[Segment] = []
-        self._origins: list[Origins] = []
-        self._runs: dict[int, list[tuple[FlatParamStorage, ShardSlice, nn.Parameter]]] = {}
-        self._everything = Part([], self._segments, self._origins)
+        self.segments: list[Segment] = []
+        self._origins: dict[int, list[tuple[int, int, int, int]]] = {}
+        self.runs: dict[int, list[tuple[FlatParamStorage, ShardSlice, nn.Parameter]]] = {}
+        self._everything = Part([], self.segments)
         self._parts: list[tuple[Part, list[Borrowed]]] = []  # of the same, unit by unit, with what has to be lent
-        self._stepped: set[int] = set()  # numbers of parts, in a step that has not been ended
-        self._near_factor: tuple[torch.Tensor, torch.Tensor] | None = None  # of a step, as it is and on the host
-        self._begun = contextlib.ExitStack()
-
-    def capture(self, unit: Unit) -> None:
-        """Nothing: segments are views of the units' own masters."""
-
-    def bind(self) -> None:
-        """Put the segments into the optimizer's groups."""
-        bind(self.optimizer, [self])
 
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
         """Add the segments to the members of each group, and give them what state their parameters had."""
@@ -107,18 +111,20 @@ class SegmentUpdate(ReducedUpdate):
                 of_parts[id(parameter)] = state_of_part(old_state[id(parameter)], tensor, self._is_elementwise)
         counts = self._counts_of(of_parts)
         for unit in self.units:
-            first = len(self._segments)
+            first = len(self.segments)
             with borrowed(unit.borrowing()):
                 for section, lane in unit.segments():
                     if not section.layout.whole:
                         self._place_lane(section, lane, members, of_parts, counts)
                 sections = [section for section in unit.trainable if not section.layout.whole]
-                part = Part(sections, self._segments[first:], self._origins[first:])
+                part = Part(sections, self.segments[first:])
                 self._everything.sections += sections
                 self._parts.append((part, [loans for section in sections for loans in section.stepping]))
                 self._keep_state(part)
         if self._norms:
             setattr(self.optimizer, NORMS, self._tensor_norms())
+        if hasattr(self.optimizer, ORIGINS):
+            setattr(self.optimizer, ORIGINS, self._origins)
 
     def _place_lane(
         self,
@@ -132,10 +138,10 @@ class SegmentUpdate(ReducedUpdate):
         for start, stop, pieces in self._cut(section, lane, counts):
             segment = nn.Parameter(section.master[start:stop], requires_grad=True)
             members[lane.group].append(segment)
-            self._segments.append((section, slice(start, stop), segment))
-            self._origins.append((segment, [(p.index, p.start, p.offset, p.stop - p.start) for p in pieces]))
+            self.segments.append((section, slice(start, stop), segment))
+            self._origins[id(segment)] = [(p.index, p.start, p.offset, p.stop - p.start) for p in pieces]
             for piece in pieces:
-                self._runs.setdefault(piece.index, []).append((section, piece, segment))
+                self.runs.setdefault(piece.index, []).append((section, piece, segment))
             self._adopt_state(segment, pieces or self._example(lane.group, old_state), old_state)
 
     def _tensor_norms(self) -> TensorNorms:
@@ -153,9 +159,9 @@ class SegmentUpdate(ReducedUpdate):
             group = self.registry[index].group
             assert group is not None
             groups[group].append(numbers[index])
-        runs: dict[torch.Tensor, list[TensorRun]] = {segment: [] for _, _, segment in self._segments}
+        runs: dict[torch.Tensor, list[TensorRun]] = {segment: [] for _, _, segment in self.segments}
         counted: list[tuple[torch.Tensor, TensorRun]] = []
-        for section, place, segment in self._segments:
+        for section, place, segment in self.segments:
             start = section.master_start + place.start
             first, last = section.own_range
             for piece in section.layout.pieces(start, section.master_start + place.stop):
@@ -172,7 +178,7 @@ class SegmentUpdate(ReducedUpdate):
             counted,
             count=len(self._numbering.names),
             wide=[numbers[index] for section, index in stepped if section.master_dtype is torch.float64],
-            device=self._segments[0][2].device if self._segments else self.comm.device,
+            device=self.segments[0][2].device if self.segments else self.comm.device,
             add=self._add_norms,
             overwrites=True,
         )
@@ -221,7 +227,7 @@ class SegmentUpdate(ReducedUpdate):
         yield lane.start + start, lane.stop, pieces
 
     def _example(self, group: int, old_state: dict[int, dict[str, Any]]) -> list[ShardSlice]:
-        """Return an empty piece of a parameter with state: padding alone needs state too (Adagrad makes it early)."""
+        """Return an empty piece of a parameter with state: padding needs state, too (Adagrad makes it early)."""
         for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
             if tensor.group == group and id(parameter) in old_state:
                 return [ShardSlice(tensor.index, 0, 0, 0)]
@@ -246,74 +252,34 @@ class SegmentUpdate(ReducedUpdate):
         if target:
             self.optimizer.state[segment] = target
 
-    def takes_factor(self, optimizer: torch.optim.Optimizer) -> bool:
-        """See `Update.takes_factor`."""
-        flat = flat_optimizer(optimizer)
-        return flat is not None and flat.takes_flat()
-
-    @contextlib.contextmanager
-    def coming(self) -> Iterator[None]:
-        """See `Update.coming`: master weights and state of the first part, if they will be stepped."""
-        with self._begun:
-            left = [one for number, one in enumerate(self._parts) if number not in self._stepped]
-            if left:
-                part, wanted = left[0]
-                for loans, _ in wanted:
-                    if any(loans is section.optimizer_loans for section in part.sections):
-                        loans.start()
-                        self._begun.callback(loans.give_back, written=False)
-            yield
-
-    def step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
+    def step(self, factor: float | torch.Tensor) -> None:
         """Step all segments and write the results into the parameters' memory.
 
-        If something has to be lent, or brought back to the device, that is done unit by unit, where the optimizer can
-        be stepped so.
+        What lives elsewhere, has to be copied to the device, or has gradients to be widened is stepped unit by unit,
+        if the optimizer can be stepped so.
         """
-        if not self._stepped and not (self._apart and self._splits(optimizer)):
-            self.step_at_once(optimizer, factor)
+        if not (self._in_turn and self._splits()):
+            super().step(factor)
             return
         self._outputs.make_room([part.sections for part, _ in self._parts])
 
         def step(number: int) -> None:
             with named("step", self.units[number].name):
-                self._step_alone(optimizer, factor, number)
+                self._step_alone(factor, self._parts[number][0])
 
-        parts = [(number, wanted) for number, (_, wanted) in enumerate(self._parts) if number not in self._stepped]
-        in_turn(parts, step, self._begun)
-        self.hold_state()
-
-    def step_at_once(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
-        """Step in one call, for which everything is lent."""
-        with self.around():
-            self.step_lent(optimizer, factor)
+        in_turn([(number, wanted) for number, (_, wanted) in enumerate(self._parts)], step)
         self.hold_state()
 
     @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        """Have everything lent for `step_lent` in the block, and new state kept where it should be afterwards."""
+    def around(self, factor: float | torch.Tensor) -> Iterator[None]:
+        """Let the optimizer step everything in the block; new state lives where it should afterwards."""
         self._outputs.make_room([self._everything.sections])
         with borrowed(self.away):
-            yield
+            with self._stepping(self._everything, factor):
+                yield
             for part, _ in self._parts if self.away else ():
                 self._keep_state(part)
-
-    def step_lent(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor) -> None:
-        """Step everything, which is there."""
-        self._step(optimizer, factor, self._everything)
-        self._have_stepped(range(len(self._parts)))
-
-    def _have_stepped(self, numbers: Iterable[int]) -> None:
-        """Parts have been stepped: their results are stored, whatever comes now."""
-        self._stepped.update(numbers)
-        for number in numbers:
-            for loans, written in self._parts[number][1]:
-                if written is None:
-                    loans.overwritten()
-
-    def together(self) -> AbstractContextManager[None] | None:
-        """See `Update.together`: norms of whole tensors are formed by all ranks in the middle of the step."""
-        return borrowed(unwritten(self.away)) if self._norms and self.away and not self._stepped else None
+        self.hold_state()
 
     @cached_property
     def away(self) -> list[Borrowed]:
@@ -321,102 +287,63 @@ class SegmentUpdate(ReducedUpdate):
         return [borrows for _, wanted in self._parts for borrows in wanted]
 
     @cached_property
-    def _apart(self) -> bool:
-        """Whether something has to be lent, or copied to the device afterwards."""
-        return bool(self.away) or any(map(self._outputs.stages, self._everything.sections))
+    def _in_turn(self) -> bool:
+        """Whether memory is taken for what is stepped at a time: it is lent, staged, or widened."""
+        sections = self._everything.sections
+        narrow = any(section.accumulate_dtype.itemsize < 4 for section in sections)
+        return narrow or bool(self.away) or any(map(self._outputs.stages, sections))
 
-    def _splits(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _splits(self) -> bool:
         """Whether some segments can be stepped after others, each in a call of its own, with the same result.
 
-        torch's elementwise optimizers keep everything by parameter. Others may count calls, and so may hooks.
+        The elementwise optimizers of torch and of this library keep everything by parameter. Other classes, hooks and
+        wrappers of `step` may count calls.
         """
-        if self._norms:
+        optimizer = self.optimizer
+        if self._at_once:
             return False
-        flat = flat_optimizer(optimizer)
-        if flat is not None:
-            return flat.takes_flat()
         hooks = (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values())
         own = all(str(getattr(h, "__module__", "")).startswith("shardwise.") for h in (*hooks, *global_step_hooks()))
         wrapper = vars(optimizer).get("step")
         plain = wrapper is None or only_counts_steps(wrapper)
-        return type(optimizer).__module__.startswith("torch.optim.") and own and plain
+        known = "torch.optim.", "shardwise.optim."
+        return inspect.unwrap(type(optimizer).step).__module__.startswith(known) and own and plain
 
-    def progress(self) -> tuple[int, int]:
-        """See `Update.progress`."""
-        return len(self._stepped), len(self._parts)
-
-    def end_step(self) -> None:
-        """See `Update.end_step`."""
-        self._stepped.clear()
-        self._near_factor = None
-
-    def _step_alone(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, number: int) -> None:
+    def _step_alone(self, factor: float | torch.Tensor, part: Part) -> None:
         """Step a part as if it were everything."""
-        part, _ = self._parts[number]
         chosen = {id(segment) for _, _, segment in part.segments}
-        members = [group["params"] for group in optimizer.param_groups]
+        members = [group["params"] for group in self.optimizer.param_groups]
         try:
-            assign_groups(optimizer, [[p for p in group if id(p) in chosen] for group in members])
-            self._step(optimizer, factor, part)
-            self._have_stepped([number])
+            assign_groups(self.optimizer, [[p for p in group if id(p) in chosen] for group in members])
+            with self._stepping(part, factor):
+                self.optimizer.step()
             self._keep_state(part)
         finally:
-            assign_groups(optimizer, members)
+            assign_groups(self.optimizer, members)
 
-    def _step(self, optimizer: torch.optim.Optimizer, factor: float | torch.Tensor, part: Part) -> None:
-        """Step what the optimizer has in its groups now."""
-        flat = flat_optimizer(optimizer)
+    @contextlib.contextmanager
+    def _stepping(self, part: Part, factor: float | torch.Tensor) -> Iterator[None]:
+        """Show gradients in the block, in which the optimizer steps a part; write the parameters afterwards."""
         written = self._outputs.of(part.sections)
-        outputs = [(s, written[id(section)][at]) for section, at, s in part.segments if id(section) in written]
-        factor = self._factor_for(part, factor)
-        if flat is not None and flat.takes_flat():
-            shown = {id(section): section.stepped_gradient for section in part.sections}
-            gradients = [(segment, shown[id(section)][place]) for section, place, segment in part.segments]
-            flat.step_flat(factor=factor, gradients=gradients, outputs=outputs, origins=part.origins)
-            self._outputs.send()
-            return
         with contextlib.ExitStack() as lent:
-            shown = {id(section): lent.enter_context(section.lending_gradient()) for section in part.sections}
             try:
-                self._show_gradients(part.segments, shown, flat is not None)
-                if flat is not None:
-                    flat.step_flat(factor=factor, gradients=None, outputs=outputs, origins=part.origins)
-                else:
-                    optimizer.step()
+                shown = {
+                    id(section): self.scaled(section, lent.enter_context(section.lending_gradient()), factor)
+                    for section in part.sections
+                }
+                self._show_gradients(part.segments, shown)
+                yield
             finally:
                 for _, _, segment in part.segments:
                     segment.grad = None
-        if flat is None:
-            for section in part.sections:
-                if id(section) in written and section.master is not None:
-                    written[id(section)].copy_(section.master)
-        self._outputs.send()
-
-    def _factor_for(self, part: Part, factor: float | torch.Tensor) -> float | torch.Tensor:
-        """Return a step's factor where a part is stepped; the host waits for it once in a step.
-
-        After each part it would also wait for the copies of that part's parameters to the device.
-        """
-        if not (isinstance(factor, torch.Tensor) and any(section.steps_apart for section in part.sections)):
-            return factor
-        if self._near_factor is None or self._near_factor[0] is not factor:
-            self._near_factor = factor, factor.to("cpu")
-        return self._near_factor[1]
-
-    def _write_out(self, part: Part) -> None:
-        """Write the masters of what has been stepped into the parameters' memory."""
-        written = self._outputs.of(part.sections)
         for section in part.sections:
-            assert section.master is not None
-            values = section.optimizer_loans.read(section.master)
-            if values is not section.master:
-                self._accountant.hold(Category.BUFFERS, values, Tier.HOST)
-            written[id(section)].copy_(values)
+            if id(section) in written and section.master is not None:
+                written[id(section)].copy_(section.master)
         self._outputs.send()
 
     def hold_state(self) -> None:
         """Tell the accountant about the optimizer's state; what is known is passed over, some optimizers make more."""
-        for section, _, segment in self._segments:
+        for section, _, segment in self.segments:
             state = self.optimizer.state.get(segment)
             if state:
                 hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
@@ -436,8 +363,9 @@ class SegmentUpdate(ReducedUpdate):
                     ],
                 )
 
-    def _show_gradients(self, segments: Sequence[Segment], shown: Mapping[int, torch.Tensor], any_dtype: bool) -> None:
+    def _show_gradients(self, segments: Sequence[Segment], shown: Mapping[int, torch.Tensor]) -> None:
         """Put the gradients, which are given by section, into the segments' `.grad`."""
+        any_dtype = hasattr(self.optimizer, ORIGINS)
         for section, place, segment in segments:
             gradient = shown[id(section)][place]
             if any_dtype:
@@ -445,8 +373,8 @@ class SegmentUpdate(ReducedUpdate):
             fits = gradient.dtype is segment.dtype or getattr(segment, "grad_dtype", None) is gradient.dtype
             segment.grad = gradient if fits else as_gradient(gradient, segment, self._accountant)
 
+    @override
     def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
-        """See `Update.refresh`."""
         for section in unit.trainable:
             if section.master is not None and not section.master_is_parameter and not section.layout.whole:
                 values = section.full[section.master_start : section.master_stop]
@@ -457,55 +385,58 @@ class SegmentUpdate(ReducedUpdate):
                         section.master[own].copy_(values[own])
                 take_changes(section.master, values)
 
-    def master_ranges(self, index: int) -> list[tuple[int, int]]:
-        """See `Update.master_ranges`."""
-        return [(piece.start, piece.stop) for _, piece, _ in self._runs.get(index, ())]
+    @override
+    def has(self, index: int) -> bool:
+        return index in self.runs
 
+    @override
+    def master_ranges(self, index: int) -> list[tuple[int, int]]:
+        return [(piece.start, piece.stop) for _, piece, _ in self.runs.get(index, ())]
+
+    @override
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """See `Update.master_pieces`."""
         return [
             (
                 piece.start,
                 piece.stop,
                 segment.detach()[piece.offset : piece.offset + piece.stop - piece.start],
             )
-            for _, piece, segment in self._runs.get(index, ())
+            for _, piece, segment in self.runs.get(index, ())
         ]
 
+    @override
     def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
-        """See `Update.state_pieces`."""
         found = []
-        for _, piece, segment in self._runs.get(index, ()):
+        for _, piece, segment in self.runs.get(index, ()):
             value = self.optimizer.state.get(segment, {}).get(key)
             if isinstance(value, torch.Tensor) and value.numel() == segment.numel():
                 view = value[piece.offset : piece.offset + piece.stop - piece.start]
                 found.append((piece.start, piece.stop, view))
         return found
 
+    @override
     def state(self, index: int) -> Mapping[str, Any]:
-        """See `Update.state`."""
-        runs = self._runs.get(index)
+        runs = self.runs.get(index)
         return self.optimizer.state.get(runs[0][2], {}) if runs else {}
 
-    def clear_state(self) -> None:
-        """See `Update.clear_state`."""
-        self.optimizer.state.clear()
+    @override
+    def keep_state(self) -> None:
         for part, _ in self._parts:
             self._keep_state(part)
 
+    @override
     def stepped_together(self, key: str) -> list[list[int]]:
-        """See `Update.stepped_together`."""
         sets: dict[int, list[int]] = {}
-        for index, runs in self._runs.items():
+        for index, runs in self.runs.items():
             for segment in {id(segment) for _, _, segment in runs}:
                 sets.setdefault(segment, []).append(index)
         return list(sets.values())
 
+    @override
     def make_state(
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
-        """See `Update.make_state`."""
-        for section, _, segment in self._runs.get(index, ()):
+        for section, _, segment in self.runs.get(index, ()):
             tensor = self.registry[index]
             state = self.optimizer.state[segment]
             made = [key for key in elementwise if key not in state]
@@ -516,27 +447,20 @@ class SegmentUpdate(ReducedUpdate):
                 section.optimizer_loans.keep(Category.OPTIMIZER, state[key])
             hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
 
-    def detach(self) -> None:
-        """See `Update.detach`."""
-
-    def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
-        """See `Update.own_masters`: all belong to sections."""
-        yield from ()
-
+    @override
     def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
-        """See `Update.own_state`."""
-        for section, _, segment in self._segments:
+        for section, _, segment in self.segments:
             for value in tensors_of(self.optimizer.state.get(segment, {})):
                 yield value, section.optimizer_loans.home
 
+    @override
     def take_new_views(self) -> None:
-        """See `Update.take_new_views`."""
-        for section, place, segment in self._segments:
+        for section, place, segment in self.segments:
             if section.master_is_parameter and not section.sharded and section.master is not None:
                 segment.data = section.master[place]
 
     def _zero_padding(self, segment: nn.Parameter, tensors: Sequence[torch.Tensor]) -> None:
-        pieces = next(pieces for other, pieces in self._origins if other is segment)
+        pieces = self._origins[id(segment)]
         for tensor in tensors:
             place = 0
             for _, _, offset, length in sorted(pieces, key=lambda piece: piece[2]):
@@ -544,8 +468,8 @@ class SegmentUpdate(ReducedUpdate):
                 place = offset + length
             tensor[place:].zero_()
 
+    @override
     def publish(self, unit: Unit) -> None:
-        """See `Update.publish`."""
         for section in unit.trainable:
             if not section.layout.whole:
                 section.publish()

@@ -104,7 +104,7 @@ class SplitTensors:
         specs: the units.
         layouts: their sections: what is cut is in sections of its own.
         domains: of the parameters.
-        accountant: is told of buffers.
+        accountant: counts buffers.
 
     Attributes:
         job: all ranks.
@@ -167,11 +167,11 @@ class SplitTensors:
             groups = [list(range(first, first + domain.world)) for first in range(0, world, domain.world)]
         else:
             groups = self._numbering.groups(number) if number else [list(range(world))]
-        told = self.job.exchange(own, f"cut tensors of domain {number}")
+        gathered = self.job.exchange(own, f"cut tensors of domain {number}")
         found: dict[int, list[tuple[int, ...]]] = {}
         for ranks in groups:
-            found.setdefault(id(told[ranks[0]]), []).append(tuple(ranks))
-        versions = {id(value): value for value in told}
+            found.setdefault(id(gathered[ranks[0]]), []).append(tuple(ranks))
+        versions = {id(value): value for value in gathered}
         return [
             _Laid(unit, kind, shard, tuple(map(_slot_of, slots)), domain, tuple(found[key]))
             for key in found
@@ -342,12 +342,12 @@ class SplitTensors:
 
 
 def _slots(section: FlatParam, registry: Registry, numbering: GlobalTensorIds) -> list[list[Any]]:
-    """Return the parts in a section, as other ranks are told of them."""
+    """Return the parts in a section, as ranks exchange them."""
     return [[numbering.places[slot.index], slot.offset, slot.numel, registry[slot.index].box] for slot in section.slots]
 
 
-def _slot_of(told: Sequence[Any]) -> _Slot:
-    place, offset, numel, box = told
+def _slot_of(received: Sequence[Any]) -> _Slot:
+    place, offset, numel, box = received
     return _Slot(place, offset, numel, _region(box))
 
 

@@ -1,0 +1,167 @@
+"""Averages of flat parameters over the ranks of a mesh dimension, for optimizers that communicate themselves.
+
+Such an optimizer has no reduction in backward: each rank makes a value of its own gradient (a momentum, or a sum of
+local steps), and the values are averaged by a given method. `shardwise.optim.comm_optimizer` has the optimizers,
+`shardwise.zero.updates.comm_optimizer` gives them the engine's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardwise.comm.communicator import Communicator, Handle
+
+
+@dataclass
+class Segment:
+    """A range of master weights of one parameter group that this rank steps.
+
+    Attributes:
+        parameter: the values: what the group has in its `params`.
+        group: number of the parameter group.
+        start, stop: its place in the block.
+    """
+
+    parameter: nn.Parameter
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass
+class Block:
+    """A flat parameter of a unit.
+
+    Attributes:
+        name: the same on all ranks and in every run.
+        numel: elements, padding included.
+        start, stop: the range that this rank steps.
+        lanes: (number of a parameter group, start, stop) of all of the block.
+        tensors: (number of a tensor of the job, start, stop) of all of the block.
+        segments: what lies in this rank's range.
+        gradient: in a step without reduction: this rank's part of the mean; may be overwritten.
+    """
+
+    name: str
+    numel: int
+    start: int
+    stop: int
+    lanes: list[tuple[int, int, int]]
+    tensors: list[tuple[int, int, int]]
+    segments: list[Segment] = field(default_factory=list)
+    gradient: torch.Tensor | None = None
+
+
+class BlockMean(Protocol):
+    """A method of averaging one block over ranks, again and again.
+
+    A reduction has three parts, so that those of several blocks overlap. All ranks call each part for all blocks in one
+    order.
+    """
+
+    @property
+    def scratch(self) -> Sequence[torch.Tensor]:
+        """Messages under way."""
+
+    def launch(self, values: torch.Tensor) -> None:
+        """Start with this rank's values; they are not changed, and are free afterwards."""
+
+    def combine(self) -> None:
+        """Average what the ranks have sent for this rank's range, and start sending the result."""
+
+    def finish(self, out: torch.Tensor) -> None:
+        """Write the mean into `out`, with the same bits on all ranks."""
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return what this rank has not sent yet."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was not sent; saved for the same block on the same rank of as many ranks."""
+
+
+class ExactMean:
+    """The exact mean: a reduce-scatter and an all-gather.
+
+    Args:
+        comm: the ranks.
+        label: for records.
+    """
+
+    def __init__(self, comm: Communicator, label: str) -> None:
+        self._comm = comm
+        self._label = label
+        self._own: torch.Tensor | None = None
+        self._handle: Handle | None = None
+
+    @property
+    def scratch(self) -> list[torch.Tensor]:
+        """See `BlockMean`."""
+        return [] if self._own is None else [self._own]
+
+    def launch(self, values: torch.Tensor) -> None:
+        """See `BlockMean`."""
+        self._own = values.new_empty(values.numel() // self._comm.world)
+        self._handle = self._comm.reduce_scatter([(self._own, values)], self._label)
+
+    def combine(self) -> None:
+        """See `BlockMean`."""
+        assert self._handle is not None and self._own is not None
+        self._handle.wait()
+        self._own.div_(self._comm.world)
+
+    def finish(self, out: torch.Tensor) -> None:
+        """See `BlockMean`."""
+        assert self._own is not None
+        self._comm.all_gather([(out, self._own)], self._label, kind="reduce").wait()
+        self._own = self._handle = None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return nothing: all has been sent."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take nothing over."""
+
+
+class Averages:
+    """Means of all blocks by one method.
+
+    Args:
+        make: makes the method of a block.
+        hold: counts a message.
+
+    Attributes:
+        means: the methods that have been used, by name of the block.
+    """
+
+    def __init__(self, make: Callable[[Block], BlockMean], hold: Callable[[torch.Tensor], None]) -> None:
+        self.means: dict[str, BlockMean] = {}
+        self._make = make
+        self._hold = hold
+
+    def of(self, block: Block) -> BlockMean:
+        """Return the method of a block, made at the first call."""
+        if block.name not in self.means:
+            self.means[block.name] = self._make(block)
+        return self.means[block.name]
+
+    def average(self, blocks: Sequence[Block], values: Sequence[torch.Tensor]) -> None:
+        """Replace the values of each block by their mean over ranks (all ranks call)."""
+        means = [self.of(block) for block in blocks]
+        for mean, own in zip(means, values, strict=True):
+            mean.launch(own)
+            self._count(mean)
+        for mean in means:
+            mean.combine()
+            self._count(mean)
+        for mean, out in zip(means, values, strict=True):
+            mean.finish(out)
+
+    def _count(self, mean: BlockMean) -> None:
+        for message in mean.scratch:
+            self._hold(message)

@@ -1,0 +1,35 @@
+"""Base of the optimizers of this library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer whose update is `_step`."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again, with gradients.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            UsageError: a parameter or a gradient cannot be stepped.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step()
+        return loss
+
+    def _step(self) -> None:
+        raise NotImplementedError

@@ -1,0 +1,216 @@
+"""Optimizers that communicate themselves: what they are given of the units, and how their results come back.
+
+Such an optimizer decides before each window whether it takes the reduced gradient, as any other does, or this rank's
+own: then there is no reduction in backward, and the optimizer averages what it makes of the gradient
+(`shardwise.comm.compression.averaging`). It gets flat parameters as blocks. Where its state is sharded (ZeRO stage 1)
+it steps this rank's range and the parameters are gathered as usual; it cannot use gradients that are sharded (stages 2
+and 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from shardwise.comm.compression.averaging import Block, Segment
+from shardwise.comm.domain import Domains
+from shardwise.config.names import ONEBIT_STAGE_REASONS
+from shardwise.errors import ConflictError, UsageError
+from shardwise.memory import Accountant, Category
+from shardwise.zero.units.global_ids import GlobalTensorIds
+from shardwise.zero.units.plan import ALL_ON_DEVICE, Plan
+from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.updates.segments import SegmentUpdate
+from shardwise.zero.updates.update import Update, as_gradient
+
+_ANOTHER = "Take another one"
+
+
+class CommUpdate(Update):
+    """Steps an optimizer that communicates itself.
+
+    Args:
+        optimizer: a `shardwise.optim.comm_optimizer.CommOptimizer`.
+        segments: serves all flat parameters.
+        domains: of the parameters: one, in one dimension.
+        numbering: of the tensors.
+        accountant: counts optimizer state and messages.
+        plan: what is sharded.
+
+    Raises:
+        ConflictError: the plan shards what the optimizer needs whole, or ranks are in groups.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        segments: SegmentUpdate,
+        domains: Domains,
+        numbering: GlobalTensorIds,
+        accountant: Accountant,
+        plan: Plan,
+    ) -> None:
+        super().__init__(optimizer, [segments])
+        self.optimizer: Any = optimizer
+        self._segments = segments
+        self._numbering = numbering
+        self._comm = domains.main.ranks
+        self._accountant = accountant
+        self._own_gradient: Callable[[FlatParamStorage], torch.Tensor] | None = None
+        self._values_written: Callable[[], None] | None = None
+        self._blocks: list[tuple[FlatParamStorage, Block]] = []
+        self._segment_of: dict[int, Segment] = {}
+        name, most = type(optimizer).__name__, 0 if optimizer.ranks_differ else 1
+        if plan.stage > most:
+            raise ConflictError(
+                f"zero_optimization.stage: is {plan.stage}, but the optimizer {name} needs "
+                f"{ONEBIT_STAGE_REASONS[most]}. Lower the stage or take another optimizer"
+            )
+        exchanges = "exchanges gradients among all ranks at once and cannot have"
+        mics = "Take another one, or remove zero_optimization.mics_shard_size (or the mesh passed to initialize())"
+        for wrong, reason, advice in (
+            (plan.where != ALL_ON_DEVICE, "cannot have state elsewhere than on the device", _ANOTHER),
+            (bool(domains.others), f"{exchanges} parameters that only some ranks share (declare_part)", _ANOTHER),
+            (domains.main.depth > 1, f"{exchanges} groups of ranks", mics),
+        ):
+            if wrong:
+                raise ConflictError(f"the optimizer {name} {reason}. {advice}")
+
+    @override
+    def stays_local(self) -> bool:
+        return not self.optimizer.exact_gradients()
+
+    @override
+    def bind(self, own_gradient: Callable[[FlatParamStorage], torch.Tensor], written: Callable[[], None]) -> None:
+        self._own_gradient, self._values_written = own_gradient, written
+        super().bind(own_gradient, written)
+        blocks: dict[int, Block] = {}
+        for unit in self._segments.units:
+            for place, section in enumerate(unit.sections):
+                if section.layout.trainable:
+                    block = self._block(f"{unit.index}.{unit.name}.{place}", section)
+                    blocks[id(section)] = block
+                    self._blocks.append((section, block))
+        groups = {id(p): number for number, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+        for section, where, parameter in self._segments.segments:
+            segment = Segment(
+                parameter,
+                groups[id(parameter)],
+                section.master_start + where.start,
+                section.master_start + where.stop,
+            )
+            blocks[id(section)].segments.append(segment)
+            self._segment_of[id(parameter)] = segment
+        self.optimizer.attach(
+            [block for _, block in self._blocks], self._comm, hold=self._hold_message, written=self._written
+        )
+
+    def _block(self, name: str, section: FlatParamStorage) -> Block:
+        layout = section.layout
+        return Block(
+            name,
+            layout.numel,
+            section.master_start,
+            section.master_stop,
+            [(lane.group, lane.start, lane.stop) for lane in layout.lanes if lane.group is not None],
+            [(self._numbering.places[slot.index], slot.offset, slot.offset + slot.numel) for slot in layout.slots],
+        )
+
+    def _hold_message(self, message: torch.Tensor) -> None:
+        self._accountant.hold(Category.BUFFERS, message)
+
+    def _written(self) -> None:
+        assert self._values_written is not None
+        for section, _ in self._blocks:
+            section.publish()
+        self._hold_all()
+        self._values_written()
+
+    def _hold_all(self) -> None:
+        self._segments.hold_state()
+        for tensor in self.optimizer.kept():
+            self._accountant.hold(Category.OPTIMIZER, tensor)
+
+    @override
+    def step(self, factor: float | torch.Tensor) -> None:
+        if not self.stays_local():
+            super().step(factor)
+            self._hold_all()
+            return
+        assert self._own_gradient is not None
+        for section, block in self._blocks:
+            given = self._segments.scaled(section, self._own_gradient(section), factor)
+            block.gradient = as_gradient(given, block.segments[0].parameter, self._accountant)
+        try:
+            self.optimizer.step()
+        finally:
+            for _, block in self._blocks:
+                block.gradient = None
+        for section, _ in self._blocks:
+            section.publish()
+        self._hold_all()
+
+    @override
+    def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
+        self.check_agreed(f"parameters of unit {unit.name!r}")
+        super().refresh(unit, loaded)
+
+    @override
+    def check_agreed(self, what: str) -> None:
+        if self.optimizer.apart:
+            raise UsageError(
+                f"{what} changed while every rank has its own: {type(self.optimizer).__name__} has made local steps "
+                "since it last averaged them. Call engine.optimizer.synchronize() on all ranks before changing them"
+            )
+
+    @override
+    def check_movable(self, what: str) -> None:
+        raise UsageError(
+            f"{what}: {type(self.optimizer).__name__} communicates itself, and its state is bound to memory of the "
+            "device. Take an optimizer whose gradients the engine reduces"
+        )
+
+    @override
+    def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        found = []
+        for _, piece, parameter in self._segments.runs.get(index, ()):
+            values = self.optimizer.agreed(self._segment_of[id(parameter)])
+            found.append((piece.start, piece.stop, values[piece.offset : piece.offset + piece.stop - piece.start]))
+        return found
+
+    @override
+    def clear_state(self) -> None:
+        super().clear_state()
+        self.optimizer.forget()
+
+    @override
+    def state_was_set(self) -> None:
+        self.optimizer.momentum_was_set()
+
+    @override
+    def publish(self, unit: Unit) -> None:
+        self.optimizer.withdraw()
+        super().publish(unit)
+
+    @override
+    def rank_state(self) -> dict[str, Any] | None:
+        return dict(state) if (state := self.optimizer.rank_state()) else None
+
+    @override
+    def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
+        fits = bool(self.optimizer.load_rank_state(state))
+        self._hold_all()
+        return fits
+
+    @override
+    def detach(self) -> None:
+        self.optimizer.detach()
+
+    @override
+    def begin_averaging(self) -> bool:
+        for group in self.optimizer.param_groups:
+            group["step"] = max(group["step"], self.optimizer.warm_up)
+        return self._comm.world > 1
