@@ -1,6 +1,6 @@
 """What every rank of `shardwise bench comm` runs: `python -m shardwise.launch.commranks PLAN FILE`.
 
-PLAN is JSON (`shardwise.launch.commbench.Wanted.plan`); rank 0 writes what was found to FILE.
+PLAN is JSON (`shardwise.launch.commbench.CommWanted.plan`); rank 0 writes what was found to FILE.
 """
 
 from __future__ import annotations

@@ -514,7 +514,7 @@ class SecondShardSource(GatherSource):
 
 
 class Unit:
-    """See the module docstring. Created whole by `shardwise.zero.build`, then sharded.
+    """See the module docstring. Created whole by `shardwise.zero.building`, then sharded.
 
     Attributes:
         trainable: sections that receive gradients.
