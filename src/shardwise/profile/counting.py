@@ -94,7 +94,7 @@ class FlopCount:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count operators inside the block; compiled modules run eagerly, because their kernels are no torch operators."""
+        """Count operators inside the block. Compiled modules run eagerly: compiled kernels are no torch operators."""
         from torch.utils.flop_counter import FlopCounterMode  # imported only for counting
 
         counter = FlopCounterMode(display=False, custom_mapping=self._formulas)

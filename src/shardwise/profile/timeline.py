@@ -131,7 +131,7 @@ class Recorder(Listener, Watcher):
         self.most = most
         self._memory = memory
         self._spans: list[Span] = []
-        self._records: dict[int, tuple[Record, int, Instant]] = {}  # by sequence number
+        self._records: dict[int, tuple[Record, int, Instant]] = {}  # by sequence: with its step and opening time
         self._ends: dict[int, Instant] = {}
         self._counters: list[tuple[Instant, Mapping[str, int]]] = []
         self._lock = threading.Lock()
