@@ -47,8 +47,10 @@ from shardwise.memory import Accountant, Category, Tier
 from shardwise.utils.logging import warn_once
 
 MIN_BYTES = 1 << 20
-"""Default minimum bytes of offloaded memory: a smaller copy takes longer to launch than to run, and a model's small
-tensors (statistics of norms, masks) are a few per cent of its activations.
+"""Default minimum bytes of offloaded memory.
+
+A smaller copy takes longer to launch than to run. A model's small tensors (statistics of norms, masks) are a few per
+cent of its activations.
 """
 
 _ALIGNMENT = 512

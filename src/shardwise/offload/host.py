@@ -86,9 +86,7 @@ class _Kept(Stored):
         """Do nothing, because host memory is near."""
 
     def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
-        """Wait for the copy if the host shares the memory; otherwise later work on the device reuses it in stream
-        order.
-        """
+        """Wait for the copy if the host shares the memory; on the device, stream order suffices."""
         if self._is_shared:
             self.in_place()
 

@@ -100,9 +100,7 @@ _Block = tuple[Transfer, int]
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Return the memory of a tensor, which the caller must keep alive. `Tensor.numpy` would prevent resizing the
-    storage.
-    """
+    """Return a tensor's memory, which the caller keeps alive; unlike `Tensor.numpy`, the storage stays resizable."""
     if not tensor.numel():
         return np.empty(0, np.uint8)
     pointer = ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
