@@ -264,8 +264,7 @@ class Accountant:
         self.tracked = self.trackers > 0
 
     def lap(self) -> dict[Tier, Lap]:
-        """Return current and peak bytes of each tier since the last call, for run logs; `peak` and other peaks
-        continue.
+        """Return current and peak bytes of each tier since the last call; `peak` and other peaks continue.
 
         >>> accountant = Accountant()
         >>> accountant.add(Category.GATHERED, 100)
