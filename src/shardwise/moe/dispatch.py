@@ -142,10 +142,9 @@ def permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> 
 
 
 class _Take(torch.autograd.Function):
-    """Gather of rows by index; the backward pass gathers and sums the gradients of a row's copies instead of
-    scattering.
+    """Gather of rows by index, whose backward pass gathers and sums the gradients of a row's copies.
 
-    Because the sum has one order on every device, it is deterministic, without atomic additions.
+    Because it does not scatter, the sum has one order on every device and needs no atomic additions.
     """
 
     @staticmethod

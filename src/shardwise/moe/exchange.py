@@ -275,8 +275,7 @@ def bind_experts(
     data_first: bool = False,
     prepare: Callable[[ExpertParallelModule], None] | None = None,
 ) -> dict[int, ExpertGroup]:
-    """Create a model's expert-parallel groups, one for each `ep_size`, and declare each rank's experts (all ranks
-    call).
+    """Create a model's expert-parallel groups and declare each rank's experts (all ranks call).
 
     Args:
         model: model of the engine.
