@@ -3,8 +3,8 @@
 It extends torch's loader by rank shares and by a position that can be saved and restored. The position counts yielded
 batches, independent of the prefetching of workers.
 
-Invariant: after `load_state_dict` the loader yields the batches that would have followed the saved one, in this epoch
-and in later ones, for any number of workers.
+Invariant: after `load_state_dict` the loader yields the batches that would have followed the saved one. This holds for
+the current epoch and later ones, and for any number of workers.
 """
 
 from __future__ import annotations

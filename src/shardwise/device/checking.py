@@ -246,7 +246,6 @@ class _Player:
             self.queues[event.stream].append(event)
 
     def _hears(self, event: Event, players: Sequence[_Player]) -> bool:
-        """Apply a "say" event; return False if the host must wait."""
         if event.name == "park":
             (self.parked,) = event.numbers
         elif event.name == "unpark":

@@ -26,7 +26,6 @@ class HostBuffers:
     """Buffer pool of one device.
 
     Args:
-        device: device of the copies.
         keep: keep released buffers for later requests; None: on CUDA only.
 
     Attributes:

@@ -33,7 +33,6 @@ class HostMemory:
 
     Args:
         copies: copy stream between this memory and the device.
-        size: in bytes.
         locked: page-lock the memory.
         real: False in a dry run, which allocates no memory.
 

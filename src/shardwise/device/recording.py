@@ -67,11 +67,8 @@ class Event:
             a mark by the host) and "read" (of the host, for all of a stream); "take" and "give" (allocation and release
             of memory, on its owner stream); "say" (an annotation for the checker).
         name: operation, or annotation.
-        stream: stream of the action.
         number: number of a mark, of a collective (in the order of its group), or of an allocation.
         group: process group of a collective.
-        reads: bytes that it reads.
-        writes: bytes that it writes.
         numbers: further numbers of an annotation.
     """
 
@@ -239,7 +236,6 @@ class Recorder(Streams):
         """Record the launch of a collective.
 
         Args:
-            name: the operation.
             pairs: (output, input) tensors.
             group: its process group; the n-th collective of a group matches the n-th of the other ranks.
             run: computes its results.

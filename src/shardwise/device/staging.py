@@ -138,7 +138,6 @@ class Staging:
     """Double buffer between a device and the host.
 
     Args:
-        device: device of the tensors.
         room: total bytes to transfer, which also bounds the buffer size.
         most: maximum bytes of a buffer.
 

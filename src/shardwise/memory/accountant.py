@@ -1,12 +1,12 @@
 """Memory accountant: live and peak bytes by category and tier.
 
-The engine reports the allocation and release of each of its buffers, either as a number of bytes (`add`, `remove`) or
-as a tensor (`hold`), which counts until its memory is freed. The engine's memory is therefore known exactly at any
-time, on any device, independent of the allocator.
+The engine reports the allocation and release of each of its buffers. It reports a number of bytes (`add`, `remove`) or
+a tensor (`hold`), which counts until its memory is freed. The engine's memory is therefore known exactly at any time,
+on any device, independent of the allocator.
 
-Events are appended to a log and evaluated on demand. A tensor whose category becomes known after its creation
-(optimizer state, created during a step among temporaries) therefore counts in its category from the beginning, and
-never in another category's peak.
+Events are appended to a log and evaluated on demand. The category of optimizer state becomes known only after its
+creation among temporaries of a step. Because of the log, the state counts in its category from the beginning, and never
+in another category's peak.
 """
 
 from __future__ import annotations
@@ -86,7 +86,6 @@ class Lap(NamedTuple):
         live: current bytes by category.
         peak: peak bytes of each category since the previous lap.
         at_peak: bytes by category at the moment of `peak_total`.
-        total: current bytes.
         peak_total: peak bytes since the previous lap.
     """
 
@@ -130,8 +129,6 @@ class _Counts:
 
 
 class _Told:
-    """Bytes reported by number."""
-
     __slots__ = ("category", "evaluated", "tier")
 
     def __init__(self, category: Category, tier: Tier) -> None:
@@ -161,7 +158,6 @@ class Accountant:
 
     Attributes:
         default: category of unclaimed tensors that the tracker sees; see `owning`.
-        trackers: number of active trackers.
         tracked: True if `shardwise.memory.track_activations` was active since the last `reset_peak()`.
         construction_peak: peak bytes during the engine's construction.
         process_bytes: resident bytes of the process before the construction, without the model; None if unknown.

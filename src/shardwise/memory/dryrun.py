@@ -36,7 +36,7 @@ class Call:
 
 
 class Answers(TorchDispatchMode):
-    """Returns plausible values of fake tensors in a dry run: finite, true, and never equal to 1 minus itself.
+    """Returns plausible values of fake tensors in a dry run: True, 1, or 0.5 (finite, and 1 minus it is not 0).
 
     Existing values (a learning rate in a tensor) are unreadable in a dry run, too.
 
@@ -98,7 +98,6 @@ def has_masks(batch: Any) -> bool:
 
 
 def _asking() -> str:
-    """Return the name of the module that called torch."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         frame = frame.f_back
@@ -110,7 +109,6 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
     Args:
         module: is not changed; its parameters may be resharded. Meta tensors become CPU tensors.
-        mode: mode of the fake tensors.
     """
     memo: dict[int, Any] = {}
     with mode, without_overrides():
@@ -126,8 +124,6 @@ def fake_values(values: Any, mode: FakeTensorMode, device: torch.device | None =
     """Return nested values with fake tensors.
 
     Args:
-        values: nested in any way.
-        mode: mode of the fake tensors.
         device: device for meta tensors; None: the CPU.
     """
     from torch._subclasses.fake_tensor import FakeTensor

@@ -36,8 +36,6 @@ class MemoryLimit:
     """A memory limit and its current use, in bytes.
 
     Attributes:
-        name: source of the limit.
-        total: the limit.
         used: current use by all processes.
         own: this process's part of `used`.
         sharers: processes of this job that share the limit.
@@ -64,7 +62,6 @@ def memory_limit(device: torch.device, processes: int = 1) -> MemoryLimit | None
     space (RLIMIT_AS), control group limit (cgroup v2 or v1) and physical memory.
 
     Args:
-        device: device of the tensors.
         processes: processes of this job on this machine.
 
     Example:
@@ -136,11 +133,7 @@ def existing(directory: Path) -> Path:
 
 
 def lowest_free(groups: Sequence[ControlGroup]) -> tuple[str, int, int]:
-    """Return name, size and free bytes of the host limit with the least free memory; cheap enough for polling.
-
-    Args:
-        groups: control groups of this process.
-    """
+    """Return name, size and free bytes of the host limit with the least free memory; cheap enough for polling."""
     total = physical_bytes()
     found = ("physical memory", total, _available(total))
     for group in groups:
@@ -160,12 +153,9 @@ def _available(total: int) -> int:
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """A control group with a memory limit.
+    """A control group with a memory limit in bytes.
 
     Attributes:
-        path: its name.
-        limit: bytes.
-        directory: directory of its files.
         counter: name of the file with the current use.
     """
 

@@ -49,7 +49,7 @@ def state_bytes(
     found = []
     for parameter in parameters:
         kept = [value for value in twin.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
-        # The state of a 0-D parameter is 0-D, and no scalar of its own.
+        # The averages of a 0-D parameter are 0-D, but no counters.
         single = [value for value in kept if not value.dim() and parameter.dim()]
         found.append((_bytes(kept), _bytes(single)))
     return found

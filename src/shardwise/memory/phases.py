@@ -17,7 +17,6 @@ class MemoryPhases:
     """Records the accountant's bytes at the phases of a step.
 
     Args:
-        accountant: accountant of the engine.
         device: device of the model; on CUDA the table includes torch's allocator.
 
     Example:

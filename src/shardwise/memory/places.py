@@ -78,7 +78,6 @@ class StateHome(Protocol):
     """A memory tier for tensors of one device.
 
     Attributes:
-        tier: storage tier.
         lends: True if tensors have memory only while acquired.
         at_hand: True if the host can use the stored values in place.
         lags: True if memory released dirty is free only after its store, for which the host waits.
@@ -133,8 +132,6 @@ class Where:
     Master weights are with the optimizer state; parameters stepped directly are with the parameters.
 
     Attributes:
-        optimizer: tier of the optimizer state.
-        gradients: tier of accumulated gradients.
         parameters: tier of the parameters between uses.
         share: fraction of elements whose optimizer state and gradients are off the device, in whole units.
         near: elements of a rank's parameters that stay on the host if the tier is slower.
@@ -209,9 +206,6 @@ class Spare:
 
     Because new memory must be zeroed by the CPU, reuse saves time. The pool and acquired tensors never exceed the peak
     of acquired memory: before a new allocation, as many pooled bytes are freed.
-
-    Attributes:
-        bytes: pooled bytes.
     """
 
     def __init__(self, accountant: Accountant) -> None:
@@ -262,8 +256,6 @@ class Loans:
     """Tensors of one tier that are acquired together; nested acquisition transfers nothing.
 
     Args:
-        home: the tier.
-        accountant: counts the bytes.
         label: name of the tensors, for profilers and timelines.
 
     Attributes:
@@ -625,7 +617,6 @@ def in_turn(
 
     Args:
         parts: each with its tensors to acquire.
-        use: is called with each part.
         begun: releases tensors that the caller has started to acquire for the first part.
     """
     everything = [borrows for _, wanted in parts for borrows in wanted]

@@ -77,7 +77,6 @@ def module_bytes(module: nn.Module, kind: str | None = None) -> int:
     """Return the bytes of a module's parameters and buffers; shared memory counts once.
 
     Args:
-        module: any module.
         kind: device type to count; None: any.
     """
     storages = {}

@@ -36,7 +36,6 @@ class MemoryReport:
 
     Attributes:
         rows: one per category, in the order of `Category`.
-        total: the bottom line.
         parameters: elements of all parameters of the whole model; bytes per parameter divide one rank's bytes by it.
         rank, world: rank of the report, and number of ranks.
         construction: peak bytes during the engine's construction.

@@ -34,7 +34,6 @@ class ModuleMemory:
 
     Attributes:
         name: as in `named_modules()`; "" for the module itself.
-        kind: its class.
         model: its parameters; a shared one belongs to the first module with it.
         gradient: their gradients.
         optimizer: their optimizer state.
@@ -58,7 +57,6 @@ class MemorySources:
 
     Attributes:
         model: parameters; tied ones once.
-        buffers: module buffers.
         gradient: one for each trained parameter, in its dtype.
         optimizer: optimizer state, including step counters.
         optimizer_counters: the part independent of parameter sizes (Adam's step counts).
@@ -67,7 +65,6 @@ class MemorySources:
             views and in-place changes add nothing. None: no inputs were given.
         activation_saved: distinct memory that autograd holds at the end of the forward pass (and of the loss, if
             given), without parameters, buffers and their views. None: no inputs were given.
-        modules: the bytes of each module.
         notes: assumptions.
     """
 
@@ -111,7 +108,6 @@ class MemorySources:
         """Return the tables as text.
 
         Args:
-            width: in characters.
             depth: depth of listed modules, each including its inner modules; 0: none.
         """
         return as_text(self._tables(depth), width)
@@ -298,7 +294,6 @@ def _states(parameters: dict[int, torch.Tensor], optimizer: OptimizerLike | None
 
 
 def _optimizer(given: OptimizerLike, trained: dict[int, torch.Tensor]) -> tuple[torch.optim.Optimizer, dict[int, int]]:
-    """Return an optimizer for the measurement, and the group of each parameter that it steps."""
     if isinstance(given, torch.optim.Optimizer):
         groups = {
             id(parameter): index

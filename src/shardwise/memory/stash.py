@@ -15,8 +15,6 @@ class Stash:
     earlier work of the current stream. Device memory is reused only after the copies.
 
     Args:
-        device: device of the tensors.
-        accountant: counts the bytes.
         pinned: on a CUDA device page-lock the host memory, for asynchronous copies.
 
     Example:
@@ -44,7 +42,6 @@ class Stash:
         """Offload the memory of a tensor, once for all its views; ignore a tensor without memory.
 
         Args:
-            tensor: one of the views.
             category: set if the accountant counts its bytes by number, not as a tensor.
         """
         storage = tensor.untyped_storage()

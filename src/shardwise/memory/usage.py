@@ -110,7 +110,6 @@ def _reset_maxima() -> None:
 
 
 def _host() -> tuple[int, float]:
-    """Return the machine's used memory, in bytes and per cent; zeros without /proc."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

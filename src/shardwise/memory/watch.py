@@ -80,7 +80,6 @@ class Watch:
         return kept
 
     def _new_bytes(self, values: Any) -> int:
-        """Return the bytes of unseen memory in nested values."""
         size = 0
         for storage in (storage for tensor in tensors_in(values) for storage in _storages(tensor)):
             known = self._seen.get(id(storage))
@@ -110,7 +109,6 @@ class _Kept:
 
 
 def _storages(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
-    """Return the storages of a tensor, or of the inner tensors of a wrapper."""
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         names, _ = wrapper.__tensor_flatten__()

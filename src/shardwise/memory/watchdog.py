@@ -43,9 +43,7 @@ class Watchdog(Generic[Owner]):
     """Memory watchdog, active until it is closed or its owner is freed.
 
     Args:
-        owner: weakly referenced owner.
         tell: returns the message for the owner when memory runs out.
-        look: see `Look`.
         end: ends the process with an exit code, from any thread.
 
     Example:

@@ -1,8 +1,8 @@
 """Dispatch of tokens to experts by sorting, without matrices of tokens x experts x capacity.
 
-A token has k choices. The choice of token t at place c has the number c * tokens + t, so that a stable sort puts all
-first choices before the second ones. Choices and rows without counterpart (an empty place, a dropped choice) have the
-number one past the last, which stands for a row of zeros.
+A token has k choices. The choice of token t at place c has the number c * tokens + t. Because of this numbering, a
+stable sort puts all first choices before the second ones. Choices and rows without counterpart (an empty place, a
+dropped choice) have the number one past the last. This number stands for a row of zeros.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ def by_expert(sizes: list[list[int]], device: torch.device) -> tuple[torch.Tenso
 
     Args:
         sizes: rows from each rank for each expert.
-        device: device of the rows.
 
     Example:
         >>> [order.tolist() for order in by_expert([[1, 2], [1, 0]], torch.device("cpu"))]

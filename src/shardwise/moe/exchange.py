@@ -52,7 +52,6 @@ class ExpertGroup:
         replicas: ranks with the same experts as this one.
 
     Attributes:
-        size: number of ranks.
         place: index of this rank in the group.
     """
 
@@ -80,7 +79,6 @@ class ExpertGroup:
         """Declare a parameter of this rank's experts, either by the tensor's name or as a part of a stacked tensor.
 
         Args:
-            parameter: parameter of this rank.
             name: name of the tensor, for a parameter of one expert.
             experts: number of experts, for a parameter with experts in its first dimension.
         """
@@ -124,10 +122,8 @@ class ExpertGroup:
         """Run an all-to-all of rows, in rank order; the backward pass sends gradients back.
 
         Args:
-            rows: rows for each rank, in rank order.
             sent: number of rows to each rank.
             received: number of rows from each rank.
-            label: label in the flight recorder.
         """
         if self.comm is None:
             return rows
@@ -139,10 +135,8 @@ class RowCounts:
     """Numbers of rows that this rank sends to and receives from each rank, by expert.
 
     Args:
-        group: the expert-parallel group.
         counts: sent rows, for each expert.
         arriving: received rows, from each rank for each of this rank's experts; None: equal to `counts`.
-        rows: the sum of `counts`.
         on_host: start to copy the numbers to the host.
     """
 
@@ -278,7 +272,6 @@ def bind_experts(
     """Create a model's expert-parallel groups and declare each rank's experts (all ranks call).
 
     Args:
-        model: model of the engine.
         comm: all ranks.
         apart: equally long lists of ranks, each with its own expert-parallel groups: the ranks at one place in all
             tensor-parallel groups, because ranks of one such group get the same tokens. None: one list of all ranks.

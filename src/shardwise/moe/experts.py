@@ -56,11 +56,9 @@ def through_slots(
     Because all sizes are known in advance, the host does not wait.
 
     Args:
-        group: the expert-parallel group.
         rows: rows of this rank, sorted by expert.
         experts: number of experts on all ranks.
         compute: this rank's experts, as a function of the rows of each.
-        label: label in the flight recorder.
     """
     capacity, width = len(rows) // experts, rows.shape[-1]
     # The label makes different capacities an error instead of an exchange of wrong rows.
@@ -84,11 +82,9 @@ def in_turn_of(
     """Compute rows by the experts of all ranks of a group, without capacity limit (dropless).
 
     Args:
-        group: the expert-parallel group.
         rows: rows of this rank, sorted by expert.
         counts: result of `ExpertGroup.count_rows`.
         compute: this rank's experts, as a function of sorted rows and their number for each expert.
-        label: label in the flight recorder.
     """
     if group.size == 1:
         return compute(rows, GroupSizes(counts=counts))
@@ -105,7 +101,6 @@ class GroupSizes:
     """Number of rows of each expert of this rank.
 
     Args:
-        sizes: the numbers.
         counts: the numbers of a single-rank group, possibly only on the device.
     """
 

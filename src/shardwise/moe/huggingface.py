@@ -287,8 +287,6 @@ def _form(path: str, given: nn.Module, names: Names, section: ExpertParallel, mo
 
 
 class _Gate:
-    """The gate function of an expert module, without its parameters."""
-
     def __init__(self, given: nn.Module) -> None:
         self._of = copy.copy(given)
         self._of._parameters = {}
@@ -367,7 +365,6 @@ def _compare(path: str, given: nn.Module, made: StackedExperts) -> None:
 
 
 def _activation(path: str, given: nn.Module, name: str | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the activation function of experts, or the named one."""
     found: Any = getattr(given, "act_fn", None)
     if name is not None:
         found = getattr(F, name, None) or _of_transformers(name)

@@ -13,9 +13,6 @@ class ExpertUtilization:
 
     The host does not wait: `events` returns device tensors, which the monitor reads when they have arrived.
 
-    Args:
-        model: a model with MoE layers.
-
     Example:
         >>> from torch import nn
         >>> from shardwise.moe import ExpertUtilization, MoE

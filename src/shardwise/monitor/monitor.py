@@ -21,7 +21,6 @@ class Monitor:
 
     Attributes:
         enabled: True if a service is enabled; the same on all ranks, so that collectives may depend on it.
-        writes: True if this rank writes.
 
     Raises:
         ConfigError: the package of a service cannot be imported.

@@ -62,8 +62,6 @@ class Row:
     """One row, assembled when it is written.
 
     Args:
-        file: name in the directory.
-        values: known values.
         pending: events with values on a device; event names are value names.
         finish: adds values that are slow to compute.
     """
@@ -137,7 +135,6 @@ class RunFiles(Service[Line]):
 
 
 def _starts(path: Path) -> list[Any]:
-    """Return the recorded job starts in the directory; none if unreadable."""
     try:
         starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -146,12 +143,7 @@ def _starts(path: Path) -> list[Any]:
 
 
 class RunLog:
-    """Run log of one rank.
-
-    Args:
-        directory: directory of the run.
-        rank: this process in the job.
-        step: returns the number of steps taken.
+    """Run log of one rank; `step` returns the number of steps taken.
 
     Example:
         >>> import pathlib, tempfile, torch
@@ -186,9 +178,6 @@ class RunLog:
         """Write a warning asynchronously.
 
         Args:
-            level: level name of the `logging` module.
-            text: the message.
-            step: step of the message.
             facts: `kind`, `advice`, another `step`, and further values of the kind.
         """
         row = {"time": time.time(), "step": step, "kind": "warning", **facts}

@@ -41,7 +41,6 @@ class Worker:
     """Thread and queue of one service.
 
     Args:
-        name: name of the service, for messages.
         service: used by this thread only.
         room: maximum queued events.
     """
@@ -143,7 +142,6 @@ class Worker:
                 self._failed(error)
 
     def _take(self) -> list[EventBatch[Any]]:
-        """Return the next batches; an empty list at the end."""
         with self._changed:
             while not ((self._queue and self._asked) or self._closing):
                 if not self._changed.wait(PAUSE_S):

@@ -206,7 +206,6 @@ class ActivationOffload:
         return self._lanes[device]
 
     def _group(self) -> _Group:
-        """Return the group of the graph node under construction on this thread."""
         last = self._last() if self._last is not None else None
         node = threading.get_ident(), number_now()
         if last is not None and last.node == node:
@@ -388,8 +387,6 @@ class _Open(threading.local):
 
 
 class _Handed:
-    """A tensor packed by the enclosing hooks."""
-
     __slots__ = ("content",)
 
     def __init__(self, content: Any) -> None:
@@ -397,8 +394,6 @@ class _Handed:
 
 
 class _Lane:
-    """Copy streams and host buffers of one device."""
-
     def __init__(self, device: torch.device, keep_buffers: bool | None) -> None:
         self.device = device
         self.out = staging.copy_stream(device)
@@ -591,8 +586,6 @@ class _Group:
 
 
 class _Saved:
-    """Placeholder of a saved tensor in the graph."""
-
     __slots__ = ("_view", "counter", "group", "moved", "version")
 
     def __init__(self, moved: _Moved, group: _Group, tensor: torch.Tensor) -> None:

@@ -161,8 +161,6 @@ class DiskPlace(StateHome):
     """Disk tier (`shardwise.memory.places.StateHome`).
 
     Args:
-        file: swap file of the rank.
-        device: device of the engine.
         used_on: device on which tensors of this tier are used; None: the engine's.
     """
 
@@ -305,7 +303,6 @@ class _Kept(Stored):
             self._copies.keep_host(near)
 
     def _arrived(self) -> torch.Tensor:
-        """Return the memory of the pending read after its end."""
         reading, near = self._reading, self._near
         self._reading = self._near = None
         assert reading is not None and near is not None
@@ -317,7 +314,6 @@ class _Kept(Stored):
             self._arrived()
 
     def _drop_near(self) -> None:
-        """Discard the pending read after its end."""
         if self._reading is not None:
             self._reading.settle()
             self._reading = self._near = None

@@ -49,12 +49,10 @@ class SwapFile:
 
     Args:
         directory: created if missing, for this user only.
-        options: disk options.
         label: name of the file for errors, as "rank 3's swap file".
 
     Attributes:
         direct: True if I/O bypasses the page cache. Otherwise transferred pages are dropped at once.
-        size: bytes of the file.
 
     Raises:
         OffloadError: the file cannot be created.
@@ -120,7 +118,6 @@ class SwapFile:
         """Start a read of an extent's values.
 
         Args:
-            extent: extent of this file.
             memory: uint8, contiguous, on the host, as large as the last write. Its content is undefined until the
                 transfer has succeeded.
 
@@ -133,7 +130,6 @@ class SwapFile:
         """Start a write of values into an extent.
 
         Args:
-            extent: extent of this file.
             memory: uint8, contiguous, on the host, no larger than the extent. It must not change until the transfer has
                 ended.
 
@@ -157,7 +153,6 @@ class SwapFile:
         return self._threads.begin(extent.values, memory.detach(), writes=writes)
 
     def _reuse(self, room: int) -> int | None:
-        """Return the offset of a free extent, preferably of this size."""
         if not room:
             return 0
         fits = [number for number, (_, free) in enumerate(self._free) if free >= room]
@@ -188,9 +183,7 @@ class Extent:
     """A reserved part of a `SwapFile`, which keeps the file alive.
 
     Attributes:
-        size: maximum bytes of values.
         offset: offset of the first byte in the file.
-        freed: True after `free`.
     """
 
     def __init__(self, file: SwapFile, place: int, size: int) -> None:

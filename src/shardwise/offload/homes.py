@@ -25,13 +25,8 @@ PLACES: dict[str, Callable[[torch.device], StateHome]] = {
 def homes_of(where: Where, device: torch.device, disks: Disks) -> Homes:
     """Return the tiers of an engine on a device.
 
-    Partitioned optimizer steps run on the CPU: state on the host is used in place, state on a disk is read to the host.
-    Whole tensors are copied to the device, because the device multiplies matrices faster than the copies take.
-
-    Args:
-        where: names of the tiers.
-        device: device of the engine.
-        disks: disk tiers of the engine.
+    The CPU steps segments: it uses state on the host in place, and reads state on a disk to the host. Whole tensors are
+    copied to the device, because the device multiplies matrices faster than the copies take.
 
     Raises:
         OffloadError: a disk is unusable.

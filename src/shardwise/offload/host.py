@@ -22,7 +22,6 @@ class HostPlace(StateHome):
     """Host tier (`shardwise.memory.places.StateHome`).
 
     Args:
-        device: device of the engine.
         pinned: page-lock the memory on a CUDA device, for asynchronous copies.
     """
 

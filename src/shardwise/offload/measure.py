@@ -84,7 +84,6 @@ class MeasuredFile:
     """Unnamed file whose values are transferred in several ways, from and to the same memory.
 
     Args:
-        directory: directory of the file.
         size: bytes of the file, and of the memory.
         block: bytes of the largest request.
 
@@ -126,7 +125,6 @@ class MeasuredFile:
         """Measure each way once a round, so that other load affects all alike.
 
         Args:
-            ways: ways to measure.
             rounds: number of measurements; the median counts.
             write, read: directions to measure.
             progress: receives the number of finished passes and of all passes.
@@ -153,7 +151,6 @@ class MeasuredFile:
         return [Speed(speed(number, True), speed(number, False)) for number in range(len(ways))]
 
     def _move(self, one: Way, writes: bool) -> float:
-        """Return the seconds of one pass by the threads of a `SwapFile`, with checksums."""
         own = self._file._replace(descriptor=os.dup(self._file.descriptor))
         threads = Threads(own, one.block, one.in_flight, f"a file in {self._directory}")
         try:
@@ -166,7 +163,6 @@ class MeasuredFile:
             threads.close()
 
     def _loop(self, one: Way, writes: bool) -> float:
-        """Return the seconds of one pass by plain loops."""
         call = os.pwritev if writes else os.preadv
         whole = self._memory[: self._memory.size - self._memory.size % one.block]
         failures: list[BaseException] = []

@@ -62,10 +62,8 @@ class FileHandle:
 
         Args:
             buffer: on the host or on a device.
-            filename: the file.
             validate: accepted without effect; too short files and system errors always raise.
             asynchronous: return at once; `wait` ends the transfer.
-            offset: offset in the file.
 
         Returns:
             Number of finished transfers: 1, or 0 if asynchronous.

@@ -26,11 +26,6 @@ class Speed(NamedTuple):
 def disk_speed(directory: Path, options: DiskOptions, size: int = MEASURED) -> Speed:
     """Measure writing and reading an unnamed file of `size` bytes. Ranks that share a disk must measure together.
 
-    Args:
-        directory: directory on the disk.
-        options: disk options of the training.
-        size: bytes.
-
     Raises:
         OffloadError: the disk has no space, or the file cannot be created.
 

@@ -116,7 +116,6 @@ class Threads:
         file: file of the transfers; closed with the last thread.
         block: bytes of a block, a multiple of `ALIGNMENT`.
         count: maximum number of requests in flight.
-        label: name of the file for errors.
 
     Attributes:
         bytes_read, bytes_written: bytes of successful transfers.
@@ -155,9 +154,7 @@ class Threads:
         """Start a transfer, after the pending one of the same values.
 
         Args:
-            values: values to read or write.
             memory: uint8, contiguous, on the host.
-            writes: True for a write to the file.
 
         Raises:
             OffloadError: the file is closed.

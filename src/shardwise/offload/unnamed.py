@@ -115,7 +115,6 @@ def open_unnamed(directory: Path, block: int) -> Unnamed:
 
 
 def _open(directory: Path) -> int:
-    """Open an unnamed file that only this user can read."""
     if hasattr(os, "O_TMPFILE"):
         try:
             return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
@@ -167,13 +166,6 @@ def _pass_by(descriptor: int, wanted: bool) -> bool:
 def take_space(descriptor: int, directory: Path, before: int, end: int, label: str) -> None:
     """Extend a file from `before` to `end` bytes of allocated disk space; on failure the file stays unchanged.
 
-    Args:
-        descriptor: the file.
-        directory: its directory.
-        before: current bytes.
-        end: new bytes.
-        label: name of the file for errors.
-
     Raises:
         OffloadError: the disk has too little space, or cannot tell.
     """
@@ -204,9 +196,7 @@ def move_all(call: Callable[[int, list[Any], int], int], descriptor: int, memory
 
     Args:
         call: `os.preadv` or `os.pwritev`; both release the GIL.
-        descriptor: the file.
         memory: contiguous.
-        place: offset in the file.
 
     Returns:
         Number of bytes transferred; less than the memory only at the end of a file.

@@ -31,8 +31,6 @@ class Squares:
 
     Args:
         runs: pairs (index of a parameter, elements of a run); a parameter may have several.
-        parameters: number of parameters.
-        device: device of the runs and of the result.
     """
 
     def __init__(self, runs: Sequence[tuple[int, int]], parameters: int, device: torch.device) -> None:

@@ -24,7 +24,6 @@ class Origin:
             "input_gradient": a module's input gradient from finite gradients. "code_gradient": a gradient of code
             between calls. "own_gradient": a parameter's gradient, while all gradients between modules were finite.
         module: its name in the model; "" is the model itself, None is outside of the model.
-        of_class: name of the module's class.
         parameter: its name, for "parameter" and "own_gradient".
         beside: for code: the module that received or produced the value.
         ranks: ranks with such values.

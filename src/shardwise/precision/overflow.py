@@ -105,12 +105,9 @@ class OverflowReport:
             "gradients".
         parameter: first parameter in registration order with a non-finite gradient. None if only the global norm is
             non-finite.
-        unit: unit of the parameter.
-        numel: elements of the parameter.
         loss_scale: factor of the losses.
         infinite: infinite elements of its summed gradient. `infinite`, `nan` and `largest` are None if the gradient had
             been freed.
-        nan: NaN elements.
         largest: largest finite absolute value of its gradient, as the step would use it.
         origin: module of the first non-finite value; None if modules were not watched (`anomaly_watch.trace`).
         extent: parameters with such gradients, or None.

@@ -43,7 +43,6 @@ class TensorNorms:
         counted: the runs whose squares this rank contributes; over all ranks each element counts once.
         count: number of tensors; None: as many as `groups` have.
         wide: numbers of the tensors with fp64 norms; other norms are rounded to fp32.
-        device: device of the parameters.
         add: in-place sum of a small fp64 tensor over ranks.
         overwrites: True if the step may overwrite gradients.
 

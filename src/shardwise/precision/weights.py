@@ -62,5 +62,4 @@ def _nodes_of_loss(loss: torch.Tensor, scalar: bool) -> Iterator[Any]:
 
 
 def _is_parameter(node: Any) -> bool:
-    """Return True for the node of a leaf, or of a view of a leaf."""
     return all(following is None or not following.next_functions for following, _ in node.next_functions)

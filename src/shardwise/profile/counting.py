@@ -53,7 +53,6 @@ class FlopCount:
     """Counts a model's FLOPs between `start` and `stop`, with hooks on its modules.
 
     Args:
-        model: the model.
         ignored: module classes to exclude, with their submodules.
 
     Attributes:

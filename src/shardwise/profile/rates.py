@@ -41,7 +41,6 @@ class Rates:
     Args:
         ranks: ranks of the job; each has as many tokens as this one.
         synchronized: wait for the device before reading the clock, which is otherwise ahead of the device.
-        device: device of the model.
         peak: peak of the device; None: unknown.
     """
 

@@ -31,8 +31,6 @@ def report(
     """Return all lines of a profile.
 
     Args:
-        profile: profile of the model.
-        head: summary lines.
         depth: maximum depth of listed modules; -1: all.
         top: number of module classes listed for each depth.
         detailed: list every module.
@@ -68,8 +66,6 @@ def summary(
     """Return the summary lines of the model.
 
     Args:
-        profile: profile of the model.
-        title: the first line.
         backward_s: seconds of its backward passes; 0: none, or not timed.
         step_s: seconds of the optimizer's step.
         recompute_factor: assumed number of recomputed forward passes, for the rule; 0: omit the rule.

@@ -105,7 +105,6 @@ class Recorder(Listener, Watcher):
     Args:
         cuda: True if the recorded work runs on the current CUDA device.
         most: maximum number of spans and collectives.
-        step: returns the number of the step.
         sizes: bytes of each unit, by its name.
         memory: returns bytes by category; called at the end of each phase.
 
@@ -200,8 +199,6 @@ class Recorder(Listener, Watcher):
         """Return the events of the trace, after `finish`.
 
         Args:
-            rank: rank of this process in the job.
-            host: its machine.
             members: ranks of each group in the flight recorder.
             clock: offset to rank 0's clock at the beginning.
             later: offset at the end, if measured.
@@ -340,7 +337,6 @@ def category_of(kind: str) -> str:
 
 
 def _idle(events: Iterable[Event], begun: float, ended: float) -> list[Event]:
-    """Return the gaps between this rank's events: time of the script, of data loading, of other programs."""
     busy = sorted(
         (event["ts"], event["ts"] + event["dur"])
         for event in events
@@ -384,7 +380,6 @@ def _lay_out(events: list[Event]) -> dict[int, str]:
 
 
 def _named(rank: int, host: str, tracks: Mapping[int, str]) -> list[Event]:
-    """Return the metadata events that name a process and its tracks."""
 
     def said(name: str, tid: int, /, **args: Any) -> Event:
         return {"name": name, "ph": "M", "pid": rank, "tid": tid, "args": args}

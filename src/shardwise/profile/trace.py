@@ -140,7 +140,6 @@ def write_merged(timelines: Sequence[Timeline], path: str | Path) -> None:
 
 
 def _met(timelines: Sequence[Timeline]) -> Iterator[dict[int, Event]]:
-    """Yield the events of each collective with more than one rank, by rank."""
     met: dict[str, dict[int, Event]] = defaultdict(dict)
     for timeline in timelines:
         for event in _complete(timeline.events):
@@ -199,7 +198,6 @@ def _times(timeline: Timeline) -> RankTimes:
 
 
 def _share(event: Event) -> str:
-    """Return the share of an event; of collectives in flight, their category."""
     category = event["cat"]
     if category == "wait":
         what = event["args"].get("what", "")

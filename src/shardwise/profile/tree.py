@@ -19,7 +19,6 @@ class ModuleProfile:
 
     Attributes:
         name: path from the model, as in `named_modules`; empty for the model itself.
-        kind: name of its class.
         parameters: number of parameter elements, shared ones counted once.
         forward: FLOPs of forward passes; for the model, including operators outside of modules, such as a loss.
         backward: FLOPs of backward passes, without recomputation.
@@ -70,7 +69,6 @@ def profile_of(count: FlopCount, numel: Numel = nn.Parameter.numel, *, timed: bo
     """Return the profile of a stopped count, waiting for the device if it was timed.
 
     Args:
-        count: the stopped count.
         numel: returns the number of elements of a parameter, for sharded parameters.
         timed: False in a dry run, whose times are meaningless.
     """

@@ -55,9 +55,7 @@ class Timer:
         """Time one checkpointed call and return its result.
 
         Args:
-            name: name of the function.
             run: makes the call, with the timed function as argument.
-            function: the checkpointed function.
             given: its arguments, which determine the device.
         """
         from shardwise.zero.passes.calls import Use  # imported only when times are needed
@@ -136,9 +134,6 @@ TIMER = Timer()
 
 def times(*, clear: bool = False) -> dict[str, CheckpointTimes]:
     """Return times of checkpointed functions by name, since `profile` was enabled.
-
-    Args:
-        clear: reset the times.
 
     Example:
         >>> times(clear=True)

@@ -28,7 +28,6 @@ class LogicalTensor:
         index: place in registration order (`model.named_parameters()`).
         name: first name in registration order.
         aliases: further names of the same (tied) parameter.
-        global_shape: shape of the whole tensor.
         source_dtype: dtype in the user's model.
         dtype: compute dtype in the module.
         trainable: True if the parameter receives a gradient.
@@ -96,11 +95,8 @@ class HeldPart:
     """A part of a tensor, and the ranks that hold it; known to all ranks.
 
     Attributes:
-        name: name of the tensor.
         aliases: further names of the tensor on the first of the ranks.
-        shape: shape of the whole tensor.
         dtype: compute dtype.
-        box: the part.
         ranks: ranks that hold the part, in ascending order.
     """
 

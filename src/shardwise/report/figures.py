@@ -48,11 +48,7 @@ class Figure:
 
     Attributes:
         name: identifier in the page.
-        title: heading.
         said: caption.
-        data: traces.
-        layout: layout of plotly.js.
-        height: pixels.
     """
 
     name: str
@@ -78,7 +74,6 @@ def shown(name: str, most: int = 60) -> str:
 
 
 def _drawn(values: Sequence[float | None]) -> list[float | None]:
-    """Return values with six digits, None for non-finite ones."""
     return [None if value is None or not math.isfinite(value) else float(f"{value:.6g}") for value in values]
 
 
@@ -88,9 +83,6 @@ def _line(name: str, x: Sequence[Any], y: Sequence[float | None], colour: str, *
 
 
 def _layout(*axes: tuple[str, Spec], x: str = "step", shares: Sequence[float] = (1.0,), **more: Any) -> Spec:
-    """Return a layout of stacked panels, top first; `axes` are title and properties of each y axis, `shares` of the
-    height.
-    """
     gap = 0.09 if len(axes) > 1 else 0.0
     room = 1.0 - gap * (len(axes) - 1)
     top = 1.0
@@ -303,7 +295,6 @@ def _levels(x: Sequence[int], size: int, levels: Mapping[str, float | None]) -> 
 def _bars(
     name: str, title: str, said: str, panels: Sequence[tuple[str, Mapping[str, float], Callable[[float], str]]]
 ) -> Figure:
-    """Return horizontal bars, one panel each with unit, values and formatter."""
     names = list(panels[0][1])[::-1]
     labels = [shown(one, 26) for one in names]
     width = (1.0 - 0.08 * (len(panels) - 1)) / len(panels)

@@ -56,11 +56,6 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
 
 
 def _library() -> str:
-    """Return plotly.js.
-
-    Raises:
-        ReportError: plotly is not installed.
-    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -239,7 +234,6 @@ def _facts(summary: Summary) -> Iterable[tuple[str, str]]:
 
 
 def _configured(run: Run) -> list[Event]:
-    """Return configuration warnings from before the start of the log."""
     found = run.about.get("warnings")
     begun = run.about.get("time")
     texts = [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
@@ -419,7 +413,6 @@ def _ranks_table(summary: Summary) -> str:
 
 
 def _verdict(ranks: Sequence[Rank]) -> str:
-    """Describe the straggler."""
     ordered = sorted(ranks, key=lambda rank: rank.waited)
     slowest, others = ordered[0], ordered[1:]
     theirs = sum(rank.waited for rank in others) / len(others)

@@ -52,8 +52,6 @@ class Run:
 
     Attributes:
         about: content of `run.json`; empty if unreadable.
-        rows: rows of each rank, in step order.
-        events: warnings of all ranks, in time order.
         notes: unreadable content.
         resumed: steps from which a job has resumed.
     """
@@ -141,7 +139,6 @@ def _read_about(run: Run) -> None:
 
 
 def _objects(run: Run, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSON-lines file; note damaged lines."""
     damaged: list[int] = []
     last = 0
     ended = True

@@ -27,7 +27,6 @@ def number(value: Any) -> float | None:
 
 
 def _numbers(value: Any) -> Sums:
-    """Return the finite numbers of an object."""
     if not isinstance(value, Mapping):
         return {}
     found = ((str(name), number(inner)) for name, inner in value.items())
@@ -35,7 +34,6 @@ def _numbers(value: Any) -> Sums:
 
 
 def _lists(value: Any, length: int) -> dict[str, tuple[float, ...]]:
-    """Return the entries of an object that are lists of `length` finite numbers."""
     found = {}
     for name, inner in value.items() if isinstance(value, Mapping) else ():
         numbers = [number(one) for one in inner] if isinstance(inner, list) and len(inner) == length else [None]
@@ -65,7 +63,6 @@ class Held:
 
     Attributes:
         live: at the end.
-        peak: peak.
         at_peak: by category at the peak.
         peaks: peak of each category.
     """
@@ -88,18 +85,14 @@ class Row:
     Attributes:
         first: number of the first step.
         step: number of the last step.
-        steps: number of steps.
         time: at the end, seconds since 1970.
         loss: mean; None: unknown.
         lr: of the first group at the end.
         grad_norm: maximum.
         loss_scale: at the end.
-        skipped: skipped steps.
         seconds: of all steps; None: unknown.
         samples: of all ranks.
         tokens: of all ranks; 0: unknown.
-        phases: seconds by part of a step.
-        memory: by tier.
         resident: bytes of the process.
         communication: count, bytes, bytes sent and seconds waited, by operation.
         units: seconds waited by unit.

@@ -17,13 +17,7 @@ MOST_POINTS = 600
 
 @dataclass(frozen=True)
 class Point:
-    """Consecutive steps of all ranks.
-
-    Attributes:
-        step: the last step.
-        steps: number of steps.
-        ranks: row of each rank.
-    """
+    """Consecutive steps of all ranks."""
 
     step: int
     steps: int

@@ -151,8 +151,8 @@ class LRRangeTest(StepSchedule):
 class OneCycle(StepSchedule):
     """One cycle from a low rate to a high rate and back, with opposite momentum, then decay.
 
-    The momentum is `betas[0]` of Adam-like and `momentum` of SGD-like optimizers. Groups with neither keep theirs, with
-    a warning.
+    The momentum is `betas[0]` of Adam-like and `momentum` of SGD-like optimizers. A group with
+    neither has no momentum to cycle, with a warning.
 
     Args:
         optimizer: its groups receive the rates and momenta.

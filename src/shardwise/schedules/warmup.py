@@ -249,7 +249,6 @@ class WarmupCosineLR(_Warmup):
 
 
 def _total_steps(given: schema.WarmupDecayLRArguments | schema.WarmupCosineLRArguments) -> int:
-    """Return the length of the schedule; warn if the warm-up is longer."""
     if given.total_num_steps < given.warmup_num_steps:
         _log.warning(
             "scheduler.params: the warm-up (warmup_num_steps %d) is longer than the whole schedule (total_num_steps "
