@@ -25,7 +25,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Stored(Protocol):
-    """The stored values of one tensor, which is acquired at the time it is stored first.
+    """The stored values of one tensor, which starts out acquired.
 
     Attributes:
         staged: bytes of host staging memory during a transfer.
@@ -91,7 +91,7 @@ class StateHome(Protocol):
     used_on: torch.device | None
 
     def keep(self, tensor: torch.Tensor) -> Stored | None:
-        """Store the memory of a contiguous tensor with an own storage; None: the tensor stays in place."""
+        """Store the memory of a contiguous tensor with its own storage; None: the tensor stays in place."""
 
     def close(self) -> None:
         """Free all stored values; the tier must be empty afterwards."""
