@@ -4,8 +4,8 @@ Kernels of one stream run in order, concurrently with other streams. The host la
 event recorded on a stream: a stream or host that waits for it sees the results of all kernels launched there before.
 
 Memory belongs to the stream on which it was allocated. It may be released while kernels that use it are pending,
-because only later kernels of that stream reuse it. Memory that another stream uses must not be released before the owner
-stream, or the host, has waited for that stream.
+because only later kernels of that stream reuse it. Memory that another stream uses must not be released before
+the owner stream, or the host, has waited for that stream.
 
 On the CPU each operation has run when the call returns, and all of this does nothing.
 """
