@@ -1,4 +1,4 @@
-"""Feeding batches: each rank its share, in an order that a checkpoint can continue exactly."""
+"""Data loading: per-rank shares of a dataset, in an order that a checkpoint can resume exactly."""
 
 from shardwise.data.loader import EngineDataLoader
 from shardwise.data.repeat import RepeatingLoader

@@ -1,8 +1,8 @@
-"""What happens to a dataset inside the torch loader: rank shares of a stream, random numbers in workers.
+"""Dataset wrappers inside torch's loader: rank shares of a stream, random seeds in workers.
 
-Invariant: fetching batch b of an epoch gives the same result whether the epoch was started at its beginning or resumed
-just before b. Random numbers of worker processes are therefore seeded for each batch, and reading past what was already
-seen leaves the random numbers of the main process, which a checkpoint restores, as they were.
+Invariant: batch b of an epoch is the same whether the epoch was started at its beginning or resumed just before b.
+Worker processes are therefore seeded for each batch. Replaying seen samples preserves the main process's RNG state,
+which a checkpoint restores.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 
 class Indices(list[int]):
-    """Indices of one batch, with the seed for random numbers that fetching it draws in a worker process."""
+    """Indices of one batch, with the random seed for fetching it in a worker process."""
 
     seed: int
 
 
 class SeededDataset(Dataset[Any]):
-    """A map-style dataset whose random numbers depend on the batch, not on what the worker did before.
+    """A map-style dataset whose random numbers depend on the batch, not on the worker's history.
 
-    Used in worker processes only: in the main process random numbers belong to the user.
+    Used in worker processes only, because in the main process random numbers belong to the user.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -47,7 +47,7 @@ class RankStream(IterableDataset[Any]):
     """Every world-th sample of a stream, equally many on each rank.
 
     Attributes:
-        start: samples of this rank to leave out at the beginning of the next iteration.
+        start: samples of this rank to skip in the next iteration.
     """
 
     def __init__(self, dataset: Iterable[Any], rank: int, world_size: int, drop_last: bool) -> None:
@@ -69,7 +69,7 @@ class RankStream(IterableDataset[Any]):
                 mine = last
             seen += 1
             if seen == self.world_size:
-                # Only now is it certain that each rank has one.
+                # Now each rank is certain to have one.
                 yield mine
                 seen = 0
         if seen and not self.drop_last:
@@ -77,11 +77,10 @@ class RankStream(IterableDataset[Any]):
 
 
 def replaying() -> AbstractContextManager[None]:
-    """Return a context in which samples that were already seen are read again.
+    """Return a context for reading seen samples again.
 
-    In the main process random states are put back afterwards: those of the moment of the checkpoint have been
-    restored already. In a worker process they start anew in each epoch, so there reading again is what brings
-    them to the right place.
+    In the main process it preserves the RNG state, because the checkpoint's state is restored already. In a worker
+    process it does nothing: the RNG restarts in each epoch, so that replaying advances it to the right state.
     """
     return nullcontext() if get_worker_info() is not None else _kept_random_states()
 

@@ -1,11 +1,10 @@
-"""The loader that the engine builds for `training_data`.
+"""Data loader that the engine builds for `training_data`.
 
-It is torch's loader with two additions: each rank gets its share, and the position can be saved and
-restored. The position counts batches that were handed out, so it does not depend on how far worker
-processes have read ahead.
+It extends torch's loader by rank shares and by a position that can be saved and restored. The position counts yielded
+batches, independent of the prefetching of workers.
 
-Invariant: the batches after `load_state_dict` are those that would have followed the saved one, in this epoch
-and in later ones, whatever the number of workers.
+Invariant: after `load_state_dict` the loader yields the batches that would have followed the saved one. This holds for
+the current epoch and later ones, and for any number of workers.
 """
 
 from __future__ import annotations
@@ -25,35 +24,35 @@ _log = logging.getLogger("shardwise")
 
 
 class EngineDataLoader:
-    """Batches of one rank, in an order that can be continued exactly.
+    """Batches of one rank, in an order that can be resumed exactly.
 
-    Four kinds of data are served:
+    Four kinds of data are supported:
 
-    - A map-style dataset: shuffled anew in each epoch and dealt to the ranks (`ResumableDistributedSampler`).
-    - A map-style dataset with a `data_sampler`: this rank's indices come from it; a `BatchSampler` also decides
-      the batches. It must give the same order whenever an epoch is begun again (by `set_epoch`, if it has one).
+    - A map-style dataset: shuffled anew in each epoch and distributed over ranks (`ResumableDistributedSampler`).
+    - A map-style dataset with a `data_sampler`: the sampler yields this rank's indices; a `BatchSampler` also forms the
+      batches. It must repeat its order when an epoch restarts (by `set_epoch`, if available).
     - An iterable dataset: every rank reads the whole stream and keeps every world-th sample.
-    - An iterable dataset with the attribute `shards_itself = True`: taken as it is.
+    - An iterable dataset with the attribute `shards_itself = True`: used unchanged.
 
-    Each iteration over the loader is one epoch; the next one has the next number. `set_epoch` of the
-    sampler or of the iterable dataset is called if there is one.
+    Each iteration is one epoch; epochs are numbered in order. `set_epoch` of the sampler or of the iterable dataset is
+    called if available.
 
     Args:
         dataset: a map-style dataset (`__getitem__`, `__len__`) or a `torch.utils.data.IterableDataset`.
         batch_size: samples per batch of this rank.
-        rank: this rank among those that get different data.
-        world_size: their number.
-        collate_fn: makes a batch from a list of samples; torch's default if None.
+        rank: this rank among the ranks with different data.
+        world_size: number of these ranks.
+        collate_fn: makes a batch from a list of samples; None: torch's default.
         data_sampler: yields this rank's indices, or lists of them (`BatchSampler`).
         shuffle: for a map-style dataset without `data_sampler`.
-        seed: of the order, the same on all ranks.
-        drop_last: true drops what does not fill a batch on every rank. False repeats samples so that all
-            ranks have equally many, and the last batch may be smaller (but is as small on every rank).
-        num_workers: processes that fetch ahead; 0 fetches in this one.
-        device: where batches will go. Memory is pinned for a CUDA device only.
+        seed: seed of the order, the same on all ranks.
+        drop_last: True drops samples that do not fill a batch on every rank. False repeats samples until all ranks have
+            equally many; the last batch may be smaller, equally on every rank.
+        num_workers: prefetching processes; 0 fetches in this one.
+        device: target device of batches. Memory is pinned for a CUDA device only.
 
     Raises:
-        ConfigError: the settings contradict each other or the dataset, or no batch comes out.
+        ConfigError: the settings contradict each other or the dataset, or yield no batch.
 
     >>> loader = EngineDataLoader(range(6), 2, shuffle=False)
     >>> batches = iter(loader)
@@ -90,8 +89,8 @@ class EngineDataLoader:
             "collate_fn": collate_fn,
             "num_workers": num_workers,
             "pin_memory": device is not None and torch.device(device).type == "cuda",
-            # The seed of the workers comes from here; without it each epoch would draw one from the global
-            # state, and a resumed run would go on with other random numbers than an uninterrupted one.
+            # Seed of the workers. Without it each epoch would draw a seed from the global RNG, and a resumed run would
+            # differ from an uninterrupted one.
             "generator": self._generator,
         }
         self._source: SampleSource
@@ -110,12 +109,12 @@ class EngineDataLoader:
 
     @property
     def sampler(self) -> Any:
-        """What gives the indices; None for an iterable dataset."""
+        """The sampler of indices; None for an iterable dataset."""
         return self._source.sampler
 
     @property
     def epoch(self) -> int:
-        """The epoch that was begun last; before the first, the one that will be begun."""
+        """The last started epoch; before the first, the next one."""
         return self._next[0] if self._current is None else self._current.number
 
     def __len__(self) -> int:
@@ -135,7 +134,7 @@ class EngineDataLoader:
 
     @property
     def progress(self) -> str:
-        """How far it has come, for messages: `has given 3 batches of epoch 0`; empty before the first."""
+        """Progress for messages: `has given 3 batches of epoch 0`; empty before the first."""
         current = self._current
         if current is None:
             return ""
@@ -143,9 +142,9 @@ class EngineDataLoader:
         return f"{done} {current.handed_out} batches of epoch {current.number}"
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration goes through, from its beginning.
+        """Select the epoch of the next iteration, from its beginning.
 
-        If that is the epoch to which `load_state_dict` has moved, the restored position is kept.
+        A position restored by `load_state_dict` is kept if it is in the same epoch.
         """
         number, start = self._next
         if epoch == number:
@@ -155,10 +154,10 @@ class EngineDataLoader:
         self._next = (epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the batch that was handed out last, as JSON types.
+        """Return the position after the last yielded batch, as JSON types.
 
-        After a loop over the loader was left early, the position is still the one inside that epoch.
-        (Iterating again in the same process begins the next epoch.)
+        If a loop over the loader ended early, the position stays inside that epoch. (Another iteration in the same
+        process starts the next epoch.)
         """
         if self._current is None or self._current.ended:
             epoch, position = self._next
@@ -174,15 +173,14 @@ class EngineDataLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move to a saved position: the next iteration goes through the rest of that epoch.
+        """Restore a saved position: the next iteration yields the rest of its epoch.
 
-        The order (seed, shuffling) becomes the saved one. The number of ranks and the batch size may differ
-        from the saved run if the sampler or the stream is ours: the samples that all ranks together have
-        seen are left out.
+        The order (seed, shuffling) becomes the saved one. With our own sampler or stream, the number of ranks and the
+        batch size may differ from the saved run: samples seen by any rank are skipped.
 
         Raises:
-            CheckpointError: the state is of another kind of data, of a dataset of another length, or was
-                saved on another number of ranks where the order cannot be divided anew.
+            CheckpointError: the state is of another kind of data or another dataset length, or of another number of
+                ranks where the order cannot be redistributed.
         """
         for name, least in (("epoch", 0), ("position", 0), ("world_size", 1), ("seed", None)):
             value = state.get(name)
@@ -213,8 +211,6 @@ class EngineDataLoader:
 
 
 class _Epoch:
-    """One iteration: its number, where it began, how far it has come."""
-
     def __init__(self, number: int, start: int) -> None:
         self.number = number
         self.start = start

@@ -1,4 +1,4 @@
-"""Going through a loader again and again."""
+"""Endless iteration over a loader."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardwise.errors import UsageError
 
 
 class RepeatingLoader:
-    """An endless iterator over a loader: at its end it begins the next epoch.
+    """Endless iterator over a loader, which starts the next epoch at the end of each.
 
-    If the loader, its sampler or its batch sampler has `set_epoch`, that is called for each new epoch.
+    `set_epoch` of the loader, its sampler or its batch sampler is called for each new epoch, if available.
 
     Args:
-        loader: anything that can be iterated over more than once.
+        loader: an iterable that can be iterated over repeatedly.
 
     >>> batches = RepeatingLoader([1, 2])
     >>> [next(batches) for _ in range(5)]
@@ -56,7 +56,7 @@ class RepeatingLoader:
         return self._with_state().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move the loader to a saved position; the next batch is the one after it.
+        """Restore the loader's position; the next batch is the one after it.
 
         Raises:
             UsageError: the loader has no `state_dict`.

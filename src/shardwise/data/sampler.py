@@ -1,8 +1,8 @@
-"""Which samples a rank sees in an epoch, and in which order.
+"""Distributed sampler: the samples of a rank in an epoch, and their order.
 
-The order is that of `torch.utils.data.DistributedSampler`: a permutation of the whole dataset from seed +
-epoch, dealt to the ranks in turn. Invariants: the permutation does not depend on the number of ranks, so
-that the first S samples of an epoch are the same ones on any number; and every rank has equally many.
+As in `torch.utils.data.DistributedSampler`, the whole dataset is permuted with seed + epoch and distributed
+round-robin. Invariants: the permutation is independent of the number of ranks, so that the first S samples of an epoch
+are the same for any number. Every rank has equally many samples.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from shardwise.errors import ConfigError
 
 
 class ResumableDistributedSampler(Sampler[int]):
-    """Indices of one rank's samples, from any place in any epoch.
+    """Indices of one rank's samples, from any position in any epoch.
 
     Args:
-        dataset: anything with a length.
+        dataset: any object with a length.
         rank: this rank, from 0.
         world_size: number of ranks that share the dataset.
-        shuffle: permute the samples anew in each epoch; otherwise keep their order.
+        shuffle: permute the samples anew in each epoch; False: keep their order.
         seed: seed of the permutations, the same on all ranks.
-        drop_last: what to do if the dataset does not divide by the number of ranks: true drops the tail,
-            false repeats samples from the beginning of the epoch, so that each rank has equally many either
-            way.
+        drop_last: if the dataset does not divide by the number of ranks, True drops the tail, False repeats samples
+            from the beginning of the epoch. Each rank has equally many in both cases.
 
     Raises:
-        ConfigError: the rank is not in the world.
+        ConfigError: the rank is outside the world.
 
     >>> sampler = ResumableDistributedSampler(range(5), rank=1, world_size=2, shuffle=False)
     >>> list(sampler)
@@ -61,12 +60,7 @@ class ResumableDistributedSampler(Sampler[int]):
         self.start = 0
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose what the next iteration yields.
-
-        Args:
-            epoch: number of the epoch, from 0.
-            start: samples of this rank to leave out at its beginning.
-        """
+        """Select the epoch (from 0) of the next iteration, skipping `start` samples of this rank at its beginning."""
         self.epoch = epoch
         self.start = start
 
@@ -80,7 +74,7 @@ class ResumableDistributedSampler(Sampler[int]):
             indices = torch.arange(count, device="cpu")
         total = len(self) * self.world_size
         if total > count:
-            # More than once through, if there are fewer samples than ranks.
+            # Repeat the samples more than once if they are fewer than the ranks.
             indices = indices.repeat(-(-total // count))
         return indices[self.rank : total : self.world_size]
 

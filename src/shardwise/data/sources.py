@@ -1,6 +1,6 @@
-"""The kinds of data behind the loader: what a position means for each, and how an iteration begins at one.
+"""Sample sources of the loader: the meaning of a position for each kind of data, and iteration from it.
 
-A position is counted on one rank, in samples where their order is ours to divide, in batches where it is not.
+A position counts on one rank. It counts samples where we distribute their order, otherwise batches.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shardwise.errors import CheckpointError, ConfigError
 _log = logging.getLogger("shardwise")
 
 SHARDS_ITSELF = "shards_itself"
-"""Attribute by which an iterable dataset says (True) that it yields this rank's and worker's samples only."""
+"""Attribute (True) of an iterable dataset that yields only this rank's and worker's samples."""
 
 
 @dataclass
 class Share:
-    """What a rank gets: its place, the size of its batches, what becomes of the tail, and the seed."""
+    """A rank's share: its place, batch size, handling of the tail, and seed."""
 
     rank: int
     world_size: int
@@ -41,7 +41,7 @@ class Share:
             raise ConfigError(f"rank: expected 0 to {self.world_size - 1} (world_size - 1), found {self.rank!r}")
 
     def batches_of(self, samples: int) -> int:
-        """Return the number of batches that this many samples of one rank make."""
+        """Return the number of batches from a number of one rank's samples."""
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
 
@@ -49,8 +49,8 @@ class SampleSource(ABC):
     """Batches from any position of any epoch.
 
     Attributes:
-        kind: name of the kind, to recognise positions of another one.
-        sampler: what gives the indices, None for streams.
+        kind: name of the kind, which identifies positions of another kind.
+        sampler: sampler of the indices, None for streams.
     """
 
     kind: str
@@ -61,18 +61,18 @@ class SampleSource(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """Begin an iteration at a position of an epoch."""
+        """Start an iteration at a position of an epoch."""
 
     @abstractmethod
     def after(self, start: int, handed_out: int) -> int:
-        """Return the position after that many batches from `start`."""
+        """Return the position `handed_out` batches after `start`."""
 
     @abstractmethod
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch; TypeError if it is unknown."""
 
     def divided_anew(self, position: int, world_size: int) -> int:
-        """Return the position here for one that was saved on another number of ranks."""
+        """Convert a position saved on another number of ranks."""
         raise CheckpointError(
             f"position in the training data: it was saved on {world_size} ranks, this run has {self.share.world_size}, "
             f"and the order is not ours to divide anew (data from a {self.kind}); resume on {world_size} ranks, or "
@@ -80,17 +80,17 @@ class SampleSource(ABC):
         )
 
     def order_state(self) -> dict[str, Any]:
-        """Return what the order depends on, as JSON types."""
+        """Return the parameters of the order, as JSON types."""
         return {"seed": self.share.seed}
 
     def restore_order(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved order."""
+        """Restore a saved order."""
         if (seed := state.get("seed")) != self.share.seed:
             _log.info("the training data goes on in the saved order (seed %s, not %d)", seed, self.share.seed)
         self.share.seed = state["seed"]
 
     def _in_turn(self, position: int, world_size: int) -> int:
-        """Leave out what all ranks together have seen; if that does not divide, see a few samples again."""
+        """Skip the samples seen by any rank; repeat a few if they do not divide by the number of ranks."""
         seen = position * world_size
         if again := seen % self.share.world_size:
             _log.info("%d samples of the epoch are seen again: %d ranks had seen %d", again, world_size, seen)
@@ -98,7 +98,7 @@ class SampleSource(ABC):
 
 
 class Indexed(SampleSource):
-    """A map-style dataset and a sampler, ours or the user's."""
+    """A map-style dataset with our sampler or the user's."""
 
     def __init__(self, dataset: Any, sampler: Any, share: Share, options: Mapping[str, Any]) -> None:
         super().__init__(share)
@@ -112,12 +112,12 @@ class Indexed(SampleSource):
         self._loader: DataLoader[Any] = DataLoader(fetched, batch_sampler=self, **options)
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """Begin an iteration at a position of an epoch."""
+        """Start an iteration at a position of an epoch."""
         self._begin = (epoch, start)
         return iter(self._loader)
 
     def __iter__(self) -> Iterator[Indices]:
-        """Return the batches of indices of the iteration that begins now; torch's loader asks for them."""
+        """Yield the batches of indices of the started iteration, for torch's loader."""
         epoch, start = self._begin
         if self._ours:
             self.sampler.set_epoch(epoch, start)
@@ -128,7 +128,7 @@ class Indexed(SampleSource):
         return self._grouped(indices, epoch, start)
 
     def after(self, start: int, handed_out: int) -> int:
-        """Return the position after that many batches from `start`."""
+        """Return the position `handed_out` batches after `start`."""
         if self._in_batches:
             return start + handed_out
         position = start + handed_out * self.share.batch_size
@@ -138,7 +138,7 @@ class Indexed(SampleSource):
         return len(self.sampler) if self._in_batches else self.share.batches_of(len(self.sampler))
 
     def divided_anew(self, position: int, world_size: int) -> int:
-        """Return the position here for one that was saved on another number of ranks."""
+        """Convert a position saved on another number of ranks."""
         if not self._ours:
             return super().divided_anew(position, world_size)
         count = len(self._dataset)
@@ -148,14 +148,14 @@ class Indexed(SampleSource):
         return min(self._in_turn(position, world_size), len(self.sampler))
 
     def order_state(self) -> dict[str, Any]:
-        """Return what the order depends on, as JSON types."""
+        """Return the parameters of the order, as JSON types."""
         state = super().order_state()
         if self._ours:
             state |= {"length": len(self._dataset), "shuffle": self.sampler.shuffle}
         return state
 
     def restore_order(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved order."""
+        """Restore a saved order."""
         if self._ours:
             if state.get("length") != len(self._dataset):
                 raise CheckpointError(
@@ -195,7 +195,7 @@ class Indexed(SampleSource):
 
 
 class Streamed(SampleSource):
-    """An iterable dataset, read by every rank in full, or one that yields each rank its own samples."""
+    """An iterable dataset, which every rank reads in full, or which shards itself."""
 
     def __init__(self, dataset: Any, share: Share, options: Mapping[str, Any]) -> None:
         super().__init__(share)
@@ -220,7 +220,7 @@ class Streamed(SampleSource):
         )
 
     def batches(self, epoch: int, start: int) -> Iterator[Any]:
-        """Begin an iteration at a position of an epoch."""
+        """Start an iteration at a position of an epoch."""
         _set_epoch(self._dataset, epoch)
         if self._stream is not None:
             self._stream.start = start
@@ -232,7 +232,7 @@ class Streamed(SampleSource):
         return iterator
 
     def after(self, start: int, handed_out: int) -> int:
-        """Return the position after that many batches from `start`."""
+        """Return the position `handed_out` batches after `start`."""
         return start + handed_out * (1 if self._stream is None else self.share.batch_size)
 
     def __len__(self) -> int:
@@ -243,14 +243,18 @@ class Streamed(SampleSource):
         return self.share.batches_of(samples)
 
     def divided_anew(self, position: int, world_size: int) -> int:
-        """Return the position here for one that was saved on another number of ranks."""
+        """Convert a position saved on another number of ranks."""
         if self._stream is None:
             return super().divided_anew(position, world_size)
         return self._in_turn(position, world_size)
 
 
 def own_sampler(dataset: Any, share: Share, shuffle: bool) -> ResumableDistributedSampler:
-    """Build the sampler for a map-style dataset; an error says why no batch would come out."""
+    """Build the sampler for a map-style dataset.
+
+    Raises:
+        ConfigError: the dataset is unsuitable, or yields no batch.
+    """
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
             f"training data: {type(dataset).__name__} is neither a map-style dataset (__getitem__ and __len__) nor a "
@@ -273,7 +277,6 @@ def own_sampler(dataset: Any, share: Share, shuffle: bool) -> ResumableDistribut
 
 
 def _set_epoch(owner: Any, epoch: int) -> None:
-    """Tell whatever decides the order which epoch begins."""
     for candidate in (owner, getattr(owner, "sampler", None)):
         if (tell := getattr(candidate, "set_epoch", None)) is not None:
             tell(epoch)
@@ -281,6 +284,6 @@ def _set_epoch(owner: Any, epoch: int) -> None:
 
 
 def _repeats(sampler: Iterable[Any]) -> bool:
-    """Whether a sampler is known to give the same order when an epoch is begun again."""
+    """Return True if a sampler is known to repeat its order when an epoch restarts."""
     candidates = (sampler, getattr(sampler, "sampler", None))
     return any(hasattr(entry, "set_epoch") or isinstance(entry, SequentialSampler) for entry in candidates)

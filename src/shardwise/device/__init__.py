@@ -1,4 +1,4 @@
-"""What differs between kinds of device."""
+"""Device abstraction: device choice, CUDA streams and events, pinned host memory, staged copies, profiler ranges."""
 
 from shardwise.device.choice import choose_device
 from shardwise.device.later import Later, numbers_on

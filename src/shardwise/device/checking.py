@@ -1,14 +1,14 @@
-"""Checks traces of recorded devices: memory is used in order and given back late enough, and no rank waits for ever.
+"""Race, lifetime and deadlock checks for the traces of recorded devices.
 
-*Order*: two uses of the same bytes, one of which writes, must be ordered by streams, marks and the host. Each stream
-has a clock that counts its kernels and knows how far it is behind each other stream (vector clocks: Fidge 1988, Mattern
-1989); a use that the clock of a later one does not know of may run beside it.
+*Order*: CUDA streams, events and the host must order two uses of the same bytes if one use writes. Each stream has a
+vector clock (Fidge 1988, Mattern 1989). The clock counts the stream's kernels and the latest kernel of each other
+stream that it waits for. An earlier use that is not in the clock of a later use may run concurrently.
 
-*Memory*: what is given back may at once be taken again for what is launched on the stream it belongs to. Whoever uses
-memory that was taken after must therefore run behind all uses of what had been given back to that stream.
+*Memory*: released memory can be reused at once by kernels of the stream that owns it. Kernels that use the new
+allocation must therefore run after all uses of memory released to that stream before.
 
-*Progress*: the hosts and streams of all ranks are played together. A collective runs when each rank of its group has
-got there. If nothing can go on, somebody waits for ever.
+*Progress*: the checker simulates hosts and streams of all ranks together. A collective runs when each rank of its group
+has reached it. If no host or stream can proceed, the ranks are deadlocked.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from shardwise.device.recording import COMPUTE, Event, Span, Trace
 Clock = dict[str, int]
 
 _GROUP = "group "
-"""What the names of the streams of process groups begin with."""
+"""Prefix of the stream names of process groups."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with traces.
+    """A defect found in traces.
 
     Attributes:
-        kind: "race" (uses without order), "early" (memory given back before its last use), "order" (ranks launch
-            different collectives), "stuck" (ranks wait for each other).
-        rank: of the trace; -1: of all.
-        text: what it is, in words.
+        kind: "race" (unordered uses), "early" (memory released before its last use), "order" (ranks launch different
+            collectives), "stuck" (deadlock).
+        rank: rank of the trace; -1: all ranks.
     """
 
     kind: str
@@ -46,7 +45,7 @@ class Problem:
 
 
 def check(traces: Sequence[Trace]) -> list[Problem]:
-    """Return what is wrong with the traces of all ranks, in rank order."""
+    """Return the defects in the traces of all ranks, in rank order."""
     found = [problem for rank, trace in enumerate(traces) for problem in check_order(trace, rank)]
     return found + check_progress(traces)
 
@@ -70,8 +69,6 @@ def _join(clock: Clock, other: Clock) -> None:
 
 
 class _Order:
-    """Goes through the events of one rank."""
-
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._clocks: dict[str, Clock] = defaultdict(dict)
@@ -80,7 +77,7 @@ class _Order:
         self._ended: dict[tuple[str, int], Clock] = {}
         self._uses: dict[int, list[_Use]] = defaultdict(list)
         self._owner: dict[int, str] = {}
-        self._given: dict[str, dict[str, _Use]] = defaultdict(dict)  # the last use on each stream, by owner
+        self._given: dict[str, dict[str, _Use]] = defaultdict(dict)  # last use on each stream, by owner
         self._born: dict[int, dict[str, _Use]] = {}
         self.problems: list[Problem] = []
 
@@ -115,7 +112,7 @@ class _Order:
                     given[use.stream] = use
 
     def clock(self, stream: str) -> Clock:
-        """Return how far a stream has got, and how far it is behind each other stream."""
+        """Return a stream's vector clock: its kernel count, and the kernel count it waits for of each other stream."""
         return dict(self._clocks[stream])
 
     def _launch(self, stream: str) -> Clock:
@@ -147,7 +144,8 @@ class _Order:
                 verb = "writes" if writes else "reads"
                 self._report("race", f"{what} {verb} what {use.what} {'writes' if use.writes else 'reads'}")
             covered = span.start <= use.span.start and use.span.stop <= span.stop
-            # What comes behind this use comes behind that one. (Reads do not make later reads unnecessary to know.)
+            # A kernel ordered after this use is ordered after the covered use. A read does not replace a read of
+            # another stream.
             if not (covered and behind and (writes or (not use.writes and use.stream == stream))):
                 kept.append(use)
         kept.append(_Use(span, stream, clock[stream], writes, what))
@@ -160,7 +158,7 @@ class _Order:
 
 
 def check_order(trace: Trace, rank: int = 0) -> list[Problem]:
-    """Return uses of memory of one rank that nothing orders, and memory that is given back too early."""
+    """Return unordered memory uses of one rank, and memory that is released too early."""
     order = _Order(rank)
     for event in trace.events:
         order.take_in(event)
@@ -171,9 +169,10 @@ def check_order(trace: Trace, rank: int = 0) -> list[Problem]:
 
 
 def overlaps(trace: Trace, chosen: Callable[[Event], bool], stream: str = COMPUTE) -> list[tuple[Event, int]]:
-    """Return the chosen kernels and collectives, each with how many kernels of a stream may run at the same time.
+    """Return the selected kernels and collectives, each with the number of kernels of `stream` that may overlap it.
 
-    These kernels are ordered neither before nor after it. A copy that shares a stream with them overlaps with none.
+    Overlapping kernels are ordered neither before nor after the selected one. A copy on the same stream overlaps with
+    no kernel.
     """
     order = _Order(0)
     found: list[tuple[Event, str, int, int]] = []
@@ -199,12 +198,15 @@ def overlaps(trace: Trace, chosen: Callable[[Event], bool], stream: str = COMPUT
 
 
 class _Player:
-    """The host and the streams of one rank.
+    """Simulates the host and the streams of one rank.
 
-    Of what is said it understands: "launch" pass, place ... "launched": the gather at a place of a pass, which helpers
-    may launch earlier; "want" pass, place: the peers are asked to; "park" pass and "unpark": around a block in which
-    helpers may, for that pass only; "written" version, mark: shards are written then; "fetch" version: the host waits
-    until helpers of all other ranks have copied theirs, on the stream that the event names.
+    "say" events that it interprets:
+
+    - "launch" pass, place ... "launched": the all-gather at a place of a pass; helper threads may launch it earlier.
+    - "want" pass, place: request to the peers for that all-gather.
+    - "park" pass, "unpark": bounds of a block in which helper threads may launch all-gathers of that pass only.
+    - "written" version, mark: the event after which the shards are written.
+    - "fetch" version: the host waits until helpers of all other ranks have copied theirs, on the event's stream.
     """
 
     def __init__(self, rank: int, trace: Trace) -> None:
@@ -221,7 +223,6 @@ class _Player:
         self.fetches = 0
 
     def host(self, players: Sequence[_Player]) -> bool:
-        """Go on as far as the host can; return whether it has moved."""
         moved = False
         while self.events:
             event = self.events[0]
@@ -245,7 +246,6 @@ class _Player:
             self.queues[event.stream].append(event)
 
     def _hears(self, event: Event, players: Sequence[_Player]) -> bool:
-        """Take in what is said; return whether the host goes on."""
         if event.name == "park":
             (self.parked,) = event.numbers
         elif event.name == "unpark":
@@ -274,7 +274,6 @@ class _Player:
         return True
 
     def device(self) -> bool:
-        """Run what can run on the streams; return whether anything has."""
         moved = False
         for stream, queue in list(self.queues.items()):
             while queue and not stream.startswith(_GROUP):
@@ -292,7 +291,6 @@ class _Player:
         return moved
 
     def help(self) -> bool:
-        """Launch gathers that peers have asked for, if the host waits where helpers may; return whether any."""
         if self.parked is None or self.waits is None:
             return False
         moved = False
@@ -309,7 +307,6 @@ class _Player:
         return moved
 
     def where(self) -> str:
-        """What the rank waits for."""
         heads = [
             f"{stream!r} for {queue[0].kind} {queue[0].name} {queue[0].group} {queue[0].number}".replace("  ", " ")
             for stream, queue in self.queues.items()
@@ -320,7 +317,6 @@ class _Player:
 
 
 def _brackets(events: deque[Event]) -> Iterator[list[Event]]:
-    """Yield the events of each launch that is still to come."""
     inside: list[Event] | None = None
     for event in events:
         if event.kind == "say" and event.name == "launch":
@@ -333,7 +329,7 @@ def _brackets(events: deque[Event]) -> Iterator[list[Event]]:
 
 
 def check_progress(traces: Sequence[Trace]) -> list[Problem]:
-    """Play the traces of all ranks together; return why they do not come to their ends, if they do not."""
+    """Simulate the traces of all ranks together; return the cause of a deadlock, or an empty list."""
     players = [_Player(rank, trace) for rank, trace in enumerate(traces)]
     while True:
         moved = False
@@ -359,7 +355,10 @@ def _run(player: _Player) -> bool:
 
 
 def _meet(players: Sequence[_Player]) -> Problem | bool:
-    """Run the collectives that all ranks of a group have got to; return whether any has, or what is wrong with one."""
+    """Run the collectives that all ranks of a group have reached.
+
+    Return True if any ran, or the problem if ranks launch different collectives.
+    """
     groups = {stream for player in players for stream in player.queues if stream.startswith(_GROUP)}
     moved = False
     for group in sorted(groups):
@@ -377,5 +376,5 @@ def _meet(players: Sequence[_Player]) -> Problem | bool:
 
 
 def members_of(group: str) -> list[int]:
-    """Return the ranks of a group by its name (see `shardwise.device.recording.name_of`)."""
+    """Return the ranks of a group from its recorded name (`shardwise.device.recording.name_of`)."""
     return [int(rank) for rank in group.rpartition("@")[2].split(",")]

@@ -1,4 +1,4 @@
-"""Which device a process computes on."""
+"""Choice of the device that a process computes on."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from shardwise.errors import LaunchError
 
 
 def device_index(local_rank: int) -> int:
-    """Return the index of a process's CUDA device, which there may be none of.
+    """Return the index of a process's CUDA device; the device may not exist.
 
-    A process that sees a single device was given that one by its launcher (Slurm's `--gpus-per-task=1`, containers).
+    Because launchers may give each process a single visible device (Slurm's `--gpus-per-task=1`, containers), the index
+    is then 0.
     """
     return 0 if torch.cuda.device_count() == 1 else local_rank
 
 
 def choose_device(local_rank: int, index: int | None = None) -> torch.device:
-    """Return this process's device: its own CUDA device where there is one, else the CPU.
+    """Return this process's CUDA device, or the CPU if CUDA is not available.
 
     Args:
-        local_rank: rank on this machine; names the CUDA device, where several are visible.
+        local_rank: rank on this machine, which is the CUDA device index if several devices are visible.
         index: device index that overrides the local rank.
 
     Raises:
-        LaunchError: there are fewer CUDA devices than processes on this machine.
+        LaunchError: the machine has fewer CUDA devices than processes.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")

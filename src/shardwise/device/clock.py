@@ -1,4 +1,4 @@
-"""Times of what runs on a device: on a CUDA device those of its events, on a CPU those of the clock."""
+"""Timing of device work: with CUDA events on a GPU, with the host's clock on a CPU."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from typing import Any
 import torch
 
 Instant = Any
-"""A time of the host in seconds, or an event of a device."""
+"""A time of the host in seconds, or a CUDA event."""
 
 
 def now(cuda: bool) -> Instant:
-    """Return this time, as the current stream will see it; the host does not wait.
-
-    Args:
-        cuda: what is timed runs on the current CUDA device.
-    """
+    """Record the current time on the current stream without waiting; `cuda`: the current CUDA device, else the host."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -26,7 +22,7 @@ def now(cuda: bool) -> Instant:
 
 
 def seconds_between(start: Instant, end: Instant) -> float:
-    """Return how long it was from one `now` to a later one, waiting for the device to get there.
+    """Return the seconds between two `now` results, waiting for the device to reach the second.
 
     >>> start = now(cuda=False)
     >>> 0.0 <= seconds_between(start, now(cuda=False)) < 60.0
@@ -39,16 +35,11 @@ def seconds_between(start: Instant, end: Instant) -> float:
 
 
 Interval = tuple[str, Instant, Instant]
-"""Name, begin and end of what has been timed."""
+"""Name, begin and end of a timed block."""
 
 
 class Timed:
-    """Notes when a block has begun and ended.
-
-    Args:
-        name: of the block.
-        into: where it is noted.
-        cuda: see `now`.
+    """Context manager that appends the name, begin and end of a block to a list; `cuda` as in `now`.
 
     Example:
         >>> intervals: list[Interval] = []
@@ -59,7 +50,7 @@ class Timed:
         (2, ['load'])
     """
 
-    __slots__ = ("_begun", "_cuda", "_into", "_name")  # one is made for each collective of a step
+    __slots__ = ("_begun", "_cuda", "_into", "_name")  # because each collective of a step creates one
 
     def __init__(self, name: str, into: list[Interval], cuda: bool) -> None:
         self._name, self._into, self._cuda = name, into, cuda
@@ -72,7 +63,7 @@ class Timed:
 
 
 def add_up(intervals: Iterable[Interval], sums: dict[str, float]) -> dict[str, float]:
-    """Add the seconds of intervals to the sum of their name, waiting for the device; return the sums."""
+    """Add the seconds of intervals to `sums` by name, waiting for the device; return `sums`."""
     for name, begun, ended in intervals:
         sums[name] = sums.get(name, 0.0) + seconds_between(begun, ended)
     return sums

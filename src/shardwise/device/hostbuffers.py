@@ -1,7 +1,7 @@
-"""Memory of the host for copies of what lies on a device: as large as is asked for, and used again from pass to pass.
+"""Pool of host buffers for copies from and to a device, of exact sizes, reused from pass to pass.
 
-Pinning memory takes longer than copying into it once, and torch's own allocator of pinned memory rounds sizes up to
-powers of two. So buffers of a CUDA device are mappings of their own, which are pinned once and kept.
+Because pinning memory takes longer than copying into it once, pinned buffers are kept. Because torch's pinned-memory
+allocator rounds sizes up to powers of two, buffers of a CUDA device are own memory mappings.
 """
 
 from __future__ import annotations
@@ -15,23 +15,21 @@ from shardwise.device.pinned import pin, unpin
 from shardwise.device.staging import Copied
 
 _LARGER = 2
-"""What is kept serves for requests of at least this part of its size."""
+"""A kept buffer serves a request if it is at most this many times larger."""
 
 
 _Kept = tuple[torch.Tensor, "Copied | None", int]
-"""A buffer, a place behind the last copy from it, and the round in which it was given back."""
+"""A buffer, the event after the last copy from it, and the round of its release."""
 
 
 class HostBuffers:
-    """Buffers of one device.
+    """Buffer pool of one device.
 
     Args:
-        device: from and to which they are copied.
-        keep: keep what is given back for later requests; None: where the device is CUDA.
+        keep: keep released buffers for later requests; None: on CUDA only.
 
     Attributes:
-        keep: see above.
-        pinned: whether all memory that has been taken is pinned.
+        pinned: True if all allocated buffers are pinned.
 
     Example:
         >>> buffers = HostBuffers(torch.device("cpu"), keep=True)
@@ -45,18 +43,16 @@ class HostBuffers:
         self._cuda = device.type == "cuda"
         self.keep = self._cuda if keep is None else keep or self._cuda
         self._kept: dict[int, list[_Kept]] = {}  # by size
-        self._sizes: list[int] = []  # of these, in order
+        self._sizes: list[int] = []  # sorted sizes of kept buffers
         self._addresses: dict[int, int] = {}  # of pinned buffers, by id()
         self._out = 0
         self._round = 0
         self.pinned = self._cuda
 
     def take(self, size: int, *, real: bool = True) -> torch.Tensor:
-        """Return at least so many bytes, of undefined content: the smallest kept buffer that is not far too large.
+        """Return the smallest kept buffer of `size` bytes or slightly more, or a new one, of undefined content.
 
-        Args:
-            size: in bytes.
-            real: False: of a dry run, in which no memory is taken.
+        `real` is False in a dry run, which allocates no memory.
         """
         if not self._out:
             self._begin_round()
@@ -73,12 +69,7 @@ class HostBuffers:
         return self._mapped(size)
 
     def give_back(self, buffer: torch.Tensor, copied: Copied | None) -> None:
-        """Take a buffer back.
-
-        Args:
-            buffer: that nobody reads or writes any more but the copies up to the mark.
-            copied: behind the last copy from it.
-        """
+        """Release a buffer that only copies up to the event `copied` still use."""
         self._out -= 1
         if self.keep:
             self._put((buffer, copied, self._round))
@@ -97,7 +88,7 @@ class HostBuffers:
         return entries
 
     def _begin_round(self) -> None:
-        """Let go of what the round before, in which everything was given back in the end, had no use for."""
+        """Free the buffers that the previous round did not use. All buffers have been released at this point."""
         if any(entry[2] < self._round for kept in self._kept.values() for entry in kept):
             entries = self._empty()
             for entry in entries:
@@ -122,7 +113,7 @@ class HostBuffers:
                 unpin(self._addresses.pop(id(buffer)))
 
     def close(self) -> None:
-        """Let go of everything that is kept."""
+        """Free all kept buffers."""
         self._let_go(self._empty())
 
     def __del__(self) -> None:

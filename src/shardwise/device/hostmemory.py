@@ -1,7 +1,7 @@
-"""Memory of the host that stays: as large as is asked for, and page-locked where a CUDA device copies from it.
+"""Persistent host memory of exact size, page-locked (pinned) where a CUDA device copies from it.
 
-torch's own allocator of page-locked memory rounds sizes up to powers of two, and keeps what it is given back. That is
-right for what comes and goes; what lives on the host would take up to twice its size.
+torch's pinned-memory allocator rounds sizes up to powers of two and keeps released blocks. Because of the rounding,
+long-lived tensors on the host would take up to twice their size.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ _HUGE = 2 << 20
 
 
 def mapped(size: int) -> torch.Tensor:
-    """Return so many bytes in pages of their own, which go back to the system with the last tensor in them."""
+    """Return `size` bytes in an own memory mapping, which is unmapped when its last tensor is freed."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE:
-        with contextlib.suppress(OSError, AttributeError):  # not every system has them; there are fewer pages to lock
+        with contextlib.suppress(OSError, AttributeError):  # huge pages are optional; they mean fewer pages to lock
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class HostMemory:
-    """See the module docstring.
+    """One block of `size` bytes (above 0) of persistent host memory.
 
     Args:
-        copies: copies between it and the device.
-        size: in bytes, above 0.
-        locked: page-lock it.
-        real: False: of a dry run, in which no memory is taken.
+        copies: copy stream between this memory and the device.
+        locked: page-lock the memory.
+        real: False in a dry run, which allocates no memory.
 
     Attributes:
         bytes: the memory, of undefined content.
@@ -63,12 +62,12 @@ class HostMemory:
             self.bytes = copies.host_bytes(size)
 
     def used(self, copied: Copied) -> None:
-        """Note that copies up to a place read or write it: it is there until they are made."""
-        with self._noting:  # threads that help peers read, too
+        """Record that copies up to an event use the memory; it stays allocated until they finish."""
+        with self._noting:  # threads that help peers also copy from it
             self._used = [*(earlier for earlier in self._used if not earlier.made), copied]
 
     def wait(self) -> None:
-        """Have the host wait until no copy reads or writes it any more."""
+        """Block the host until all recorded copies finish."""
         with self._noting:
             used, self._used = self._used, []
         for copied in used:

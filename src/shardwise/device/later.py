@@ -1,4 +1,4 @@
-"""Values that go to a device, or come from there, without the host waiting for what the device does."""
+"""Host-device transfers of small values without blocking the host."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from shardwise.device.streams import Mark, streams_of
 
 
 def numbers_on(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """Return some numbers in a tensor on a device, for which the host does not wait.
+    """Return numbers as a tensor on a device, without blocking the host.
 
-    `torch.tensor(values, device=...)` would wait for all that has been launched there.
+    Because `torch.tensor(values, device=...)` waits for all kernels launched there, the copy is asynchronous.
 
     >>> numbers_on(torch.device("cpu"), [1, 2], torch.int64)
     tensor([1, 2])
     """
-    # They are not pinned, so CUDA has read them when the call returns.
+    # The source is not pinned, so CUDA has read it when the call returns.
     return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)
 
 
 class Later:
-    """A small tensor on its way to the host.
+    """Asynchronous copy of a small tensor to the host.
 
     Args:
-        values: 1-D; on a CUDA device the copy runs behind what has been launched so far, and the host goes on.
+        values: 1-D. On a CUDA device the copy is enqueued on the current stream.
 
     Example:
         >>> Later(torch.tensor([1.0, 2.0])).read()
@@ -46,11 +46,11 @@ class Later:
             self._arrived = self._streams.mark()
 
     def arrived(self) -> bool:
-        """Whether `read` would not wait."""
+        """Return True if `read` does not block."""
         return self._arrived is None or self._arrived.reached()
 
     def read(self) -> list[float]:
-        """Return the values, waiting for those that are still under way; zeros in a dry run, which has none."""
+        """Return the values, waiting for the copy; zeros in a dry run, which has no values."""
         if not has_values(self._values):
             return [0.0] * self._values.numel()
         if self._arrived is not None:

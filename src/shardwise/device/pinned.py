@@ -1,4 +1,4 @@
-"""Pinned (page-locked) host memory: what a CUDA device copies to and from without a detour and without waiting."""
+"""Pinned (page-locked) host memory, which CUDA copies directly and asynchronously."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def pin(address: int, size: int) -> bool:
-    """Pin memory of this process that is mapped already; return whether it was done.
+    """Pin mapped memory of this process; return True on success.
 
-    It needs a CUDA device that is in use, and a system that allows so much locked memory.
+    Pinning needs an initialized CUDA device and a sufficient locked-memory limit.
     """
     if not torch.cuda.is_available():
         return False
@@ -19,7 +19,7 @@ def pin(address: int, size: int) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Undo `pin`, before the memory is unmapped."""
+    """Unpin memory before it is unmapped."""
     _succeeds(torch.cuda.cudart().cudaHostUnregister, address)
 
 
@@ -29,7 +29,7 @@ def _succeeds(function: Any, *arguments: int) -> bool:
             return True
     except RuntimeError:
         pass
-    # CUDA keeps the failure for the next kernel launch, which would raise it in an operation that has no part in it.
+    # CUDA keeps the error for the next kernel launch, which would raise it in an unrelated operation.
     with contextlib.suppress(RuntimeError):
         torch.empty(1, device="cuda").fill_(0)
     return False

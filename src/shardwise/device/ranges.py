@@ -1,7 +1,7 @@
-"""Named ranges: what profilers and timelines say about the time between a model's own operators.
+"""Named profiler ranges: labels of time between a model's own operators.
 
-A range is shown by torch's profiler, by NVTX under `emit_nvtx`, and to listeners of this process, by the same name. It
-is made only while somebody looks: there are several for each unit of each pass.
+torch's profiler, NVTX under `emit_nvtx`, and listeners of this process show a range under the same name. Because each
+unit of each pass has several, ranges exist only while a profiler or a listener is active.
 """
 
 from __future__ import annotations
@@ -20,19 +20,15 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Listener(Protocol):
-    """Is told of ranges.
-
-    Attributes:
-        ranges: what it is told of; None: of all. Ranges are many, and what nobody wants is not made.
-    """
+    """Receives the ranges named in `ranges` (None: all). Ranges without a receiver are not created."""
 
     ranges: frozenset[str] | None
 
     def around(self, what: str, unit: str, size: int) -> AbstractContextManager[Any]:
-        """Return what is around a range, which neither raises nor hides errors; arguments as in `named`."""
+        """Return a context manager around a range, which neither raises nor hides errors; arguments as in `named`."""
 
     def flight(self, what: str, unit: str, size: int) -> Callable[[], None]:
-        """Something has been launched; return what is to be called at its end."""
+        """Record the launch of an asynchronous operation; return the callback for its end."""
 
 
 _listeners: tuple[Listener, ...] = ()
@@ -40,13 +36,13 @@ _changing = threading.Lock()
 
 
 def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[Any]:
-    """Return a context that profilers and listeners show by this name; where nobody looks it does nothing.
+    """Return a profiler range; a null context if no profiler or listener is active.
 
     Args:
         what: "forward", "backward", "step", "boundary"; "gather", "wait for gather", "reduce", "wait for reduction";
             "lend", "wait for loan", "store", "wait for store", "copy".
-        unit: whose parameters or gradients they are.
-        size: bytes, where they are not those of the unit.
+        unit: unit of the parameters or gradients.
+        size: bytes, if they differ from the unit's.
 
     Example:
         >>> with torch.profiler.profile() as profile, named("gather", "layers.0"):
@@ -63,7 +59,6 @@ def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[An
 
 
 def _heard(what: str, unit: str, size: int) -> list[AbstractContextManager[Any]]:
-    """Return what listeners have around a range."""
     wanted = [listener for listener in _listeners if listener.ranges is None or what in listener.ranges]
     return [listener.around(what, unit, size) for listener in wanted]
 
@@ -75,8 +70,6 @@ def _together(contexts: list[AbstractContextManager[Any]]) -> AbstractContextMan
 
 
 class _Nested:
-    """Contexts in one another, the first around the others."""
-
     __slots__ = ("_contexts",)
 
     def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
@@ -92,23 +85,18 @@ class _Nested:
 
 
 def watched() -> bool:
-    """Whether somebody looks: a listener, or torch's profiler."""
+    """Return True if a listener or torch's profiler is active."""
     return bool(_listeners) or profiler_active()
 
 
 def _landed() -> None:
-    """Nobody has been told of the launch."""
+    """Do nothing."""
 
 
 def launched(what: str, unit: str = "", size: int = 0) -> Callable[[], None]:
-    """Tell listeners that something is on its way; what is returned is to be called at its end, on any thread.
+    """Report an asynchronous "bring" or "take" to listeners; return the callback for its end, callable on any thread.
 
-    Profilers do not show it: their ranges belong to threads.
-
-    Args:
-        what: "bring" or "take".
-        unit: whose values.
-        size: bytes.
+    Because the ranges of profilers belong to threads, profilers do not show it.
     """
     if not _listeners:
         return _landed
@@ -122,7 +110,7 @@ def launched(what: str, unit: str = "", size: int = 0) -> Callable[[], None]:
 
 
 class Stretches:
-    """Ranges of which each begins where the one before ends, made while somebody looks.
+    """Consecutive ranges, one a unit, each ending where the next begins.
 
     Example:
         >>> stretches = Stretches("backward")
@@ -140,13 +128,13 @@ class Stretches:
         self.unit: str | None = None
 
     def begin(self, unit: str) -> None:
-        """Begin the stretch of a unit."""
+        """End the current range and begin the range of a unit."""
         self.end()
         self._range, self.unit = named(self._what, unit), unit
         self._range.__enter__()
 
     def end(self) -> None:
-        """End the last one; nothing happens where there is none."""
+        """End the current range, if any."""
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = self.unit = None
@@ -154,9 +142,9 @@ class Stretches:
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have somebody told of the ranges inside of the block, on all threads: a device's backward pass has its own.
+    """Register a listener inside the block, on all threads: a device's backward pass has its own thread.
 
-    Blocks may lie in one another, and may end in any order.
+    Blocks may be nested and may end in any order.
     """
     global _listeners
     with _changing:

@@ -1,9 +1,9 @@
-"""A device that writes down what would happen on it: its streams, what they wait for, and who uses which memory when.
+"""Recording device: traces the streams, waits and memory uses that a GPU would have.
 
-The engine runs as it does on a GPU, on CPU tensors of any size. Each kernel, each collective, each wait and each piece
-of memory that comes or goes becomes an event of a trace. Nothing runs late, so results say nothing about waits that are
-missing; the trace does (`shardwise.device.checking`). One process records one of several imagined ranks: collectives
-give back what they would if all ranks had the same values.
+The engine runs as on a GPU, on CPU tensors of any size. Each kernel, collective, wait, allocation and release becomes
+an event of a trace. Because each operation runs at once, results do not reveal missing waits; the trace does
+(`shardwise.device.checking`). One process records one of several simulated ranks: collectives return the result for
+equal values on all ranks.
 
     with recording() as recorder:
         engine, *_ = shardwise.initialize(...)   # in a process group of torch's "fake" backend
@@ -36,21 +36,21 @@ WAITING = frozenset(
         "nonzero_numpy", "unique_consecutive", "unique_dim",
     }
 )  # fmt: skip
-"""Operators for whose result the host waits on a CUDA device; see also `waits`."""
+"""Operators that block the host for their result on a CUDA device; see also `waits`."""
 
 _READING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
-"""Methods that copy values to the host, of which a dispatch mode sees nothing."""
+"""Methods that copy values to the host unseen by a dispatch mode."""
 
 STREAMS = 32
-"""Streams that torch has of each priority, which it gives out in turn."""
+"""Number of streams in torch's pool of each priority, assigned round-robin."""
 
 COMPUTE = "compute"
-"""The stream on which a thread launches unless it says otherwise."""
+"""Default stream of a thread."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A range of bytes of one piece of memory."""
+    """A range of bytes of one allocation."""
 
     memory: int
     start: int
@@ -59,20 +59,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that the host has done.
+    """One action of the host.
 
     Attributes:
-        kind: "kernel" or "collective" (launched on a stream); "mark" (a place in a stream), "wait" (of a stream, for a
-            mark), "arrive" (of a stream, for a collective), "block" (of the host, for a mark), "poll" (of a mark by the
-            host) and "read" (of the host, for all of a stream); "take" and "give" (of memory, on the stream that it
-            belongs to); "say" (anything else that whoever records wants to know).
-        name: of the operation, or what is said.
-        stream: see above.
-        number: of a mark, a collective (in the order of its group), or a piece of memory.
-        group: the process group of a collective.
-        reads: what it reads.
-        writes: what it writes.
-        numbers: further numbers of what is said.
+        kind: "kernel" or "collective" (launched on a stream); "mark" (a CUDA event recorded on a stream), "wait" (of a
+            stream, for a mark), "arrive" (of a stream, for a collective), "block" (of the host, for a mark), "poll" (of
+            a mark by the host) and "read" (of the host, for all of a stream); "take" and "give" (allocation and release
+            of memory, on its owner stream); "say" (an annotation for the checker).
+        name: operation, or annotation.
+        number: number of a mark, of a collective (in the order of its group), or of an allocation.
+        group: process group of a collective.
+        numbers: further numbers of an annotation.
     """
 
     kind: str
@@ -87,12 +84,7 @@ class Event:
 
 @dataclass
 class Trace:
-    """What one rank has done.
-
-    Attributes:
-        events: in the order of the host.
-        sizes: bytes of each piece of memory.
-    """
+    """The recorded actions of one rank in host order, and the bytes of each allocation."""
 
     events: list[Event] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
@@ -111,7 +103,7 @@ class _RecordedMark:
 
     def reached(self) -> bool:
         self._recorder.add(Event("poll", number=self._number))
-        return False  # the host is always ahead
+        return False  # because the simulated host is always ahead of the device
 
 
 class _RecordedStream:
@@ -127,7 +119,7 @@ class _RecordedStream:
 
 
 class _Launched:
-    """A recorded collective; a group has a stream of its own, as NCCL's have. It keeps its outputs, as theirs do."""
+    """A recorded collective, on a stream of its group as in NCCL. It keeps its outputs alive, as NCCL does."""
 
     def __init__(self, recorder: Recorder, event: Event, outputs: Sequence[torch.Tensor]) -> None:
         self._recorder, self._event, self._outputs = recorder, event, outputs
@@ -139,11 +131,10 @@ class _Launched:
 
 
 class Recorder(Streams):
-    """The streams of a recorded device; see the module docstring and `shardwise.device.streams.Streams`.
+    """The streams of a recorded device (`shardwise.device.streams.Streams`), and its trace.
 
     Attributes:
-        trace: what has happened.
-        kept: the `id` of each storage whose memory waits for other streams than its own when it is given back.
+        kept: `id` of each storage whose release waits for streams other than its owner.
     """
 
     beside = True
@@ -166,12 +157,12 @@ class Recorder(Streams):
 
     @property
     def stream(self) -> str:
-        """The stream on which this thread launches."""
+        """The current stream of this thread."""
         return getattr(self._local, "stream", COMPUTE)
 
     @contextlib.contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Launch and allocate on a stream inside of the block."""
+        """Launch and allocate on a stream inside the block."""
         before, self._local.stream = self.stream, name
         try:
             yield
@@ -189,7 +180,7 @@ class Recorder(Streams):
         return made[-1]
 
     def on_host(self) -> AbstractContextManager[None]:
-        """See `Streams.on_host`: each piece is taken and given back by itself."""
+        """Allocate host memory inside the block; each block counts as a stream of its own."""
         return self.using(f"host.{next(self._hosts)}")
 
     @override
@@ -210,24 +201,24 @@ class Recorder(Streams):
         return True
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """See `Streams.keep`: the trace has no end of this memory."""
+        """Exclude the release of a tensor's memory from the trace."""
         self.kept.add(id(tensor.untyped_storage()))
 
     # -- events ------------------------------------------------------------------------------------------------------
 
     def add(self, event: Event) -> None:
-        """Write an event down."""
+        """Append an event to the trace."""
         if not self._silent:
             with self._lock:
                 self.trace.events.append(event)
 
     def say(self, what: str, *numbers: int, stream: str = "") -> None:
-        """Write down what is no event of the device."""
+        """Append an annotation to the trace."""
         self.add(Event("say", what, stream, numbers=numbers))
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
-        """Write nothing down inside of the block: it is no part of the program."""
+        """Suspend recording inside the block."""
         before, self._silent = self._silent, True
         try:
             yield
@@ -235,20 +226,19 @@ class Recorder(Streams):
             self._silent = before
 
     def kernel(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
-        """Write down that an operation has been launched on the current stream."""
+        """Record a kernel launch on the current stream."""
         spans = tuple(self.span(t) for t in reads), tuple(self.span(t) for t in writes)
         self.add(Event("kernel", name, self.stream, reads=spans[0], writes=spans[1]))
 
     def collective(
         self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: str, run: Callable[[], Any]
     ) -> _Launched:
-        """Write down that a collective has been launched.
+        """Record the launch of a collective.
 
         Args:
-            name: the operation.
-            pairs: what it writes, and what it reads.
-            group: its process group; the n-th collective of a group meets the n-th of the other ranks.
-            run: brings about its results.
+            pairs: (output, input) tensors.
+            group: its process group; the n-th collective of a group matches the n-th of the other ranks.
+            run: computes its results.
         """
         self._counts[group] = self._counts.get(group, -1) + 1
         writes, reads = tuple(self.span(o) for o, _ in pairs), tuple(self.span(i) for _, i in pairs)
@@ -268,7 +258,7 @@ class Recorder(Streams):
         return Span(number, start, start + (last + 1) * tensor.element_size() if tensor.numel() else start)
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor counts as one of the device: all that is not in memory of `on_host`."""
+        """Return True if a tensor counts as device memory, that is, if it was not allocated in `on_host`."""
         if tensor.layout is not torch.strided:
             return True
         known = self._memory.get(id(tensor.untyped_storage()))
@@ -280,7 +270,7 @@ class Recorder(Streams):
         if known is not None and known[1:3] == place:
             return known[0]
         if known is not None:
-            self._gone(key)  # it has been resized, which gives its memory back and takes other
+            self._gone(key)  # a resize releases the memory and allocates anew
         number = next(self._numbers)
         self._memory[key] = (number, *place, self.stream)
         self.trace.sizes[number] = storage.nbytes()
@@ -299,8 +289,6 @@ class Recorder(Streams):
 
 
 class _Kernels(TorchDispatchMode):
-    """Writes down each operation that reads or writes memory."""
-
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
@@ -330,15 +318,13 @@ class _Kernels(TorchDispatchMode):
             return result
         if name.removeprefix("new_").startswith("empty"):
             for tensor in made:
-                recorder.span(tensor)  # it is taken, and not used
+                recorder.span(tensor)  # allocated, not used
         elif writes or made:
             recorder.kernel(name, reads, [*writes, *made])
         return result
 
 
 class _Reads(TorchFunctionMode):
-    """Writes down when the host reads values by a method that is no operator."""
-
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
@@ -352,7 +338,7 @@ class _Reads(TorchFunctionMode):
 
 
 def waits(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether the host waits for the result of an operator on a CUDA device, because its shape depends on it."""
+    """Return True if the host waits for an operator on a CUDA device, because the result's shape depends on values."""
     name = func._schema.name.removeprefix("aten::")
     if name == "repeat_interleave":
         return kwargs.get("output_size") is None
@@ -370,7 +356,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def name_of(group: str, ranks: Sequence[int]) -> str:
-    """Return the name under which the collectives of a process group are recorded."""
+    """Return the recorded name of a process group."""
     return f"{group}@{','.join(map(str, ranks))}"
 
 
@@ -378,13 +364,13 @@ _current: Recorder | None = None
 
 
 def current() -> Recorder | None:
-    """Return the recorder that stands in for the device now."""
+    """Return the active recorder, or None."""
     return _current
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Record what runs inside of the block; CPU tensors count as a device's."""
+    """Record the operations inside the block; CPU tensors count as device tensors."""
     global _current
     recorder = Recorder()
     with standing_in("cpu", recorder), _Kernels(recorder), _Reads(recorder):

@@ -1,4 +1,4 @@
-"""How torch takes memory of a CUDA device: in segments that grow, where buffers of many sizes come and go."""
+"""Expandable segments of torch's CUDA allocator, for buffers of many sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from shardwise.compat import allocator_settings, set_allocator_settings
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""In which users say how they want it."""
+"""Environment variables of the user's allocator settings."""
 
 _log = logging.getLogger("shardwise")
 
@@ -19,11 +19,11 @@ _GROW = "expandable_segments:True"
 
 
 def let_segments_grow(device: torch.device, env: Mapping[str, str] = os.environ) -> bool:
-    """Have memory that is taken from now on lie in segments that grow; return whether it was done.
+    """Enable expandable segments for memory allocated from now on; return True if enabled.
 
-    It holds for the whole process, and is logged. Otherwise each large tensor that finds no room gets a segment of its
-    size, and what is free in others is too small for the next one: with inputs of different lengths the process takes
-    more and more. Nothing is done where the user has chosen, by a variable or by a call, and where torch cannot.
+    The setting holds for the whole process and is logged. Without it, each large tensor that fits no free block gets a
+    segment of its size. With inputs of different lengths, free memory fragments and the process reserves more and more.
+    The function does nothing if the user set the allocator by variable or call, or if torch lacks the setting.
 
     >>> let_segments_grow(torch.device("cpu"))
     False

@@ -1,11 +1,10 @@
-"""Bytes on their way between a device and the host, through two buffers of pinned memory.
+"""Double-buffered copies between a device and the host, through two buffers of pinned memory.
 
-While the host does something with one buffer (writes it into a file, reads the next bytes into it), a stream that does
-nothing else copies the other. Copying to and from memory that is not pinned goes by way of a buffer of the driver, at a
-fraction of the speed, and the host stands meanwhile.
+While the host works on one buffer (writes a file, reads the next bytes), a copy stream copies the other. Copies from
+and to unpinned memory pass through a buffer of the driver, at a fraction of the speed, and block the host.
 
-On the CPU nothing is copied that need not be, and there are no streams. (How streams and buffers follow one another is
-tested with streams that are played; on CUDA it has not been run.)
+On the CPU there are no streams and only necessary copies. (Tests simulate the order of streams and buffers; it has not
+been run on CUDA.)
 """
 
 from __future__ import annotations
@@ -21,23 +20,18 @@ from shardwise.compat import has_values
 from shardwise.device.streams import Mark, Stream, Streams, streams_of
 
 MOST = 64 << 20
-"""Bytes of a buffer at most: enough for the speed of the bus, and for the time in between not to count."""
+"""Maximum bytes of a buffer: enough for full bus bandwidth and to hide the gaps between copies."""
 
 _ALIGNMENT = 64
-"""Sizes of buffers are multiples of it, so that whole elements of any dtype go through."""
+"""Alignment of buffer sizes in bytes, so that buffers hold whole elements of any dtype."""
 
 
 _FOREVER = timedelta.max
-"""How long the host waits for copies: they need nobody else."""
+"""Time limit of host waits for copies, which depend on no other rank."""
 
 
 class Copied:
-    """A place in a stream of copies.
-
-    Args:
-        streams: of the device.
-        mark: the place.
-    """
+    """An event (`mark`) on a copy stream."""
 
     def __init__(self, streams: Streams, mark: Mark) -> None:
         self._streams = streams
@@ -45,31 +39,24 @@ class Copied:
 
     @property
     def made(self) -> bool:
-        """Whether all copies that come before it are made, as far as the host can see now."""
+        """True if all copies before the event have finished, as seen by the host."""
         return self._mark.reached()
 
     def synchronize(self) -> None:
-        """Block the host until all copies that come before it are made."""
+        """Block the host until all copies before the event finish."""
         self._streams.block(self._mark, _FOREVER)
 
     def wait(self) -> None:
-        """Have the current stream go on only when all copies that come before it are made."""
+        """Make the current stream wait for all copies before the event."""
         self._mark.wait()
 
     def hold_up(self, stream: Stream) -> None:
-        """Have another stream do so."""
+        """Make another stream wait for all copies before the event."""
         stream.wait(self._mark)
 
 
 class CopyStream:
-    """A stream that copies between a device and the host, beside what the device computes.
-
-    Args:
-        device: where streams are; on the CPU a copy is made when `copy` returns.
-
-    Attributes:
-        device: see above.
-    """
+    """A stream for copies between a device and the host, concurrent with compute; on the CPU copies are synchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -78,82 +65,81 @@ class CopyStream:
         self._in_use: list[tuple[Mark, torch.Tensor]] = []
 
     def host_bytes(self, size: int) -> torch.Tensor:
-        """Return memory of the host for it, of undefined content."""
+        """Return host memory for copies, pinned on CUDA, of undefined content."""
         if self.device.type != "cuda":
             with self._streams.on_host():
                 return torch.empty(size, dtype=torch.uint8, device="cpu")
-        # Threads begin with the first device, on which memory must not be pinned.
+        # A new thread's current device is device 0, where this memory must not be pinned.
         with torch.cuda.device(self.device):
             return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def use(self) -> AbstractContextManager[None]:
-        """Take and give back memory of the device for copies inside of the block."""
+        """Allocate and release device memory on the copy stream inside the block."""
         return self._stream.use()
 
     def follow(self) -> None:
-        """Have copies begin when what has been launched so far on the current stream is done."""
+        """Make later copies wait for all kernels launched so far on the current stream."""
         self._stream.wait(self._streams.mark())
 
     def come_behind(self, copied: Copied) -> None:
-        """Have copies begin when those of another stream are made that come before a place there."""
+        """Make later copies wait for an event of another copy stream."""
         with self._stream.use():
             copied.wait()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy behind what it has been given before; the host goes on."""
+        """Enqueue a copy after all earlier ones, without blocking the host."""
         with self._stream.use():
             target.copy_(source, non_blocking=True)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Have memory of the device that is given back used again only when the copies so far are made."""
+        """Delay the reuse of released device memory until the copies so far finish."""
         if tensor.device.type == "cuda":
             with self._stream.use():
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def keep_host(self, tensor: torch.Tensor) -> None:
-        """Keep memory of the host until the current stream has done what it has been given so far."""
+        """Keep host memory alive until the current stream has run all kernels launched so far."""
         self._in_use = [(mark, kept) for mark, kept in self._in_use if not mark.reached()]
         self._in_use.append((self._streams.mark(), tensor))
 
     def current(self) -> Stream:
-        """Return the stream on which this thread launches."""
+        """Return the current stream of this thread."""
         return self._streams.current()
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """Have memory of the device that is given back used again only when the current stream has done with it.
+        """Delay the reuse of released device memory until the current stream has finished with it.
 
-        It costs nothing on the stream on which the memory was taken.
+        On the stream that allocated the memory this costs nothing.
         """
         if tensor.device.type == "cuda" and has_values(tensor):
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def mark(self) -> Copied:
-        """Return the place behind the copies so far."""
+        """Record an event after the copies so far."""
         with self._stream.use():
             return self.mark_current()
 
     def mark_current(self) -> Copied:
-        """Return the place behind what the current stream has been given so far."""
+        """Record an event on the current stream."""
         return Copied(self._streams, self._streams.mark())
 
 
 def is_far(device: torch.device) -> bool:
-    """Whether the host has to copy what lies there before it can read it; tests take the CPU for such a device."""
+    """Return True if the host must copy values from the device to read them; tests override this for the CPU."""
     return device.type != "cpu"
 
 
 def copy_stream(device: torch.device) -> CopyStream:
-    """Return a new stream for copies between a device and the host; tests play it."""
+    """Return a new copy stream of a device; tests override this."""
     return CopyStream(device)
 
 
 class Staging:
-    """Two buffers between a device and the host.
+    """Double buffer between a device and the host.
 
     Args:
-        device: where tensors are, or go.
-        room: bytes that will go through: buffers are no larger.
-        most: bytes of a buffer at most.
+        room: total bytes to transfer, which also bounds the buffer size.
+        most: maximum bytes of a buffer.
 
     Example:
         >>> staging = Staging(torch.device("cpu"), room=256, most=64)
@@ -169,10 +155,10 @@ class Staging:
         self._turn = 1
 
     def to_host(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the bytes of tensors, one after the other, as 1-D tensors on the host.
+        """Yield the bytes of tensors in order, as 1-D tensors on the host.
 
-        What is yielded is valid until the next is asked for; those behind it are on their way meanwhile. The tensors
-        must not change before the end.
+        A yielded tensor is valid until the next iteration; the next buffer is copied meanwhile. The tensors must not
+        change before the end.
         """
         pieces = self._cut(tensors)
         under_way = self._fetch(pieces, self._buffers[0])
@@ -184,11 +170,10 @@ class Staging:
                 arrived.mark.synchronize()
                 yield arrived.bytes
         finally:
-            if under_way is not None:  # nobody wants it any more, but its memory must not be given back yet
+            if under_way is not None:  # its memory must not be released before the copy ends
                 under_way.mark.synchronize()
 
     def _cut(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the bytes of tensors on the device, so that they fill one buffer after the other."""
         room = self._size
         for tensor in tensors:
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -200,7 +185,6 @@ class Staging:
                 room = room - piece.numel() or self._size
 
     def _fetch(self, pieces: Iterator[torch.Tensor], buffer: torch.Tensor) -> _Fetch | None:
-        """Begin to copy as many pieces as fill a buffer; None: there are no more."""
         sources: list[torch.Tensor] = []
         filled = 0
         while filled < self._size and (piece := next(pieces, None)) is not None:
@@ -208,18 +192,18 @@ class Staging:
             filled += piece.numel()
         if not sources:
             return None
-        self._stream.follow()  # what has made them contiguous, too
+        self._stream.follow()  # also after the kernels that made them contiguous
         for place, source in zip(buffer[:filled].split([source.numel() for source in sources]), sources, strict=True):
             self._stream.copy(place, source)
         return _Fetch(buffer[:filled], sources, self._stream.mark())
 
     def to_device(self, out: torch.Tensor, fill: Callable[[torch.Tensor, int], None]) -> None:
-        """Fill a tensor on the device; its values are there for everybody when this returns.
+        """Fill a tensor on the device; all streams see its values on return.
 
         Args:
             out: 1-D, contiguous.
-            fill: called with memory of the host, in the dtype of `out`, and the element of `out` from which on it puts
-                values there; while it does, those before are on their way.
+            fill: called with host memory in the dtype of `out` and the first element of `out` to fill. Earlier values
+                are copied meanwhile.
         """
         step = self._size // out.dtype.itemsize
         try:
@@ -232,7 +216,7 @@ class Staging:
             self.drain()
 
     def free(self) -> torch.Tensor:
-        """Return the buffer from which nothing has been sent for longer, as bytes, for the host to fill."""
+        """Return the buffer whose last copy is the older one, as bytes, for the host to fill."""
         self._turn = 1 - self._turn
         before, self._sent[self._turn] = self._sent[self._turn], None
         if before is not None:
@@ -241,12 +225,12 @@ class Staging:
         return self._buffers[self._turn]
 
     def send(self, out: torch.Tensor, values: torch.Tensor) -> None:
-        """Begin to copy to the device what lies in the buffer that `free` has returned last; of one dtype."""
+        """Enqueue the copy to the device of the buffer that `free` returned last; both of one dtype."""
         self._stream.copy(out, values)
         self._sent[self._turn] = self._stream.mark()
 
     def drain(self) -> None:
-        """Wait until everything that was sent has arrived."""
+        """Wait for all copies to the device."""
         for mark in self._sent:
             if mark is not None:
                 mark.synchronize()
@@ -255,13 +239,7 @@ class Staging:
 
 @dataclass(frozen=True)
 class _Fetch:
-    """A copy to the host that has begun.
-
-    Attributes:
-        bytes: where they arrive.
-        sources: whose memory must stay until then.
-        mark: behind the copy.
-    """
+    """A pending copy to the host. `sources` must stay allocated until `mark`, the event after the copy."""
 
     bytes: torch.Tensor
     sources: list[torch.Tensor]

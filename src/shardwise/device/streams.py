@@ -1,13 +1,13 @@
-"""Streams: the queues on which a device works, and what orders them.
+"""Streams and events: the queues on which a device works, and their ordering.
 
-What is launched on a stream runs there in order, beside what other streams do. The host launches and goes on. A mark is
-a place in a stream (a CUDA event): whoever waits for it sees everything that was launched there before.
+Kernels of one stream run in order, concurrently with other streams. The host launches and goes on. A mark is a CUDA
+event recorded on a stream: a stream or host that waits for it sees the results of all kernels launched there before.
 
-Memory belongs to the stream on which it was allocated: it may be given back while kernels that use it are still to run,
-and is taken again by what is launched on that stream later. Memory that another stream has used must not be given back
-before its owner waits for that stream, or the host has.
+Memory belongs to the stream on which it was allocated. It may be released while kernels that use it are pending,
+because only later kernels of that stream reuse it. Memory that another stream uses must not be released before
+the owner stream, or the host, has waited for that stream.
 
-On the CPU whatever has been launched has run. There is nothing to order, and all of this does nothing.
+On the CPU each operation has run when the call returns, and all of this does nothing.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from typing_extensions import override
 _log = logging.getLogger("shardwise")
 
 _POLL_S = 2e-5
-"""How often the host looks whether a device has got to a mark: less than a kernel of any size takes."""
+"""Seconds between polls of an event by the host: less than the duration of a large kernel."""
 
 
 class Mark(Protocol):
-    """A place in a stream."""
+    """An event recorded on a stream."""
 
     def wait(self) -> None:
-        """Let what is launched on the current stream from now on run behind it."""
+        """Make later work of the current stream wait for the event."""
 
     def reached(self) -> bool:
-        """Whether the device has got there, as far as the host can see now."""
+        """Return True if the device has reached the event, as seen by the host."""
 
 
 class Stream(Protocol):
     """A queue of one device."""
 
     def use(self) -> AbstractContextManager[Any]:
-        """What is launched and allocated inside of the block belongs to this stream."""
+        """Launch and allocate on this stream inside the block."""
 
     def wait(self, mark: Mark) -> None:
-        """Let what is launched on this stream from now on run behind a mark."""
+        """Make later work of this stream wait for an event."""
 
 
 class Streams(Protocol):
     """The streams of one device.
 
     Attributes:
-        beside: whether there are any: the host goes on while the device works.
+        beside: True if the device runs asynchronously to the host.
     """
 
     beside: bool
@@ -62,87 +62,81 @@ class Streams(Protocol):
     def make(self, name: str, *, urgent: bool = True) -> Stream:
         """Return a new stream.
 
-        torch has a few streams of each priority, which it gives out in turn: what must not wait for anybody else's work
-        has another priority than what is made again and again.
+        torch assigns streams from a small pool of each priority, round-robin. Because streams may share a queue,
+        streams that must not wait have another priority than streams created often.
 
         Args:
-            name: what it is for.
-            urgent: what it does is short, and others wait for it.
+            name: purpose of the stream.
+            urgent: True for short work that other streams wait for.
         """
 
     def current(self) -> Stream:
-        """Return the stream on which this thread launches."""
+        """Return the current stream of this thread."""
 
     def mark(self) -> Mark:
-        """Return the place to which the current stream has got."""
+        """Record an event on the current stream."""
 
     def block(self, mark: Mark, limit: timedelta) -> bool:
-        """Let the host wait for a mark; return whether the device has got there within the limit."""
+        """Block the host until an event; return True if the device reaches it within the limit."""
 
     def on_host(self) -> AbstractContextManager[Any]:
-        """Allocate memory of the host inside of the block: it is of no stream."""
+        """Allocate host memory inside the block, which belongs to no stream."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Have the memory of a tensor of another stream, when it is given back, wait for the current stream."""
+        """Delay the reuse of a released tensor of another stream until the current stream has finished with it."""
 
 
 class _There:
-    """A mark on a device on which everything that has been launched has run."""
-
     def wait(self) -> None:
-        """Nothing is to be waited for."""
+        """Do nothing."""
 
     def reached(self) -> bool:
-        """It has been reached."""
         return True
 
 
 class _Host:
-    """The one stream of a device without any."""
-
     def use(self) -> AbstractContextManager[Any]:
-        """Change nothing."""
         return _NOTHING
 
     def wait(self, mark: Mark) -> None:
-        """Nothing is to be waited for."""
+        """Do nothing."""
 
 
 _NOTHING, _THERE, _HOST = contextlib.nullcontext(), _There(), _Host()
 
 
 class HostStreams:
-    """Those of the CPU."""
+    """The streams of the CPU."""
 
     beside = False
 
     def make(self, name: str, *, urgent: bool = True) -> Stream:
-        """Return the only one."""
+        """Return the only stream."""
         return _HOST
 
     def current(self) -> Stream:
-        """Return the only one."""
+        """Return the only stream."""
         return _HOST
 
     def mark(self) -> Mark:
-        """Return a mark that has been reached."""
+        """Return an event that has been reached."""
         return _THERE
 
     def block(self, mark: Mark, limit: timedelta) -> bool:
-        """Nothing is to be waited for."""
+        """Return True without waiting."""
         return True
 
     def on_host(self) -> AbstractContextManager[Any]:
-        """Change nothing."""
+        """Return a null context."""
         return _NOTHING
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Nothing is to be waited for."""
+        """Do nothing, because CPU operations are synchronous."""
 
 
 class _CudaMark:
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event = torch.cuda.Event(blocking=True)  # a host that waits leaves its core to others
+        self._event = torch.cuda.Event(blocking=True)  # a waiting host leaves its core to other threads
         self._event.record(stream)
         self._device = stream.device
         self._followed = {stream.cuda_stream}
@@ -151,7 +145,7 @@ class _CudaMark:
         self.hold_up(torch.cuda.current_stream(self._device))
 
     def hold_up(self, stream: torch.cuda.Stream) -> None:
-        # A unit that is used many times is waited for at each use, and a stream needs to be told only once.
+        # A unit used many times is waited for at each use; one wait of a stream suffices.
         if stream.cuda_stream not in self._followed:
             self._followed.add(stream.cuda_stream)
             stream.wait_event(self._event)
@@ -176,11 +170,7 @@ class _CudaStream:
 
 
 class CudaStreams(Streams):
-    """Those of a CUDA device.
-
-    Args:
-        device: which one.
-    """
+    """The streams of a CUDA device."""
 
     beside = True
 
@@ -200,7 +190,7 @@ class CudaStreams(Streams):
         return _CudaMark(torch.cuda.current_stream(self._device))
 
     def block(self, mark: Mark, limit: timedelta) -> bool:
-        """See `Streams.block`; the interpreter is free for other threads meanwhile."""
+        """Block the host until an event, with the GIL released; return True if it is reached within the limit."""
         if limit == timedelta.max:
             assert isinstance(mark, _CudaMark)
             mark.synchronize()
@@ -213,7 +203,7 @@ class CudaStreams(Streams):
         return True
 
     def on_host(self) -> AbstractContextManager[Any]:
-        """See `Streams.on_host`: torch gives it out again when copies that it knows of have been made."""
+        """Return a null context: torch's pinned allocator reuses memory after the copies that it tracks."""
         return _NOTHING
 
     @override
@@ -222,7 +212,7 @@ class CudaStreams(Streams):
 
 
 def warn_of_one_queue(env: Mapping[str, str] = os.environ) -> None:
-    """Warn if all CUDA streams share one hardware queue: kernels then run in the order in which they were launched."""
+    """Warn if all CUDA streams share one hardware queue, which runs kernels in launch order."""
     if env.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         _log.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 gives all CUDA streams one hardware queue, as Megatron-LM asks for. "
@@ -251,7 +241,7 @@ def streams_of(device: torch.device) -> Streams:
 
 @contextlib.contextmanager
 def standing_in(kind: str, streams: Streams) -> Iterator[None]:
-    """Let devices of a type have other streams inside of the block (see `shardwise.device.recording`)."""
+    """Replace the streams of a device type inside the block (see `shardwise.device.recording`)."""
     _instead[kind] = streams
     try:
         yield

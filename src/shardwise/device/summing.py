@@ -1,4 +1,4 @@
-"""Sums of rows in order."""
+"""Summation of rows in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CHUNK = 1 << 18
 
 
 def sum_rows(out: torch.Tensor, rows: torch.Tensor, *, accumulate: bool) -> None:
-    """Set (or add to) `out` the sum of the rows, formed from the first to the last and in the dtype of `out`.
+    """Sum 2-D `rows` from first to last into the 1-D `out`, in the dtype of `out`; `rows` must not overlap `out`.
 
     Args:
         out: 1-D, of S elements.

@@ -1,4 +1,4 @@
-"""Accounting of every byte that an engine holds, measuring what modules make of it, and planning both."""
+"""Memory accounting of an engine, measurement of activations, and memory planning."""
 
 from shardwise.memory.accountant import Accountant, Category, Moved, Tier
 from shardwise.memory.dryrun import Call, fake_copy, like_cross_entropy, shapes_of

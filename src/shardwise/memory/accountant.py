@@ -1,12 +1,12 @@
-"""The accountant: live and peak bytes by category and tier.
+"""Memory accountant: live and peak bytes by category and tier.
 
-The engine tells it about each of its buffers when the buffer comes and goes, either as a number of bytes (`add`,
-`remove`) or as a tensor (`hold`), which is then counted until its memory is really given back. The engine's memory is
-therefore known exactly at any time, on any device, without asking an allocator.
+The engine reports the allocation and release of each of its buffers. It reports a number of bytes (`add`, `remove`) or
+a tensor (`hold`), which counts until its memory is freed. The engine's memory is therefore known exactly at any time,
+on any device, independent of the allocator.
 
-Events are written into a log and evaluated when somebody asks. A tensor whose purpose becomes known a little after its
-creation (optimizer state, made in the middle of a step among temporaries) is thus counted for that purpose from the
-beginning, and never shows up in a peak of something else.
+Events are appended to a log and evaluated on demand. The category of optimizer state becomes known only after its
+creation among temporaries of a step. Because of the log, the state counts in its category from the beginning, and never
+in another category's peak.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Category(Enum):
-    """What a byte is for."""
+    """Purpose of a byte."""
 
     PARAMETERS = "parameters"
-    """Shards (or, where parameters are not sharded, whole copies) in the dtype the modules compute with."""
+    """Shards (whole copies if parameters are not sharded) in the compute dtype."""
     GRADIENTS = "gradients"
-    """Accumulated gradients of this rank's range, and whole ones where gradients are not sharded."""
+    """Accumulated gradients of this rank's range; whole gradients if not sharded."""
     MASTER = "master weights"
-    """fp32 copies that the optimizer updates."""
+    """fp32 master weights of the optimizer."""
     OPTIMIZER = "optimizer state"
-    """What the optimizer keeps for each element (two moments for Adam)."""
+    """Optimizer state for each element (two moments for Adam)."""
     BUFFERS = "communication buffers"
-    """Gradients on their way to the reduction, and pieces received for it."""
+    """Buckets of gradients for the reduction, and received parts."""
     GATHERED = "gathered window"
-    """Whole units that are gathered for computing and released after it."""
+    """Unsharded units, between all-gather and reshard."""
     ACTIVATIONS = "activations"
     """Tensors saved by autograd for the backward pass, and temporaries of the modules and of the loss."""
     COMMUNICATORS = "communicators"
-    """Device memory of NCCL's communicators, beside torch's allocator: a reserve, after the first step as measured."""
+    """Device memory of NCCL's communicators, outside torch's allocator: an estimate, after the first step measured."""
     OTHER = "other"
     """Module buffers, temporaries of the optimizer's step, and on a CPU the snapshot of asynchronous saves."""
 
-    __hash__ = object.__hash__  # that of Enum is Python code, and every event is looked up by its category
+    __hash__ = object.__hash__  # faster than Enum's Python code; every event looks up its category
 
 
 class Tier(Enum):
-    """On what bytes lie."""
+    """Storage tier of bytes."""
 
     DEVICE = "device"
-    """Where the model computes."""
+    """Memory of the compute device."""
     HOST = "host"
-    """The memory of the machine that the device belongs to."""
+    """Host memory."""
     DISK = "disk"
     """Files."""
 
@@ -63,12 +63,7 @@ class Tier(Enum):
 
 
 class Moved(NamedTuple):
-    """Bytes between a tier and where they are used.
-
-    Attributes:
-        read: brought from the tier.
-        written: stored there.
-    """
+    """Bytes read from a tier and written to it."""
 
     read: int = 0
     written: int = 0
@@ -80,7 +75,7 @@ class Moved(NamedTuple):
         return Moved(self.read - other.read, self.written - other.written)
 
     def times(self, count: int) -> Moved:
-        """Return as much so many times."""
+        """Return the bytes multiplied by `count`."""
         return Moved(self.read * count, self.written * count)
 
 
@@ -88,11 +83,10 @@ class Lap(NamedTuple):
     """Bytes in one tier.
 
     Attributes:
-        live: held now, by category.
-        peak: most held at once in each category since the lap before.
-        at_peak: held by category at the moment of `peak_total`.
-        total: held now.
-        peak_total: most held at once since the lap before.
+        live: current bytes by category.
+        peak: peak bytes of each category since the previous lap.
+        at_peak: bytes by category at the moment of `peak_total`.
+        peak_total: peak bytes since the previous lap.
     """
 
     live: dict[Category, int]
@@ -103,7 +97,7 @@ class Lap(NamedTuple):
 
 
 class _Counts:
-    """Bytes of one tier; peaks are those of the lap under way, and `before` has those of the laps before it."""
+    """Bytes of one tier. Peaks are of the current lap; `before` has the peaks of earlier laps."""
 
     __slots__ = ("at_peak", "before", "live", "peak", "peak_total", "total")
 
@@ -113,7 +107,6 @@ class _Counts:
         self.begin()
 
     def begin(self) -> None:
-        """Let peaks start from what is live now."""
         self.before: tuple[dict[Category, int], dict[Category, int], int] | None = None
         self._start()
 
@@ -121,14 +114,13 @@ class _Counts:
         self.peak, self.at_peak, self.peak_total = dict(self.live), dict(self.live), self.total
 
     def lap(self) -> Lap:
-        """Return what is held now, and most since the lap before; peaks since `begin` go on."""
+        """Return the current lap and start the next one; peaks since `begin` continue."""
         ended = Lap(dict(self.live), self.peak, self.at_peak, self.total, self.peak_total)
         self.before = self.peaks()
         self._start()
         return ended
 
     def peaks(self) -> tuple[dict[Category, int], dict[Category, int], int]:
-        """Return `peak`, `at_peak` and `peak_total` since `begin`."""
         if self.before is None:
             return self.peak, self.at_peak, self.peak_total
         peak, at_peak, total = self.before
@@ -137,8 +129,6 @@ class _Counts:
 
 
 class _Told:
-    """Bytes of which somebody tells."""
-
     __slots__ = ("category", "evaluated", "tier")
 
     def __init__(self, category: Category, tier: Tier) -> None:
@@ -148,10 +138,9 @@ class _Told:
 
 
 class _Held(weakref.ref[torch.UntypedStorage]):
-    """Bytes of a storage, which come and go with it; without a category they are not counted.
+    """Bytes of a storage, until it is freed; without a category they do not count.
 
-    Category and tier may be corrected as long as its first event is not evaluated. `claimed`: somebody who knows has
-    said what it is.
+    Category and tier may be corrected until its first event is evaluated. `claimed`: the owner has set the category.
     """
 
     __slots__ = ("category", "claimed", "evaluated", "key", "size", "tier")
@@ -165,15 +154,14 @@ class _Held(weakref.ref[torch.UntypedStorage]):
 
 
 class Accountant:
-    """Counts bytes by category and tier. What is said of no tier is of the device.
+    """Counts bytes by category and tier, by default of the device.
 
     Attributes:
-        default: category of tensors that the tracker sees and nobody claims; see `owning`.
-        trackers: how many trackers report tensors now.
-        tracked: whether `shardwise.memory.track_activations` has been active since the last `reset_peak()`.
-        construction_peak: most bytes held at once while the engine was built.
-        process_bytes: resident bytes of the process before the engine was built, without the model; None if unknown.
-        process_addresses: the same of its address space.
+        default: category of unclaimed tensors that the tracker sees; see `owning`.
+        tracked: True if `shardwise.memory.track_activations` was active since the last `reset_peak()`.
+        construction_peak: peak bytes during the engine's construction.
+        process_bytes: resident bytes of the process before the construction, without the model; None if unknown.
+        process_addresses: the process's address space before the construction, without the model; None if unknown.
 
     Example:
         >>> accountant = Accountant()
@@ -191,9 +179,9 @@ class Accountant:
     """
 
     _LOG_LENGTH = 4096
-    """Events kept before they are evaluated."""
+    """Maximum number of unevaluated events."""
     _TRACKED_LOG_LENGTH = 1 << 20
-    """The same while a tracker is active: longer than a step, so that late claims are exact."""
+    """Maximum with an active tracker: longer than a step, so that late claims are exact."""
 
     def __init__(self) -> None:
         self.default: Category | None = Category.ACTIVATIONS
@@ -204,12 +192,12 @@ class Accountant:
         self.trackers = 0
         self._counts = {tier: _Counts() for tier in Tier}
         self._device = self._counts[Tier.DEVICE]
-        self._near = self._peak_near = 0  # of device and host together
+        self._near = self._peak_near = 0  # device and host together
         self._moved = dict.fromkeys(Tier, Moved())
         self._moving = threading.Lock()
-        # Deaths of tensors are reported by callbacks that may run in the middle of anything, so all they do is append.
+        # Because finalizers of tensors may run anywhere, they only append to the log.
         self._log: list[tuple[_Told | _Held, int]] = []
-        self._evaluating = threading.Lock()  # threads that go on with chains of collectives tell of buffers, too
+        self._evaluating = threading.Lock()  # threads of collective queues also report buffers
         self._told = {tier: {category: _Told(category, tier) for category in Category} for tier in Tier}
         self._held: dict[int, _Held] = {}
 
@@ -217,24 +205,24 @@ class Accountant:
 
     @property
     def live(self) -> dict[Category, int]:
-        """Bytes held now, by category."""
+        """Current bytes on the device, by category."""
         return self.live_in(Tier.DEVICE)
 
     @property
     def peak(self) -> dict[Category, int]:
-        """Most bytes held at once in each category since the last `reset_peak()`; not all at the same time."""
+        """Peak bytes of each category since the last `reset_peak()`; peaks need not coincide."""
         self._evaluate()
         return dict(self._device.peaks()[0])
 
     @property
     def total(self) -> int:
-        """Bytes held now."""
+        """Current bytes on the device."""
         self._evaluate()
         return self._device.total
 
     @property
     def peak_total(self) -> int:
-        """Most bytes held at once since the last `reset_peak()`."""
+        """Peak bytes on the device since the last `reset_peak()`."""
         return self.peak_total_in(Tier.DEVICE)
 
     @property
@@ -244,27 +232,27 @@ class Accountant:
         return dict(self._device.peaks()[1])
 
     def live_in(self, tier: Tier) -> dict[Category, int]:
-        """Return the bytes held in a tier now, by category."""
+        """Return the current bytes in a tier, by category."""
         self._evaluate()
         return dict(self._counts[tier].live)
 
     def peak_total_in(self, tier: Tier) -> int:
-        """Return the most bytes held in a tier at once since the last `reset_peak()`."""
+        """Return the peak bytes in a tier since the last `reset_peak()`."""
         self._evaluate()
         return self._counts[tier].peaks()[2]
 
     @property
     def peak_near(self) -> int:
-        """Most bytes held at once on device and host together, which are the same memory where the device is a CPU."""
+        """Peak bytes of device and host together, which are the same memory if the device is a CPU."""
         self._evaluate()
         return self._peak_near
 
     def moved(self, tier: Tier) -> Moved:
-        """Return what has been moved between a tier and where it is used, since the engine was made."""
+        """Return the bytes read from and written to a tier since the engine was built."""
         return self._moved[tier]
 
     def reset_peak(self) -> None:
-        """Begin a new measurement: peaks start from what is live now."""
+        """Restart peaks from the current bytes."""
         self._evaluate()
         for counts in self._counts.values():
             counts.begin()
@@ -272,9 +260,7 @@ class Accountant:
         self.tracked = self.trackers > 0
 
     def lap(self) -> dict[Tier, Lap]:
-        """Return what is held in each tier, and most since this was last called, by whoever follows a run.
-
-        What `peak` and its like say goes on.
+        """Return current and peak bytes of each tier since the last call; `peak` and other peaks continue.
 
         >>> accountant = Accountant()
         >>> accountant.add(Category.GATHERED, 100)
@@ -297,26 +283,23 @@ class Accountant:
         self._note(self._told[tier][category], -size)
 
     def move(self, tier: Tier, *, read: int = 0, written: int = 0) -> None:
-        """Take note of bytes that are brought from a tier, or stored there."""
-        with self._moving:  # threads of autograd and of saves bring values, too
+        """Count bytes read from a tier or written to it."""
+        with self._moving:  # autograd and checkpoint threads also move values
             self._moved[tier] += (read, written)
 
     def hold(self, category: Category, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> None:
-        """Count the memory behind a tensor, once however many views it has, until it is given back.
+        """Count the memory of a tensor, once for all its views, until it is freed.
 
-        The first who says what memory is for is right; until then it is what the tracker has taken it for.
+        The first claim sets the category; before, the tracker's category holds.
         """
         self._claim(category, tensor, tier)
 
     def disregard(self, tensor: torch.Tensor) -> None:
-        """Leave the memory behind a tensor out: its bytes are told by `add` and `remove`."""
+        """Exclude the memory of a tensor, whose bytes are reported by `add` and `remove`."""
         self._claim(None, tensor)
 
     def rehouse(self, tensor: torch.Tensor, tier: Tier) -> None:
-        """Count the memory behind a tensor, as large as it was, in another tier from now on.
-
-        Nothing happens if it is not counted as a tensor's.
-        """
+        """Move the count of a tensor's memory, with its original size, to another tier; ignore uncounted tensors."""
         entry = self._held.get(id(tensor.untyped_storage()))
         if entry is None:
             return
@@ -327,7 +310,7 @@ class Accountant:
         entry.tier = tier
 
     def observe(self, tensor: torch.Tensor) -> None:
-        """Count the memory behind a new tensor under `default`, unless somebody has claimed it or will."""
+        """Count the memory of a new tensor under `default`, until it is claimed."""
         if not self.knows(tensor):
             self._enter(self.default, tensor.untyped_storage(), claimed=False)
 
@@ -359,19 +342,16 @@ class Accountant:
         entry.category, entry.tier = category, tier
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory behind a tensor is counted, or disregarded."""
+        """Return True if the memory of a tensor is counted or disregarded."""
         return id(tensor.untyped_storage()) in self._held
 
     def claims(self, tensor: torch.Tensor) -> bool:
-        """Whether somebody who knows has said what the memory behind a tensor is for."""
+        """Return True if the category of a tensor's memory has been claimed."""
         known = self._held.get(id(tensor.untyped_storage()))
         return known is not None and known.claimed
 
     def owning(self, category: Category | None) -> AbstractContextManager[None]:
-        """Have the tracker count tensors that are made inside the block, and that nobody claims, under `category`.
-
-        None: it does not count them.
-        """
+        """Set the tracker's category for unclaimed tensors created inside the block; None: they do not count."""
         return self._owning(category) if self.trackers else _NOTHING
 
     @contextlib.contextmanager
@@ -384,7 +364,7 @@ class Accountant:
 
     @contextlib.contextmanager
     def tracking(self) -> Iterator[None]:
-        """Mark the time in which a tracker reports tensors (used by `shardwise.memory.track_activations`)."""
+        """Mark a period of an active tracker (`shardwise.memory.track_activations`)."""
         self._evaluate()
         self.trackers += 1
         self.tracked = True
@@ -404,7 +384,7 @@ class Accountant:
     def _note(self, entry: _Told | _Held, delta: int) -> None:
         log = self._log
         log.append((entry, delta))
-        # Not if that is being done: by another thread, or by this one, in the middle of which a finalizer runs.
+        # Skipped during an evaluation: by another thread, or by this one, inside which a finalizer runs.
         if (
             len(log) > self._LOG_LENGTH
             and (not self.trackers or len(log) > self._TRACKED_LOG_LENGTH)
@@ -420,7 +400,7 @@ class Accountant:
             self._evaluate_log()
 
     def _evaluate_log(self) -> None:
-        # Taken piece by piece: an entry that dies meanwhile is appended and found by the same loop.
+        # Events appended during the evaluation are processed by the same loop.
         done = 0
         for entry, delta in self._log:
             done += 1

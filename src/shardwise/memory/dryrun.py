@@ -1,7 +1,7 @@
-"""Computing on tensors without memory: copies of modules and batches that are fake.
+"""Dry runs: fake copies of modules and batches.
 
-Fake tensors (torch's FakeTensorMode) have a shape, a dtype and a device, but no values. The tracker that measures real
-steps counts them all the same, so that plan and measurement are the same arithmetic.
+Fake tensors (torch's FakeTensorMode) have a shape, a dtype and a device, but no values. Because the tracker of real
+steps also counts them, plan and measurement use the same arithmetic.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """What a module is called with."""
+    """Arguments of a module call."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class Answers(TorchDispatchMode):
-    """Answers whoever asks for a value in a dry run: with what is finite, true, and not one less one.
+    """Returns plausible values of fake tensors in a dry run: True, 1, or 0.5 (finite, and 1 minus it is not 0).
 
-    Values that there are (a learning rate in a tensor) cannot be read there either.
+    Existing values (a learning rate in a tensor) are unreadable in a dry run, too.
 
     Args:
-        only: the modules that are answered; none: all.
+        only: names of the modules that receive values; empty: all.
     """
 
     def __init__(self, only: Collection[str] = ()) -> None:
@@ -55,7 +55,7 @@ class Answers(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer, or go on."""
+        """Return a plausible value for a scalar read, else run the operator."""
         if func is torch.ops.aten._local_scalar_dense.default and (not self._only or _asking() in self._only):
             dtype = args[0].dtype
             return True if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
@@ -64,10 +64,10 @@ class Answers(TorchDispatchMode):
 
 @contextlib.contextmanager
 def without_masks() -> Iterator[None]:
-    """Have transformers do without masks of attention that hide nothing, as it does if tensors have values.
+    """Make transformers omit attention masks that hide nothing, as it does for tensors with values.
 
-    It makes masks, which take memory, for tensors that it takes for traced. Here it takes tensors without values for
-    others, and is told that masks hide nothing.
+    transformers creates masks, which take memory, for tensors that seem traced. Inside the block fake tensors do not
+    seem traced, and their masks hide nothing.
     """
     utilities: Any = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(utilities, "is_fake_tensor"):
@@ -82,7 +82,10 @@ def without_masks() -> Iterator[None]:
 
 
 def has_masks(batch: Any) -> bool:
-    """Whether a batch hides something in attention, or may: it has masks that are not all one, or places of tokens."""
+    """Return True if a batch may hide tokens in attention.
+
+    It may if it has position ids, or masks that are not known to be all ones.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
     def hides(name: str, values: Any) -> bool:
@@ -95,7 +98,6 @@ def has_masks(batch: Any) -> bool:
 
 
 def _asking() -> str:
-    """Return the name of the module that has called torch."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         frame = frame.f_back
@@ -103,12 +105,10 @@ def _asking() -> str:
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Copy a module's structure; parameters and buffers become fake, shared ones stay shared.
+    """Copy a module's structure with fake parameters and buffers; shared ones stay shared.
 
     Args:
-        module: is not changed; its parameters may be released. What it has on the meta device is taken to be on the
-            CPU.
-        mode: makes the fake tensors.
+        module: is not changed; its parameters may be resharded. Meta tensors become CPU tensors.
     """
     memo: dict[int, Any] = {}
     with mode, without_overrides():
@@ -121,12 +121,10 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def fake_values(values: Any, mode: FakeTensorMode, device: torch.device | None = None) -> Any:
-    """Return nested values with each tensor replaced by a fake one.
+    """Return nested values with fake tensors.
 
     Args:
-        values: nested in any way.
-        mode: makes the fake tensors.
-        device: where tensors of the meta device are taken to be; default: the CPU.
+        device: device for meta tensors; None: the CPU.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -140,12 +138,12 @@ def fake_values(values: Any, mode: FakeTensorMode, device: torch.device | None =
 
 
 def shapes_of(values: Any, rows: int | None = None, wanted: int | None = None) -> Any:
-    """Return nested values with each tensor replaced by one on the meta device.
+    """Return nested values with meta tensors.
 
     Args:
         values: nested in any way; tensors are dense.
-        rows: size of the first dimension of what belongs to samples.
-        wanted: the size that it is to have instead.
+        rows: size of the batch dimension (the first).
+        wanted: new size of the batch dimension.
 
     >>> shapes_of({"x": torch.ones(8, 3), "scale": torch.ones(3)}, 8, 2)["x"].shape
     torch.Size([2, 3])
@@ -172,12 +170,12 @@ def _device_of(tensor: torch.Tensor, default: torch.device | None = None) -> tor
 
 @contextlib.contextmanager
 def undisturbed(devices: Collection[int] | None = None) -> Iterator[None]:
-    """Keep the random state, run compiled modules as they were written, and leave errors to the exception.
+    """Preserve the RNG state, run compiled modules eagerly, and silence torch's log of failing fake operators.
 
     Args:
-        devices: the CUDA devices whose random state is kept; None: of all.
+        devices: CUDA devices of the preserved RNG state; None: all.
     """
-    # Because torch logs a traceback of each failing operator before it raises the error, which the caller words.
+    # torch logs a traceback of each failing operator before it raises the error, whose message the caller writes.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -189,8 +187,10 @@ def undisturbed(devices: Collection[int] | None = None) -> Iterator[None]:
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return what a module is called with for a batch: a mapping is passed as keyword arguments, a tuple or list as
-    positional ones, a `Call` as both, anything else as the only argument.
+    """Return the call arguments of a batch.
+
+    A mapping gives keyword arguments, a tuple or list positional ones, a `Call` both, any other value the only
+    argument.
     """
     if isinstance(batch, Call):
         return batch.args, batch.kwargs
@@ -202,10 +202,10 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def like_cross_entropy(output: Any) -> torch.Tensor:
-    """Return a loss that takes the memory of a usual one: the output's own loss, or the sum of fp32 log-softmaxes.
+    """Return a loss with the memory of a usual loss: the output's own loss, or the sum of fp32 log-softmaxes.
 
-    For outputs whose real loss is not known: cross entropy keeps an fp32 copy of the logits and makes a gradient of the
-    same size.
+    For outputs without a known loss: cross entropy keeps an fp32 copy of the logits and creates a gradient of the same
+    size.
     """
     scalar = _scalar_in(output)
     if scalar is not None:
@@ -214,8 +214,9 @@ def like_cross_entropy(output: Any) -> torch.Tensor:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the output itself where it is a loss, its `loss` (attribute or key), or its first element; otherwise the
-    sum of all differentiable outputs.
+    """Return the loss of an output: the output itself, its `loss` (attribute or key), or its first element.
+
+    Without a loss, return the sum of all differentiable outputs.
     """
     scalar = _scalar_in(output)
     return scalar if scalar is not None else _sum_of(_trained_outputs(output))

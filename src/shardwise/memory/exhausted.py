@@ -1,4 +1,4 @@
-"""Recognising that memory has run out, and the error that is raised then."""
+"""Out-of-memory (OOM) detection, and the error for it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SIGNS = ("can't allocate memory", "not enough memory", "out of memory", "alloc_
 
 
 class OutOfMemoryError(ShardwiseError, torch.OutOfMemoryError, MemoryError):
-    """Memory has run out in the engine, or a plan does not fit: bytes asked for, what is held, and what to do.
+    """Memory has run out in the engine, or a plan does not fit: requested bytes, memory in use, and remedies.
 
-    It is caught wherever PyTorch's `OutOfMemoryError`, its `RuntimeError` for a CPU, or `MemoryError` is.
+    Handlers of PyTorch's `OutOfMemoryError`, of its `RuntimeError` for a CPU, and of `MemoryError` catch it.
 
     Attributes:
-        asked: bytes that could not be had, None if unknown.
-        suggestion: keys of the configuration with which `initialize()` would fit, if it has refused a plan and found
-            some; else None.
+        asked: requested bytes, None if unknown.
+        suggestion: configuration keys with which `initialize()` would fit, if it has refused a plan and found some;
+            else None.
     """
 
     asked: int | None = None
@@ -34,7 +34,7 @@ class OutOfMemoryError(ShardwiseError, torch.OutOfMemoryError, MemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has run out, and nobody has explained it yet.
+    """Return True if an error is an OOM error that has not been converted yet.
 
     >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: 1"))
     (True, True)
@@ -50,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int | None:
-    """Return how much was asked for when memory ran out, or None if the error does not say.
+    """Return the requested bytes of an OOM error, or None if it does not state them.
 
     >>> asked_bytes(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."))
     4096
@@ -65,10 +65,7 @@ def asked_bytes(error: BaseException) -> int | None:
 
 
 def let_go_of_frames(error: BaseException) -> None:
-    """Drop the local variables of the calls that an error has ended: they hold the activations of a pass that is over.
-
-    The traceback keeps its lines.
-    """
+    """Clear the local variables of an error's frames, which hold activations. The traceback keeps its lines."""
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
@@ -83,9 +80,9 @@ def let_go_of_frames(error: BaseException) -> None:
 
 
 def _clear_module_call(frame: FrameType) -> None:
-    """Let go of the arguments of a module's call, which `nn.Module` keeps in cells of a function of its own.
+    """Clear the arguments of a module's call, which `nn.Module` keeps in closure cells of this call.
 
-    A cleared frame still has its function, and the function has the cells. They belong to this one call.
+    A cleared frame still references its function, and the function its cells.
     """
     if frame.f_code.co_filename != nn.modules.module.__file__:
         return

@@ -1,13 +1,13 @@
-"""Formulas for the memory of transformers, as they are known from papers; tests hold them against exact counts."""
+"""Memory formulas of transformers from papers; tests compare them with exact counts."""
 
 from __future__ import annotations
 
 
 def transformer_model_bytes(layers: int, hidden: int, *, itemsize: int = 4) -> int:
-    """Return the bytes of the parameters of a transformer's layers, 4 * layers * hidden * (13 + 12 * hidden) in fp32.
+    """Return the parameter bytes of a transformer's layers, 4 * layers * hidden * (13 + 12 * hidden) in fp32.
 
-    A layer has query, key, value and output projections (4h^2 + 4h), a feed-forward network four times as wide
-    (8h^2 + 5h), and two layer norms (4h). Embeddings and a final norm are not in it.
+    A layer has query, key, value and output projections (4h^2 + 4h), a feed-forward network of four times the width
+    (8h^2 + 5h), and two layer norms (4h). Embeddings and a final norm are excluded.
 
     Args:
         layers: number of layers.
@@ -21,13 +21,12 @@ def transformer_model_bytes(layers: int, hidden: int, *, itemsize: int = 4) -> i
 
 
 def transformer_activation_bytes(layers: int, hidden: int, heads: int, batch: int, length: int) -> int:
-    """Return an estimate of what a transformer in fp32 saves for backward: n*b*l*h * (67 + 9*m*l / h) bytes.
+    """Return the estimated saved activations of an fp32 transformer: n*b*l*h * (67 + 9*m*l / h) bytes.
 
-    Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022, arXiv:2205.05198,
-    section 4.1), count 34*b*l*h + 5*b*m*l^2 bytes a layer in 16 bits, among them dropout masks of one byte a value.
-    What is not a mask doubles in fp32: 66*b*l*h + 9*b*m*l^2. The 67 of the formula as it is commonly given counts one
-    mask of two as doubled. It holds for attention whose scores are formed, with dropout; fused attention does not save
-    them.
+    Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022, arXiv:2205.05198, section
+    4.1), count 34*b*l*h + 5*b*m*l^2 bytes a layer in 16 bits, including dropout masks of one byte a value. In fp32 all
+    but the masks double: 66*b*l*h + 9*b*m*l^2. The common form with 67 counts one of two masks as doubled. The formula
+    holds for attention with materialized scores and dropout; fused attention does not save scores.
 
     Args:
         layers: number of layers n.

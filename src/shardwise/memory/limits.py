@@ -1,6 +1,6 @@
-"""How much memory this process may have: the smallest of the limits that the device or the operating system sets.
+"""Memory limits of this process: the smallest limit of device and operating system.
 
-Pages of files that the kernel can give back at once count as free.
+Reclaimable pages of the page cache count as free.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from shardwise.memory.process import resident_bytes, virtual_bytes
 
 @contextlib.contextmanager
 def more_addresses() -> Iterator[None]:
-    """Let this process have as many addresses inside of the block as it can give itself (`ulimit -S -v`).
+    """Raise the address-space limit to its maximum inside the block (`ulimit -S -v`).
 
-    What is said when they have run out takes some itself, and freed memory does not always give them back.
+    An error message after exhaustion needs addresses itself, and freed memory does not always return them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
@@ -33,15 +33,13 @@ def more_addresses() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A limit, and what counts against it now; bytes.
+    """A memory limit and its current use, in bytes.
 
     Attributes:
-        name: what sets it.
-        total: the limit.
-        used: what counts against it, whoever has it.
+        used: current use by all processes.
         own: this process's part of `used`.
         sharers: processes of this job that share the limit.
-        address_space: it counts addresses, used or not, instead of memory.
+        address_space: True if the limit counts addresses instead of memory.
     """
 
     name: str
@@ -53,18 +51,17 @@ class MemoryLimit:
 
     @property
     def share(self) -> int:
-        """What this process can have at most: what it has, and an equal part of what is free."""
+        """Maximum memory of this process: its current memory, and an equal part of the free memory."""
         return self.own + max(0, self.total - self.used) // self.sharers
 
 
 def memory_limit(device: torch.device, processes: int = 1) -> MemoryLimit | None:
-    """Return the limit that leaves this process the least, or None where nothing is known.
+    """Return the limit that leaves this process the least, or None if unknown.
 
-    On a CUDA device that is the device's memory (or the fraction of it that torch may use). On a CPU it is the least of
-    the address space (RLIMIT_AS), the control group's limit (cgroup v2 or v1) and physical memory.
+    On a CUDA device this is the device's memory (or torch's allowed fraction). On a CPU it is the minimum of address
+    space (RLIMIT_AS), control group limit (cgroup v2 or v1) and physical memory.
 
     Args:
-        device: where tensors live.
         processes: processes of this job on this machine.
 
     Example:
@@ -78,7 +75,7 @@ def memory_limit(device: torch.device, processes: int = 1) -> MemoryLimit | None
 
 
 def device_limit(device: torch.device) -> MemoryLimit:
-    """Return the limit of the memory of a CUDA device."""
+    """Return the memory limit of a CUDA device."""
     free, total = torch.cuda.mem_get_info(device)
     own = torch.cuda.memory_reserved(device)
     used = total - free
@@ -90,11 +87,7 @@ def device_limit(device: torch.device) -> MemoryLimit:
 
 
 def host_limits(processes: int = 1) -> Iterator[MemoryLimit]:
-    """Yield every limit of the memory of the host that this process has.
-
-    Args:
-        processes: processes of this job on this machine.
-    """
+    """Yield each host memory limit of this process; `processes` of this job share the machine."""
     own, addresses = resident_bytes(), virtual_bytes()
     if own is None or addresses is None:
         return
@@ -109,15 +102,15 @@ def host_limits(processes: int = 1) -> Iterator[MemoryLimit]:
 
 
 def physical_bytes() -> int:
-    """Return the memory of this machine."""
+    """Return the physical memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def disk_limit(directory: Path, processes: int = 1) -> MemoryLimit | None:
-    """Return what the file system of a directory has for this user, or None if it cannot be asked.
+    """Return the space of a directory's file system for this user, or None if unknown.
 
     Args:
-        directory: need not be there yet.
+        directory: need not exist.
         processes: processes of this job that use the same file system.
 
     Example:
@@ -135,16 +128,12 @@ def disk_limit(directory: Path, processes: int = 1) -> MemoryLimit | None:
 
 
 def existing(directory: Path) -> Path:
-    """Return a directory, or the nearest one above it that is there."""
+    """Return a directory, or its nearest existing parent."""
     return next((place for place in (directory, *directory.absolute().parents) if place.exists()), Path("/"))
 
 
 def lowest_free(groups: Sequence[ControlGroup]) -> tuple[str, int, int]:
-    """Return the limit of this machine's memory that has least left: its name, its size, what is free. Cheap.
-
-    Args:
-        groups: that limit this process.
-    """
+    """Return name, size and free bytes of the host limit with the least free memory; cheap enough for polling."""
     total = physical_bytes()
     found = ("physical memory", total, _available(total))
     for group in groups:
@@ -164,13 +153,10 @@ def _available(total: int) -> int:
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """A control group that limits memory.
+    """A control group with a memory limit in bytes.
 
     Attributes:
-        path: its name.
-        limit: bytes.
-        directory: of its files.
-        counter: the file that has what is in use.
+        counter: name of the file with the current use.
     """
 
     path: str
@@ -179,10 +165,10 @@ class ControlGroup:
     counter: str
 
     def used(self, exact_above: int = 0) -> int:
-        """Return what is in use, without pages of files that can be given back; 0 if that cannot be read any more.
+        """Return the current use without reclaimable page cache; 0 if unreadable.
 
         Args:
-            exact_above: below so many bytes in use such pages may be counted, which saves reading the statistics.
+            exact_above: below this use the page cache may be included, which saves reading the statistics.
         """
         used = 0
         try:
@@ -193,7 +179,7 @@ class ControlGroup:
         except (OSError, ValueError):
             return used
         sizes = dict(line.split(maxsplit=1) for line in lines if " " in line)
-        # In the older version what the groups below it have is told apart.
+        # cgroup v1 has separate totals that include child groups.
         total = "total_" if "total_inactive_file" in sizes else ""
         caches = (f"{total}inactive_file", f"{total}active_file", "slab_reclaimable")
         return max(0, used - sum(int(sizes.get(name, 0)) for name in caches))
@@ -202,13 +188,13 @@ class ControlGroup:
 def control_groups(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[ControlGroup]:
-    """Yield this process's control groups that limit memory, and those around them.
+    """Yield this process's memory-limiting control groups, and their parents.
 
-    Inside a container the groups of the host may not be mounted; the container's own is then the root.
+    Inside a container the host's groups may not be mounted; the container's group is then the root.
 
     Args:
-        membership: file that names the groups of a process.
-        root: where they are mounted.
+        membership: file with the groups of a process.
+        root: mount point of the groups.
     """
     try:
         lines = membership.read_text().splitlines()

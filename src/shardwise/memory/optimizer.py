@@ -1,6 +1,6 @@
-"""What an optimizer keeps, found by stepping a copy of it on tensors without memory.
+"""Optimizer state size, measured by a step of a copy on fake tensors.
 
-No table of optimizers: any class, with any options, is asked itself.
+The measurement works for any class with any options, without a table of optimizers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def state_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[tuple[int, int]]:
-    """Return what an optimizer will keep for each of some tensors, and how much of that are single numbers.
+    """Return, for each tensor, the bytes of its optimizer state and the bytes of scalars in it.
 
     Args:
-        optimizer: asked, not changed: a copy with the same options is stepped.
-        group: index of the parameter group whose options hold.
-        shapes: of all tensors that the optimizer will step in this group.
-        dtype: of these tensors and of their gradients.
-        device: where they live; some optimizers work differently on different devices.
+        optimizer: is not changed: a copy with the same options is stepped.
+        group: index of the parameter group with the options.
+        shapes: shapes of all tensors of the group.
+        dtype: dtype of these tensors and of their gradients.
+        device: their device, on which the state of some optimizers depends.
 
     Example:
         >>> adam = torch.optim.Adam([torch.zeros(1)])
@@ -44,12 +44,12 @@ def state_bytes(
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         twin = twin_of(optimizer, [{**optimizer.param_groups[group], "params": parameters}])
-        # Of the class, not of the instance: a scheduler may have wrapped the instance's, and would count the call.
+        # The class's method, because a scheduler may have wrapped the instance's and would count the call.
         type(optimizer).step(twin)
     found = []
     for parameter in parameters:
         kept = [value for value in twin.state.get(parameter, {}).values() if isinstance(value, torch.Tensor)]
-        # A parameter of no dimension is all size: its averages are no counters.
+        # The averages of a 0-D parameter are 0-D, but no counters.
         single = [value for value in kept if not value.dim() and parameter.dim()]
         found.append((_bytes(kept), _bytes(single)))
     return found
@@ -60,12 +60,7 @@ def _bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer with the same options over other tensors; it shares nothing that a step changes.
-
-    Args:
-        optimizer: is not changed.
-        groups: the parameter groups, each with its options.
-    """
+    """Return an optimizer with the same options and other parameter groups, which shares no mutable state."""
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name == "step":
@@ -75,7 +70,7 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) 
         twin.__dict__[name] = OrderedDict()
     twin.state = defaultdict(dict)
     twin.param_groups = [dict(group) for group in groups]
-    # What an engine has told it about its tensors, which are others here.
+    # The norms of the engine's tensors do not apply to these tensors.
     norms = twin.__dict__.pop("shardwise_norms", None)
     if norms is not None:
         twin.__dict__["shardwise_norms"] = norms.alone(twin.param_groups)

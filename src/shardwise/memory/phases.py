@@ -1,4 +1,4 @@
-"""What is held at the phases of a step, by category: the table of `memory_breakdown`."""
+"""Memory by category at the phases of a step: the table of `memory_breakdown`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _ORDER = (BEFORE, FORWARD, BACKWARD, STEP)
 
 
 class MemoryPhases:
-    """Looks at the accountant at the phases of a step.
+    """Records the accountant's bytes at the phases of a step.
 
     Args:
-        accountant: of the engine.
-        device: where the model is; on CUDA the figures of torch's allocator stand beside its own.
+        device: device of the model; on CUDA the table includes torch's allocator.
 
     Example:
         >>> accountant = Accountant()
@@ -40,7 +39,7 @@ class MemoryPhases:
         self._seen: dict[str, dict[str, int]] = {}
 
     def look(self, phase: str) -> None:
-        """Keep what is held now; of several micro-batches the last one counts."""
+        """Record the current bytes; the last micro-batch counts."""
         self._seen[phase] = _figures(
             {tier: self._accountant.live_in(tier) for tier in Tier},
             *(
@@ -51,7 +50,7 @@ class MemoryPhases:
         )
 
     def table(self) -> str:
-        """Return what has been seen as text, and forget it."""
+        """Return the recorded table as text, and reset."""
         seen, self._seen = {phase: self._seen[phase] for phase in _ORDER if phase in self._seen}, {}
         peaks = {category.value: size for category, size in self._accountant.peak.items()}
         peaks["total"] = self._accountant.peak_total

@@ -1,9 +1,9 @@
-"""Where state lives, and how it is lent to the device.
+"""Memory tiers of state: tensors on host or disk, acquired for use and released afterwards.
 
-A place takes the memory of a tensor over and keeps its values: in the memory of the host, in files. The tensor itself
-stays what it is, with all its views, but has memory only while it is lent: somebody asks for it (`start`), waits until
-the values are there (`finish`), uses them, and gives them back, written or only read. Between `start` and `finish`
-other work can be done. What lives on the device is there always, and costs nothing.
+A tier takes over a tensor's memory and stores its values: in host memory, or in files. The tensor object and its views
+stay, but have memory only while acquired. `start` begins to fetch the values, `finish` waits for them, and a release
+stores them if they were written. Other work can run between `start` and `finish`. Tensors on the device are always
+available at no cost.
 """
 
 from __future__ import annotations
@@ -25,60 +25,59 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Stored(Protocol):
-    """The values of one tensor in a place; the tensor is lent when it has been taken over.
+    """The stored values of one tensor, which starts out acquired.
 
     Attributes:
-        staged: bytes of the host through which values go on their way between the place and where they are used.
+        staged: bytes of host staging memory during a transfer.
     """
 
     staged: int
 
     def start(self, *, read: bool) -> None:
-        """Give the tensor memory again and begin to bring the values; its content is undefined unless `read`."""
+        """Allocate the tensor's memory and start to fetch the values; its content is undefined unless `read`."""
 
     def finish(self) -> None:
-        """Let the current stream go on when the values are there."""
+        """Make the current stream wait for the values."""
 
     def give_back(self, *, written: bool) -> None:
-        """Take the tensor's memory when the current stream has used it; begin to store the values if `written`."""
+        """Release the tensor's memory after the current stream's work; start to store the values if `written`."""
 
     def copy_to(self, target: torch.Tensor) -> None:
-        """Bring what has been stored into another tensor like this one, for the current stream (on any thread)."""
+        """Copy the stored values into another tensor of the same layout, for the current stream (on any thread)."""
 
     def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
-        """Have the host wait until the tensor's memory, taken by `give_back`, is free.
+        """Block the host until the memory released by `give_back` is free.
 
         Args:
-            leave: takes it instead of the system (where the place lags, and nothing is staged).
+            leave: receives the memory instead of the system (if the tier lags, and without staging).
         """
 
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
-        """Begin to bring the values to where `copy_to` or `start` has them sooner, if that takes time.
+        """Prefetch the values for `copy_to` or `start`, if fetching takes time.
 
         Args:
-            target: where `copy_to` will bring them. What it holds is undefined until then.
+            target: later target of `copy_to`; its content is undefined until then.
         """
 
     def in_place(self) -> torch.Tensor:
-        """Return the stored bytes for the host to read and write, when all copies are made (where `at_hand`)."""
+        """Return the stored bytes for the host to read and write, after all copies (if `at_hand`)."""
 
     def shared(self) -> torch.Tensor:
-        """Return the stored bytes for the host to keep (where `at_hand`).
+        """Return the stored bytes for the host to keep (if `at_hand`).
 
-        From now on whoever stores values has the host wait until they are there. It waits itself, with `in_place`, for
-        copies that read what it is going to write.
+        From now on each store of values blocks the host until its end. Before a write, the host itself waits with
+        `in_place` for copies that read the bytes.
         """
 
 
 class StateHome(Protocol):
-    """A place for tensors of one device.
+    """A memory tier for tensors of one device.
 
     Attributes:
-        tier: on what it is.
-        lends: whether what lives there has memory only while it is lent.
-        at_hand: whether the host can work on what lives there without its being lent.
-        lags: whether memory that is given back written is free only when it has been stored, on which the host waits.
-        used_on: where it is used; None: on the engine's device.
+        lends: True if tensors have memory only while acquired.
+        at_hand: True if the host can use the stored values in place.
+        lags: True if memory released dirty is free only after its store, for which the host waits.
+        used_on: device on which tensors are used; None: the engine's device.
     """
 
     tier: Tier
@@ -88,19 +87,14 @@ class StateHome(Protocol):
     used_on: torch.device | None
 
     def keep(self, tensor: torch.Tensor) -> Stored | None:
-        """Take over the memory of a contiguous tensor that has one of its own; None: it stays where it is."""
+        """Store the memory of a contiguous tensor with its own storage; None: the tensor stays in place."""
 
     def close(self) -> None:
-        """Give back what the place has; nothing is kept there any more."""
+        """Free all stored values; the tier must be empty afterwards."""
 
 
 class Resident(StateHome):
-    """Where tensors are used: every one stays where it is.
-
-    Args:
-        tier: on what that is.
-        used_on: see `StateHome`.
-    """
+    """Tier without transfers: each tensor stays in place."""
 
     lends = False
     at_hand = True
@@ -119,26 +113,24 @@ class Resident(StateHome):
 
 ON_DEVICE = Resident(Tier.DEVICE)
 ON_HOST = Resident(Tier.HOST, torch.device("cpu"))
-"""The memory of the host, for what the processor works on there."""
+"""Host memory for state that the CPU uses."""
 
 
 def tier_in_use(home: StateHome) -> Tier:
-    """Return on what lies what lives in a place, while it is used."""
+    """Return the tier of a tensor's memory while it is acquired."""
     return Tier.DEVICE if home.used_on is None else Tier.HOST
 
 
 @dataclass(frozen=True)
 class Where:
-    """The names of the places in which each kind of state lives.
+    """Names of the memory tiers of each kind of state.
 
-    Master weights live with the optimizer's state; where the parameters themselves are updated, with the parameters.
+    Master weights are with the optimizer state; parameters stepped directly are with the parameters.
 
     Attributes:
-        optimizer: place of the optimizer's state.
-        gradients: place of accumulated gradients.
-        parameters: place of the parameters between uses.
-        share: part of the elements whose optimizer state and gradients are not on the device; whole units are.
-        near: elements of a rank's parameters that stay on the host where the place is slower than that.
+        parameters: tier of the parameters between uses.
+        share: fraction of elements whose optimizer state and gradients are off the device, in whole units.
+        near: elements of a rank's parameters that stay on the host if the tier is slower.
     """
 
     optimizer: str = "device"
@@ -149,7 +141,7 @@ class Where:
 
     @property
     def names(self) -> set[str]:
-        """The places that are asked for."""
+        """The names of all tiers."""
         return {self.optimizer, self.gradients, self.parameters}
 
 
@@ -158,14 +150,14 @@ ALL_ON_DEVICE = Where()
 
 @dataclass(frozen=True)
 class Homes:
-    """The places in which each kind of state lives.
+    """Memory tiers of each kind of state.
 
     Attributes:
-        optimizer: of what is stepped in segments.
-        whole: of what is stepped in whole tensors, which is done on the device.
-        gradients: of accumulated gradients.
-        parameters: of the parameters between uses.
-        near: of the first `Where.near` elements of these.
+        optimizer: tier of state stepped in segments.
+        whole: tier of state stepped in whole tensors, on the device.
+        gradients: tier of accumulated gradients.
+        parameters: tier of the parameters between uses.
+        near: tier of the first `Where.near` elements of the parameters.
     """
 
     optimizer: StateHome = ON_DEVICE
@@ -175,7 +167,7 @@ class Homes:
     near: StateHome = ON_DEVICE
 
     def close(self) -> None:
-        """Give back what the places have; nothing lives there any more."""
+        """Free the stored values of all tiers."""
         for home in (self.optimizer, self.whole, self.gradients, self.parameters, self.near):
             home.close()
 
@@ -185,13 +177,13 @@ ALL_AT_HAND = Homes()
 
 @dataclass
 class _Loan:
-    """A tensor that lives elsewhere.
+    """A tensor stored in a tier.
 
     Attributes:
-        fresh: it has never been stored.
-        view: what is stored, as a tensor like it on the host.
-        staged: bytes of the host that are taken now, because it is on its way.
-        given: its memory was given to it here, and is not that with which it has come.
+        fresh: True before its first store.
+        view: the stored bytes on the host as a tensor of the same layout.
+        staged: host bytes allocated for a transfer.
+        given: True if the tensor's memory was allocated here, not its original memory.
     """
 
     tensor: torch.Tensor
@@ -204,16 +196,10 @@ class _Loan:
 
 
 class Spare:
-    """Memory of the host that tensors have left behind, for the next ones that are as large.
+    """Pool of host memory from released tensors, for later tensors of the same size.
 
-    New memory costs the processor the time to clear it. There is never more than has been lent at once: before a tensor
-    gets new memory, as much of what has been left goes back to the system.
-
-    Args:
-        accountant: is told of the bytes.
-
-    Attributes:
-        bytes: that are left now.
+    Because new memory must be zeroed by the CPU, reuse saves time. The pool and acquired tensors never exceed the peak
+    of acquired memory: before a new allocation, as many pooled bytes are freed.
     """
 
     def __init__(self, accountant: Accountant) -> None:
@@ -223,9 +209,9 @@ class Spare:
         self._left: list[torch.UntypedStorage] = []
 
     def leave(self, storage: torch.UntypedStorage) -> None:
-        """Take the memory of a storage (see `count`)."""
+        """Add the memory of a storage to the pool; `count` reports it."""
         size = storage.nbytes()
-        if not (can_hand_memory_on and storage.resizable()):  # who has a NumPy array of it would see what comes next
+        if not (can_hand_memory_on and storage.resizable()):  # a NumPy array of the memory would see later content
             storage.resize_(0)
         elif size:
             kept = torch.UntypedStorage(0, device=storage.device)
@@ -234,7 +220,7 @@ class Spare:
             self.bytes += size
 
     def give(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Give a storage without memory `size` bytes, of undefined content, if as many were left; else make room."""
+        """Allocate `size` bytes of undefined content for a storage from the pool, or free as many pooled bytes."""
         fits = next((number for number, kept in enumerate(self._left) if kept.nbytes() == size), None)
         if fits is not None:
             hand_memory_on(self._left.pop(fits), storage)
@@ -244,12 +230,12 @@ class Spare:
         self.count()
 
     def count(self) -> None:
-        """Tell the accountant of what is left."""
+        """Report the pooled bytes to the accountant."""
         self._accountant.add(Category.BUFFERS, self.bytes - self._counted, Tier.HOST)
         self._counted = self.bytes
 
     def clear(self) -> None:
-        """Give everything back to the system."""
+        """Free all pooled memory."""
         self._free(self.bytes)
         self.count()
 
@@ -261,17 +247,15 @@ class Spare:
 
 
 class Loans:
-    """Tensors that live in one place and are lent together; a loan inside of another one brings nothing.
+    """Tensors of one tier that are acquired together; nested acquisition transfers nothing.
 
     Args:
-        home: the place.
-        accountant: is told of the bytes.
-        label: whose tensors they are, for profilers and timelines.
+        label: name of the tensors, for profilers and timelines.
 
     Attributes:
-        away: whether what lives in the place is lent.
-        lent: how often they are lent now.
-        spare: where memory of the host comes from, and goes to, meanwhile; see `in_turn`.
+        away: True if tensors must be acquired before use.
+        lent: current number of nested acquisitions.
+        spare: pool of host memory, if any; see `in_turn`.
 
     Example:
         >>> loans = Loans(ON_DEVICE, Accountant())
@@ -286,7 +270,7 @@ class Loans:
         self.away = home.lends
         self.lent = 0
         self._label = label
-        self._on_its_way: list[Callable[[], None]] = []  # to be called when all is there, or stored
+        self._on_its_way: list[Callable[[], None]] = []  # callbacks for the end of transfers
         self.spare: Spare | None = None
         self._accountant = accountant
         self._tier = tier_in_use(home)
@@ -295,7 +279,7 @@ class Loans:
         self._unsettled: list[_Loan] = []
 
     def keep(self, category: Category, tensor: torch.Tensor) -> None:
-        """Count a tensor, and let it live in the place from now on (from the end of the loan, if there is one)."""
+        """Count a tensor and store it in the tier, at once or at the end of the current acquisition."""
         if not self.away:
             self._accountant.hold(category, tensor, self.home.tier)
             return
@@ -308,7 +292,7 @@ class Loans:
         if stored is None:
             self._accountant.hold(category, tensor, self._tier)
             return
-        self._accountant.disregard(tensor)  # its memory comes and goes: told by the bytes
+        self._accountant.disregard(tensor)  # its bytes are reported by number
         self._accountant.add(category, size, self._tier)
         self._accountant.add(category, size, self.home.tier)
         loan = _Loan(tensor, stored, category)
@@ -318,7 +302,7 @@ class Loans:
             self.settle()
 
     def keep_only(self, category: Category, tensors: Sequence[torch.Tensor]) -> None:
-        """Have these tensors and no others of a category."""
+        """Replace the tensors of a category."""
         wanted = {id(tensor.untyped_storage()) for tensor in tensors}
         for key, loan in list(self._kept.items()):
             if loan.category is category and key not in wanted:
@@ -327,7 +311,7 @@ class Loans:
             self.keep(category, tensor)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Leave a tensor, with the memory that it has now, to whoever has it; nothing happens if it is not here."""
+        """Remove a tensor, which keeps its current memory; ignore unknown tensors."""
         self.settle()
         loan = self._kept.pop(id(tensor.untyped_storage()), None)
         if loan is not None:
@@ -337,17 +321,17 @@ class Loans:
                 self._accountant.remove(loan.category, tensor.nbytes, self._tier)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all tensors."""
         for loan in list(self._kept.values()):
             self.forget(loan.tensor)
 
     @property
     def storages(self) -> Collection[int]:
-        """The `id` of each storage whose memory is taken and given here."""
+        """The `id` of each storage in the tier."""
         return self._kept.keys()
 
     def start(self, *, read: bool = True) -> None:
-        """Begin to lend everything; of undefined content, if it is not lent already, unless `read`."""
+        """Start to acquire all tensors; their content is undefined unless `read` or acquired already."""
         if not self.lent:
             self.settle()
         self.lent += 1
@@ -383,7 +367,7 @@ class Loans:
             self._on_its_way.pop()()
 
     def finish(self) -> None:
-        """Let the current stream go on when everything is there."""
+        """Make the current stream wait for all values."""
         with self._shown("wait for loan"):
             for loan in self._kept.values():
                 if not loan.fresh:
@@ -392,7 +376,7 @@ class Loans:
         self._land()
 
     def give_back(self, *, written: bool) -> None:
-        """End a loan. What is not lent any more is stored if one of the loans has written it; see `settle`."""
+        """Release all tensors. The last release stores them if any acquisition has written; see `settle`."""
         self.lent -= 1
         self._written |= written
         if not self.lent:
@@ -417,10 +401,10 @@ class Loans:
             self.settle()
 
     def settle(self) -> None:
-        """Have the memory of what was given back: where it is still being stored the host waits for that.
+        """Free the memory of released tensors; the host waits for pending stores.
 
         Raises:
-            OffloadError: something could not be stored, and is lost.
+            OffloadError: a store failed, and its values are lost.
         """
         if not self._unsettled:
             return
@@ -436,18 +420,18 @@ class Loans:
                 all_of_them.callback(loan.stored.settle, *(() if spare is None else (spare.leave,)))
 
     def spare_memory(self) -> Spare:
-        """Return what keeps memory between loans, of which the accountant is told."""
+        """Return a new pool of host memory, counted by the accountant."""
         return Spare(self._accountant)
 
     def _spare_of(self, loan: _Loan) -> Spare | None:
-        """Return what has memory for a tensor: one of the host that values are read into, and written from.
+        """Return the pool for a tensor whose values are read into and written from host memory directly.
 
-        State that the optimizer makes in its first step comes with memory of its own, which would come on top.
+        State that the optimizer creates in its first step has own memory, which would exceed the bound of the pool.
         """
         return self.spare if self.home.lags and loan.given and not loan.stored.staged else None
 
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of a tensor for the host to read and write, where they are stored (if `home.at_hand`)."""
+        """Return a tensor's stored values for the host to read and write (if `home.at_hand`)."""
         loan = self._kept.get(id(tensor.untyped_storage()))
         if loan is None or self.lent:
             return tensor
@@ -457,13 +441,13 @@ class Loans:
         return loan.view
 
     def shared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the values of a tensor where they are stored, for the host to keep; see `Stored.shared`."""
+        """Return a tensor's stored values for the host to keep; see `Stored.shared`."""
         loan = self._kept.get(id(tensor.untyped_storage()))
         return tensor if loan is None else loan.stored.shared().view(tensor.dtype).view(tensor.shape)
 
     @contextlib.contextmanager
     def lent_out(self, *, read: bool = True, written: bool) -> Iterator[None]:
-        """Lend everything inside of the block."""
+        """Acquire all tensors inside the block."""
         self.start(read=read)
         come = False
         try:
@@ -478,9 +462,9 @@ class Loans:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Let views be made of everything inside of the block; there are no values behind them, and no memory is used.
+        """Allow the creation of views inside the block, without values and without using memory.
 
-        torch makes no views of what has no memory. What is allocated here is never touched.
+        Because torch creates no views of empty storages, memory is allocated and never touched.
         """
         storages = [] if self.lent else [loan.tensor.untyped_storage() for loan in self._kept.values()]
         self.settle()
@@ -493,7 +477,7 @@ class Loans:
                 storage.resize_(0)
 
     def read(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the values of a tensor: itself if it is there, else a copy, in `into` if that is given."""
+        """Return a tensor's values: the tensor itself if available, else a copy, in `into` if given."""
         loan = self._kept.get(id(tensor.untyped_storage()))
         if loan is None or self.lent:
             return tensor if into is None else into.copy_(tensor)
@@ -506,7 +490,7 @@ class Loans:
         return target
 
     def look_ahead(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> None:
-        """Begin to bring the values of a tensor that will be `read` next (into the same memory), if that takes time."""
+        """Prefetch a tensor for the next `read` (into the same memory), if fetching takes time."""
         loan = self._kept.get(id(tensor.untyped_storage()))
         if loan is not None and self.home.lags and not (self.lent or loan.staged):
             self._coming(loan, loan.stored.staged if into is not None else tensor.nbytes)
@@ -516,7 +500,7 @@ class Loans:
     def _move(self, *, read: int = 0, written: int = 0) -> None:
         self._accountant.move(self.home.tier, read=read, written=written)
         if self.home.tier is Tier.DISK and self.home.used_on is None:
-            self._accountant.move(Tier.HOST, read=read, written=written)  # by way of the host
+            self._accountant.move(Tier.HOST, read=read, written=written)  # through host memory
 
     def _coming(self, loan: _Loan, staged: int) -> None:
         if staged and not loan.staged:
@@ -530,14 +514,14 @@ class Loans:
 
 
 Borrowed = tuple[Loans, bool | None]
-"""What is lent, and whether it will be written; None: all of it will, so that its values need not be brought."""
+"""Tensors to acquire, and whether they are written; None: completely overwritten, without fetching the values."""
 
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
-    """Have all of some loans inside of the block."""
+    """Acquire tensors inside the block."""
     try:
         with _lent(wanted) as finish:
             finish()
@@ -548,10 +532,10 @@ def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lent(wanted: Sequence[Borrowed]) -> Iterator[Callable[[], None]]:
-    """Begin to borrow, and give the block what ends that; at its end everything is given back.
+    """Start to acquire tensors, and yield the callback that finishes; release all at the end.
 
-    What has not come, because of an error, is not stored: it would take the place of good values; nor is what should
-    have been overwritten and has not.
+    After an error, tensors that were not fetched or not overwritten are not stored, because they would replace good
+    values.
     """
     come = done = False
 
@@ -575,7 +559,7 @@ def _lent(wanted: Sequence[Borrowed]) -> Iterator[Callable[[], None]]:
 
 
 def settle(wanted: Sequence[Borrowed]) -> None:
-    """Have the memory of what has been borrowed and given back."""
+    """Free the memory of released tensors."""
     with contextlib.ExitStack() as all_of_them:
         for loans, _ in reversed(wanted):
             all_of_them.callback(loans.settle)
@@ -583,7 +567,7 @@ def settle(wanted: Sequence[Borrowed]) -> None:
 
 @contextlib.contextmanager
 def _sparing(wanted: Sequence[Borrowed]) -> Iterator[Spare | None]:
-    """Let what is given back inside of the block leave its memory to what is lent there next; in the end, to nobody."""
+    """Share a pool of host memory among the tensors inside the block; free it at the end."""
     lagging = [loans for loans, _ in wanted if loans.home.lags and loans.spare is None]
     if not (lagging and can_hand_memory_on):
         yield None
@@ -603,13 +587,13 @@ def in_turn(
     parts: Sequence[tuple[T, Sequence[Borrowed]]],
     use: Callable[[T], None],
 ) -> None:
-    """Use parts of something one after the other, each lent meanwhile.
+    """Process parts in order, each acquired meanwhile, as a pipeline.
 
-    While one is waited for and used the next one is on its way, and the one before may still be being stored: there is
-    memory for three, whatever their number, and one leaves its memory of the host to the third after it.
+    During the use of one part the next one is fetched, and the previous one may still be stored. The pipeline needs
+    memory for three parts, and reuses each part's host memory for the third after it.
 
     Args:
-        parts: each with what it borrows.
+        parts: each with its tensors to acquire.
         use: is called with each.
     """
     everything = [borrows for _, wanted in parts for borrows in wanted]
@@ -624,7 +608,7 @@ def in_turn(
                             loans.start(read=written is not None)
                             ahead.callback(loans.give_back, written=False)
                         if spare is not None:
-                            spare.clear()  # of other sizes
+                            spare.clear()  # left-over memory of other sizes
                         finish()
                         use(part)
         finally:

@@ -1,4 +1,4 @@
-"""Resident set size: what the operating system says the process uses, read from /proc (Linux) or not at all."""
+"""Resident set size and address space of the process, from /proc (Linux only)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from shardwise.compat import without_overrides
 
 
 def resident_bytes(process: int | None = None) -> int | None:
-    """Return the bytes of a process that are in memory now, or None where the system has no /proc, or no such process.
-
-    Args:
-        process: its number; None: this one.
+    """Return the resident bytes of a process (None: this one), or None without /proc or without the process.
 
     >>> size = resident_bytes()
     >>> size is None or size > 0
@@ -28,7 +25,7 @@ def resident_bytes(process: int | None = None) -> int | None:
 
 
 def virtual_bytes() -> int | None:
-    """Return the size of this process's address space, or None where the system has no /proc."""
+    """Return the size of this process's address space, or None without /proc."""
     return _pages(0)
 
 
@@ -41,7 +38,7 @@ def _pages(field: int, process: int | None = None) -> int | None:
 
 
 def peak_resident_bytes() -> int | None:
-    """Return the most bytes of this process that were in memory at once since it started, or None if unknown."""
+    """Return the peak resident bytes of this process since its start, or None if unknown."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -53,18 +50,18 @@ def peak_resident_bytes() -> int | None:
 
 
 def give_back_freed_memory() -> None:
-    """Have the C library return memory that was freed between blocks still in use (glibc), and torch what it caches.
+    """Trim freed memory of the C library's heap (glibc), and empty torch's cache.
 
-    glibc returns large blocks only above a threshold that grows with use (to 32 MiB), and otherwise what lies at the
-    end of its heap. What dies before its neighbours, such as a whole model whose shards outlive it, leaves holes that
-    stay resident. This costs milliseconds and the first touch of those pages later: it is for turning points such as
-    the end of construction, not for every step.
+    glibc returns large blocks only above a threshold that grows with use (to 32 MiB), and otherwise only the end of its
+    heap. Memory freed before its neighbours, such as a model outlived by its shards, leaves resident holes. Trimming
+    costs milliseconds, and later the first touch of those pages. Call it at turning points such as the end of
+    construction, not in every step.
     """
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
     if torch.cuda.is_initialized():
-        # What construction has taken in large pieces would be cut up by the activations to come.
+        # Otherwise activations would fragment the large blocks of the construction.
         torch.cuda.empty_cache()
 
 
@@ -77,14 +74,13 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def module_bytes(module: nn.Module, kind: str | None = None) -> int:
-    """Return the bytes of memory behind a module's parameters and buffers; shared memory counts once.
+    """Return the bytes of a module's parameters and buffers; shared memory counts once.
 
     Args:
-        module: any.
-        kind: what lies on devices of this type; None: on any.
+        kind: device type to count; None: any.
     """
     storages = {}
-    with without_overrides():  # released parameters need not come back for this
+    with without_overrides():  # without gathering resharded parameters
         for tensor in (*module.parameters(), *module.buffers()):
             counts = not tensor.is_meta and (kind is None or tensor.device.type == kind)
             if counts and tensor.layout is torch.strided:

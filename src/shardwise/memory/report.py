@@ -1,4 +1,4 @@
-"""The memory table: planned, measured and least possible bytes, by category."""
+"""Memory table: planned, measured and minimum bytes, by category."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shardwise.memory.accountant import Category
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One line of the table; bytes of one rank. None: not known (see the report's notes).
+    """One line of the table, in bytes of one rank. None: unknown (see the report's notes).
 
     Attributes:
         name: the category, or `total`.
-        planned: found beforehand by a dry run of a step.
-        measured: most bytes held at once since peaks were last reset. Peaks of different categories need not coincide,
-            so the measured total may be less than the sum of the lines.
-        floor: what the arithmetic of the sharding plan cannot do without.
-        live: held when the report was made; in reports on memory that has run out.
+        planned: result of a dry run of a step.
+        measured: peak bytes since the last reset. Because peaks of categories need not coincide, the measured total may
+            be less than the sum of the lines.
+        floor: minimum of the sharding plan's arithmetic.
+        live: bytes at the time of the report; in OOM reports.
     """
 
     name: str
@@ -32,23 +32,21 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """What one rank's memory goes to.
+    """Memory of one rank by category.
 
     Attributes:
         rows: one per category, in the order of `Category`.
-        total: the bottom line.
-        parameters: elements of all parameters of the whole model; bytes per parameter are bytes of one rank over this.
-        rank, world: whose memory this is.
-        construction: most bytes held at once while the engine was built.
-        resident: resident set size of the process now, None if unknown.
-        process: the part of it that was there before the engine was built, without the model: interpreter, libraries,
-            data.
-        notes: why something is not known.
-        allocated: most bytes that torch's allocator has handed out on the CUDA device since its peaks were last reset
-            (`torch.cuda.reset_peak_memory_stats`), whoever asked for them; None on other devices.
-        reserved: most bytes that it has taken from the device.
-        elsewhere: one line for each tier but the device on which anything is held.
-        moved: bytes that a step is planned to bring from each of these tiers ("read") and to store there ("written").
+        parameters: elements of all parameters of the whole model; bytes per parameter divide one rank's bytes by it.
+        rank, world: rank of the report, and number of ranks.
+        construction: peak bytes during the engine's construction.
+        resident: current resident set size of the process, None if unknown.
+        process: part of `resident` before the construction, without the model: interpreter, libraries, data.
+        notes: reasons for unknown values.
+        allocated: peak bytes of torch's CUDA allocator since its last reset (`torch.cuda.reset_peak_memory_stats`), of
+            all users; None on other devices.
+        reserved: peak bytes that the allocator has reserved.
+        elsewhere: one line for each other tier in use.
+        moved: planned bytes of a step that are read from ("read") and written to ("written") each of these tiers.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -85,7 +83,7 @@ class MemoryReport:
             Console().print(self)
 
     def __rich__(self) -> Any:
-        """Return what rich prints for the report."""
+        """Return the table for rich."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -139,7 +137,7 @@ class MemoryReport:
 
 
 def readable(value: int | None) -> str:
-    """Return bytes in a unit that leaves at most four digits before the point; "-" for None."""
+    """Format bytes with at most four digits before the decimal point; "-" for None."""
     if value is None:
         return "-"
     amount, unit = float(value), "B"
@@ -151,7 +149,7 @@ def readable(value: int | None) -> str:
 
 
 def as_text(printed: Iterable[Any], width: int) -> str:
-    """Return what rich prints for some objects, as plain text of so many columns."""
+    """Return rich's output for objects as plain text of `width` columns."""
     from rich.console import Console
 
     text = io.StringIO()

@@ -1,8 +1,8 @@
-"""The four sources of memory in training a module: model, gradients, optimizer, activations.
+"""Memory sources of a module's training: model, gradients, optimizer, activations.
 
-The division is that of Sohoni et al., "Low-memory neural network training: a technical report" (2019), with gradients
-and optimizer apart. Activations are counted in two ways: as the outputs of the layers, which hooks see, and exactly, as
-the memory that autograd keeps for the backward pass. The two formulas for transformers are checked against both.
+The division follows Sohoni et al., "Low-memory neural network training: a technical report" (2019), with separate
+gradients and optimizer. Activations are counted in two ways: as the outputs of layers, by hooks, and exactly, as the
+memory that autograd saves for the backward pass. Tests compare the two transformer formulas with both.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from shardwise.memory.watch import Watch
 from shardwise.trees import tensors_in
 
 OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | str
-"""An optimizer, a class or another callable that makes one from parameters, or the name of a class in torch.optim."""
+"""An optimizer, a class or factory of optimizers, or the name of a class in torch.optim."""
 
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """What one module adds to the sources, without its children; bytes.
+    """Bytes of one module in each source, without its children.
 
     Attributes:
         name: as in `named_modules()`; "" for the module itself.
-        kind: its class.
-        model: its parameters; a shared one belongs to the first module that has it.
+        model: its parameters; a shared one belongs to the first module with it.
         gradient: their gradients.
         optimizer: their optimizer state.
-        outputs: new memory behind what its calls have returned, if it calls no other module.
-        saved: what autograd has saved while it was the innermost module that ran. Each storage counts where it was
-            saved first.
+        outputs: new memory of its calls' results, if it calls no other module.
+        saved: memory that autograd saves while it is the innermost running module. Each storage counts at its first
+            save.
     """
 
     name: str
@@ -54,21 +53,19 @@ class ModuleMemory:
 
 @dataclass(frozen=True)
 class MemorySources:
-    """What training a module takes, in bytes.
+    """Bytes of a module's training, by source.
 
     Attributes:
         model: parameters; tied ones once.
-        buffers: module buffers.
-        gradient: one for each parameter that is trained, in its dtype.
-        optimizer: what the optimizer keeps, step counters included.
-        optimizer_counters: the part of it that does not depend on the parameters' sizes (Adam's step counts).
-        inputs: memory behind the tensors given.
-        activation_outputs: the inputs and the outputs of all modules that call no other module. Memory counts once:
-            views and in-place changes are no new outputs. None: no inputs were given.
-        activation_saved: distinct memory that autograd keeps for the backward pass at the end of the forward pass (and
-            of the loss, if one is given), parameters, buffers and views of them excluded. None: no inputs were given.
-        modules: what each module adds.
-        notes: what had to be assumed.
+        gradient: one for each trained parameter, in its dtype.
+        optimizer: optimizer state, including step counters.
+        optimizer_counters: the part independent of parameter sizes (Adam's step counts).
+        inputs: memory of the given tensors.
+        activation_outputs: the inputs, and the outputs of all modules that call no other module. Memory counts once:
+            views and in-place changes add nothing. None: no inputs were given.
+        activation_saved: distinct memory that autograd holds at the end of the forward pass (and of the loss, if
+            given), without parameters, buffers and their views. None: no inputs were given.
+        notes: assumptions.
     """
 
     model: int
@@ -84,14 +81,14 @@ class MemorySources:
 
     @property
     def total(self) -> int:
-        """Model, buffers, gradients, optimizer state and saved activations; temporaries come on top."""
+        """Model, buffers, gradients, optimizer state and saved activations, without temporaries."""
         return self.model + self.buffers + self.gradient + self.optimizer + (self.activation_saved or 0)
 
     def under(self, name: str) -> ModuleMemory:
-        """Return what a module adds together with all modules inside it.
+        """Return the bytes of a module including all modules inside it.
 
         Raises:
-            UsageError: there is no module of this name.
+            UsageError: no module has this name.
         """
         inside = [m for m in self.modules if not name or m.name == name or m.name.startswith(f"{name}.")]
         own = next((m for m in inside if m.name == name), None)
@@ -104,20 +101,19 @@ class MemorySources:
         return ModuleMemory(own.name, own.kind, **sums)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain JSON values, with the total."""
+        """Return all values and the total as plain JSON values."""
         return {**asdict(self), "total": self.total}
 
     def render(self, width: int = 100, depth: int = 1) -> str:
         """Return the tables as text.
 
         Args:
-            width: in characters.
-            depth: modules are shown down to this level, each with what is inside it; 0: none.
+            depth: depth of listed modules, each including its inner modules; 0: none.
         """
         return as_text(self._tables(depth), width)
 
     def __rich__(self) -> Any:
-        """Return what rich prints."""
+        """Return the tables for rich."""
         from rich.console import Group
 
         return Group(*self._tables(1))
@@ -166,26 +162,26 @@ def memory_sources(
     dry_run: bool | None = None,
     **kwargs: Any,
 ) -> MemorySources:
-    """Return what training a module takes: model, gradients, optimizer state and activations.
+    """Return the memory of a module's training: model, gradients, optimizer state and activations.
 
-    The module computes a forward pass in the mode that it is in, under the caller's grad mode (nothing is saved under
-    `torch.no_grad()`), and is left as it was: no hooks, no gradients, buffers and random state restored.
+    The module runs a forward pass in its current mode and the caller's grad mode (under `torch.no_grad()` nothing is
+    saved). Its state stays unchanged: no hooks, no gradients; buffers and RNG state are restored.
 
     Args:
-        module: any module. One that belongs to an engine is copied without its values, so that no rank waits for
-            another; give `engine.module` and the optimizer's class.
-        args: what the module is called with. Without arguments activations are not counted.
-        optimizer: an instance, a class or callable that makes one (`functools.partial(torch.optim.SGD, momentum=0.9)`),
-            or the name of a class in `torch.optim` in any case. None: no optimizer.
-        loss: makes the loss of the module's output; what it saves then counts, too.
-        dry_run: compute on fake tensors, which takes no memory: control flow must then not depend on values. None: if
-            the module has parameters on the meta device, or belongs to an engine.
-        kwargs: keyword arguments that the module is called with.
+        module: any module. An engine's module is copied without values, so that no rank waits for another; pass
+            `engine.module` and the optimizer's class.
+        args: arguments of the module. Without arguments activations are not counted.
+        optimizer: an instance, a class or factory (`functools.partial(torch.optim.SGD, momentum=0.9)`), or the
+            case-insensitive name of a class in `torch.optim`. None: no optimizer.
+        loss: computes the loss of the module's output, whose saved tensors then count.
+        dry_run: compute on fake tensors, without memory: control flow must not depend on values. None: if the module
+            has meta parameters, or belongs to an engine.
+        kwargs: keyword arguments of the module.
 
     Raises:
-        UsageError: the optimizer is not known, has none of the parameters, or cannot be asked; parameters have no shape
+        UsageError: the optimizer is unknown, has none of the parameters, or cannot be stepped; parameters have no shape
             yet.
-        Exception: whatever the module raises.
+        Exception: any error of the module.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.Linear(1024, 512))
@@ -259,7 +255,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _waits_for_ranks(module: nn.Module) -> bool:
-    """Whether calling the module may be a collective, because it belongs to an engine."""
+    """Return True if calling the module may be a collective, because it belongs to an engine."""
     return any(
         getattr(hook, "may_wait_for_ranks", False)
         for inner in module.modules()
@@ -271,7 +267,7 @@ def _waits_for_ranks(module: nn.Module) -> bool:
 
 
 def _states(parameters: dict[int, torch.Tensor], optimizer: OptimizerLike | None) -> tuple[dict[int, int], int]:
-    """Return the state of each trained parameter by `id()`, and the bytes in all that do not depend on sizes."""
+    """Return the state bytes of each trained parameter by `id()`, and the total bytes independent of sizes."""
     trained = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
     if optimizer is None or not trained:
         return {}, 0
@@ -287,7 +283,7 @@ def _states(parameters: dict[int, torch.Tensor], optimizer: OptimizerLike | None
         shapes = [tuple(trained[key].shape) for key in keys]
         try:
             found = state_bytes(asked, group, shapes, dtype=dtype, device=device)
-        except Exception as error:  # a step of the user's own optimizer, or one that needs a closure
+        except Exception as error:  # a custom optimizer's step, or one that needs a closure
             raise UsageError(
                 f"memory_sources(optimizer=...): {type(asked).__name__} cannot be asked for its state, because a step "
                 f"on tiny tensors raises {type(error).__name__}: {error}. Leave the optimizer out"
@@ -298,7 +294,6 @@ def _states(parameters: dict[int, torch.Tensor], optimizer: OptimizerLike | None
 
 
 def _optimizer(given: OptimizerLike, trained: dict[int, torch.Tensor]) -> tuple[torch.optim.Optimizer, dict[int, int]]:
-    """Return an optimizer to be asked, and the group of each parameter that it steps."""
     if isinstance(given, torch.optim.Optimizer):
         groups = {
             id(parameter): index
@@ -314,7 +309,7 @@ def _optimizer(given: OptimizerLike, trained: dict[int, torch.Tensor]) -> tuple[
         return given, groups
     if isinstance(given, str):
         given = _by_name(given)
-    # Some optimizers take parameters of certain numbers of dimensions only, so the probes have those.
+    # The probes keep the number of dimensions, because some optimizers accept only certain numbers.
     made = given(
         [nn.Parameter(torch.ones((1,) * tensor.dim(), dtype=tensor.dtype, device="cpu")) for tensor in trained.values()]
     )
@@ -345,7 +340,6 @@ def _by_name(name: str) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 def _on_a_copy(module: nn.Module, args: Any, kwargs: Any, loss: Callable[[Any], Any] | None) -> Watch:
-    """Compute on fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -358,7 +352,7 @@ def _on_a_copy(module: nn.Module, args: Any, kwargs: Any, loss: Callable[[Any], 
 
 
 def _in_place(module: nn.Module, args: Any, kwargs: Any, loss: Callable[[Any], Any] | None) -> Watch:
-    """Compute with the module itself, and undo what that does to its buffers and to the random state."""
+    """Run the module itself, restoring its buffers and the RNG state."""
     watch = Watch(module)
     used = [*module.parameters(), *module.buffers(), *tensors_in((args, kwargs))]
     devices = sorted({tensor.device.index for tensor in used if tensor.is_cuda})

@@ -1,4 +1,4 @@
-"""Putting tensors aside on the host for a while: their memory on the device is somebody else's until they come back."""
+"""Temporary offload of tensors to the host, which frees their device memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from shardwise.memory.accountant import Accountant, Category, Tier
 
 
 class Stash:
-    """Memory of the host that keeps the values of tensors which are not used for a while.
+    """Host copies of tensors that are unused for a while.
 
-    A tensor stays what it is, with all its views, but has no memory: nobody may read or write it. Copies run beside
-    what the device computes, behind what the current stream has been given before; memory of the device is used again
-    only when they have been made.
+    A tensor and its views stay, but have no memory and must not be used. Copies run concurrently with compute, after
+    earlier work of the current stream. Device memory is reused only after the copies.
 
     Args:
-        device: where the tensors are used.
-        accountant: is told of the bytes.
-        pinned: on a CUDA device page-lock the memory of the host, so that copies need not wait for it.
+        pinned: on a CUDA device page-lock the host memory, for asynchronous copies.
 
     Example:
         >>> stash = Stash(torch.device("cpu"), Accountant())
@@ -38,15 +35,14 @@ class Stash:
         self._put: dict[int, tuple[torch.Tensor, torch.Tensor, Category | None]] = {}  # by storage
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory behind a tensor has been put aside."""
+        """Return True if the memory of a tensor is offloaded."""
         return id(tensor.untyped_storage()) in self._put
 
     def put(self, tensor: torch.Tensor, category: Category | None = None) -> None:
-        """Take the memory behind a tensor, once however many views it has; nothing happens if it has none.
+        """Offload the memory of a tensor, once for all its views; ignore a tensor without memory.
 
         Args:
-            tensor: one of its views.
-            category: if its bytes are told the accountant by their number, and not held as a tensor.
+            category: set if the accountant counts its bytes by number, not as a tensor.
         """
         storage = tensor.untyped_storage()
         if self.has(tensor) or not storage.nbytes():
@@ -61,7 +57,7 @@ class Stash:
             self._accountant.add(category, size, Tier.HOST)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Begin to copy the memory behind a tensor to the host; that on the device may be given back at once."""
+        """Start a copy of a tensor's memory to the host; the device memory may be freed at once."""
         source = _bytes(tensor)
         with self._accountant.owning(None):
             if self._pinned:
@@ -74,12 +70,12 @@ class Stash:
         return values
 
     def bring(self) -> None:
-        """Give all tensors memory and values again, for the current stream.
+        """Restore memory and values of all tensors, for the current stream.
 
-        What has come back has, should memory run out on the way: the rest can be brought later.
+        If memory runs out, restored tensors stay restored and the others can be restored later.
         """
         for key, (tensor, values, category) in list(self._put.items()):
-            # Taken on the current stream, to which the memory belongs from now on.
+            # Allocated on the current stream, which owns the memory from now on.
             tensor.untyped_storage().resize_(values.numel())
             self.fill(tensor, values)
             del self._put[key]
@@ -90,16 +86,15 @@ class Stash:
                 self._accountant.add(category, values.numel())
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Bring what `copy` has returned into the memory behind a tensor, for the current stream."""
+        """Copy the result of `copy` into the memory of a tensor, for the current stream."""
         self._copies.follow()
         self._copies.copy(_bytes(tensor), values)
         self._copies.mark().wait()
 
     def synchronize(self) -> None:
-        """Have the host wait for all copies that have begun."""
+        """Block the host until all copies finish."""
         self._copies.mark().synchronize()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all of the memory behind a tensor."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

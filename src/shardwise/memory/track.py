@@ -1,9 +1,8 @@
-"""Measuring activations: every tensor that an operator makes, from its creation to the moment its memory is given back.
+"""Measurement of activations: each tensor that an operator creates, until its memory is freed.
 
-A dispatch mode sees the operators of forward, loss, backward and step, autograd's own among them. What they return on
-new memory is counted as an activation unless the engine has claimed it (`Accountant.hold`) or says that it is at work
-(`Accountant.owning`). Scratch memory inside an operator's kernel is not seen; sizes are those of tensors, not of
-allocator blocks.
+A dispatch mode sees the operators of forward, loss, backward and step, including autograd's own. Results in new memory
+count as activations, unless the engine has claimed them (`Accountant.hold`) or owns the block (`Accountant.owning`).
+Scratch memory inside kernels is invisible; sizes are those of tensors, not of allocator blocks.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from shardwise.memory.accountant import Accountant
 
 @contextlib.contextmanager
 def track_activations(accountant: Accountant) -> Iterator[Accountant]:
-    """Count the tensors that operators make inside the block.
+    """Count the tensors that operators create inside the block.
 
-    Costs some microseconds an operator: for a few steps, not for a training run. Inputs made outside of the block are
-    not counted, and neither are tensors made from Python numbers or NumPy arrays.
+    The tracker costs some microseconds an operator: use it for a few steps. Inputs created outside of the block do not
+    count, nor do tensors created from Python numbers or NumPy arrays.
 
     Args:
-        accountant: of an engine (`engine.accountant`), or a new one for a plain model.
+        accountant: accountant of an engine (`engine.accountant`), or a new one for a plain model.
 
     Example:
         >>> from shardwise.memory import Category
@@ -58,7 +57,7 @@ class _Tracker(TorchDispatchMode):
         accountant = self._accountant
         unknown = [tensor for tensor in _dense(result) if not accountant.knows(tensor)]
         if unknown:
-            # An operator may return its input, or a view of it: memory that was there before.
+            # An operator may return its input or a view of it, that is, existing memory.
             inputs = {id(tensor.untyped_storage()) for tensor in _dense((args, kwargs))}
             for tensor in unknown:
                 if id(tensor.untyped_storage()) not in inputs:

@@ -1,7 +1,7 @@
-"""One-line notes on memory in use, in the formats that scripts written for other libraries print and parse.
+"""One-line memory reports, in the formats that scripts for other libraries print and parse.
 
-On a CUDA device the figures are those of torch's allocator. On a CPU "allocated" is the resident size of the process,
-its maximum the highest since the process started, and nothing is cached.
+On a CUDA device the numbers are of torch's allocator. On a CPU "allocated" is the resident size of the process, its
+maximum the peak since process start, and nothing is cached.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ _GB = 2**30
 
 @dataclass(frozen=True)
 class _Usage:
-    """Bytes allocated and cached (reserved), now and at most."""
-
     allocated: int
     allocated_peak: int
     cached: int
@@ -29,15 +27,15 @@ class _Usage:
 
 
 _last = _Usage(0, 0, 0, 0)
-"""What `memory_status` saw last: it prints differences."""
+"""Last values of `memory_status`, which prints differences."""
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print allocated, cached and host memory on rank 0, and begin new maxima. Not a collective.
+    """Print allocated, cached and host memory on rank 0, and reset the maxima. Not a collective.
 
     Args:
-        message: printed first.
-        force: nothing is printed without it, so that calls can stay in a script.
+        message: first line.
+        force: print at all; False lets calls stay in a script without effect.
 
     Example:
         >>> see_memory_usage("after building")
@@ -57,12 +55,12 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Print allocated and cached memory with what has changed since the last call. Not a collective.
+    """Print allocated and cached memory with the changes since the last call. Not a collective.
 
     Args:
-        msg: names the place in the script.
+        msg: name of the place in the script.
         print_rank: the rank that prints; -1 for all.
-        reset_max: begin new maxima first.
+        reset_max: reset the maxima first.
 
     Example:
         >>> memory_status("step 1")  # doctest: +ELLIPSIS
@@ -112,7 +110,6 @@ def _reset_maxima() -> None:
 
 
 def _host() -> tuple[int, float]:
-    """Return the machine's memory in use, in bytes and per cent; zeros where /proc does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

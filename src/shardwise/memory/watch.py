@@ -1,4 +1,4 @@
-"""Watching one forward pass of a module: what its modules return, and what autograd saves."""
+"""Measurement of one forward pass: module outputs and tensors saved by autograd."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.trees import tensors_in
 
 
 class Watch:
-    """Counts what the modules of one forward pass return and what autograd saves meanwhile, by module name."""
+    """Counts bytes of module outputs and of saved tensors in one forward pass, by module name."""
 
     def __init__(self, module: nn.Module) -> None:
         self.outputs: Counter[str] = Counter()
@@ -42,12 +42,12 @@ class Watch:
         for name, reference in self._kept:
             kept = reference()
             if kept is None:
-                continue  # its part of the graph has been dropped
+                continue  # its part of the graph has been freed
             for storage in _storages(kept.tensor):
                 if id(storage) not in self._permanent and id(storage) not in counted:
                     counted.add(id(storage))
                     self.saved[name] += storage.nbytes()
-        del result, scalar  # until here they held the graph
+        del result, scalar  # kept the graph alive until here
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -68,7 +68,7 @@ class Watch:
 
     def _leave(self, module: nn.Module, _: Any, result: Any) -> None:
         call = self._running.pop()
-        while call.module is not module:  # calls that an exception has ended before their hooks
+        while call.module is not module:  # calls ended by an exception before their hooks
             call = self._running.pop()
         if not call.calls_others:
             self.outputs[self._names[module]] += self._new_bytes(result)
@@ -80,7 +80,6 @@ class Watch:
         return kept
 
     def _new_bytes(self, values: Any) -> int:
-        """Return the bytes of memory that has not been seen before behind the tensors in nested values."""
         size = 0
         for storage in (storage for tensor in tensors_in(values) for storage in _storages(tensor)):
             known = self._seen.get(id(storage))
@@ -92,15 +91,13 @@ class Watch:
 
 
 class _Call:
-    """A call that is running."""
-
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.calls_others = False
 
 
 class _Kept:
-    """A tensor that autograd has saved; lives as long as the graph's node."""
+    """A tensor saved by autograd; lives as long as the graph node."""
 
     __slots__ = ("__weakref__", "tensor")
 
@@ -108,12 +105,10 @@ class _Kept:
         self.tensor = tensor
 
     def back(self) -> torch.Tensor:
-        """Return the tensor to autograd."""
         return self.tensor
 
 
 def _storages(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
-    """Return the memory behind a tensor: that of its parts, where it is made of other tensors."""
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         names, _ = wrapper.__tensor_flatten__()

@@ -1,8 +1,7 @@
-"""Ending a job before the kernel does: a thread that looks at what is left of the machine's memory.
+"""Memory watchdog: a thread that ends the job with a message before the kernel's OOM killer does.
 
-The kernel kills without a word. What is left is the least of what physical memory and control groups leave; pages of
-files that can be given back are left, too. The thread looks every half second, and more often where less is left than
-processes can take meanwhile.
+The watchdog checks the minimum of free physical memory and of control groups' limits, with reclaimable page cache as
+free. It polls every half second, and more often when processes could use up the free memory within that time.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from shardwise.memory.limits import control_groups, lowest_free, physical_bytes
 from shardwise.memory.report import readable
 
 EVERY_S = 0.5
-"""Seconds between two looks while much is left."""
+"""Seconds between two checks with much free memory."""
 SHORTEST_S = 0.01
 FILLED_A_SECOND = 8 << 30
-"""Bytes that the processes of a machine are taken to fill in a second."""
+"""Assumed allocation rate of a machine's processes in bytes a second."""
 EXIT_CODE = 12
-"""How the process ends: the number of ENOMEM."""
+"""Exit code of the process: the number of ENOMEM."""
 _PART, _MOST = 0.02, 256 << 20
 
 Owner = TypeVar("Owner")
 Look = Callable[[], tuple[str, int, int]]
-"""Returns the limit that leaves least: its name, its size and what is left, in bytes."""
+"""Returns the limit with the least free memory: name, size and free bytes."""
 
 
 def margin_of(total: int) -> int:
-    """Return what must be left of a limit: 2 % of it, and at most 256 MiB.
+    """Return the required free bytes of a limit: 2 % of it, at most 256 MiB.
 
     >>> margin_of(1 << 30) >> 20, margin_of(1 << 40) >> 20
     (20, 256)
@@ -41,12 +40,10 @@ def margin_of(total: int) -> int:
 
 
 class Watchdog(Generic[Owner]):
-    """Watches until it is closed, or its owner is gone.
+    """Memory watchdog, active until it is closed or its owner is freed.
 
     Args:
-        owner: for whom it watches; it does not keep it.
-        tell: returns what is to be said when memory runs out; called with the owner.
-        look: see `Look`.
+        tell: returns the message for the owner when memory runs out.
         end: ends the process with an exit code, from any thread.
 
     Example:
@@ -74,12 +71,12 @@ class Watchdog(Generic[Owner]):
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         self._thread = threading.Thread(target=self._watch, name="shardwise-watchdog", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop the thread."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join()
@@ -90,7 +87,7 @@ class Watchdog(Generic[Owner]):
             try:
                 name, total, left = self._look()
             except (OSError, ValueError):
-                return  # there is nothing to be read here
+                return  # the limits are unreadable
             above = left - margin_of(total)
             if above > 0:
                 wait = min(EVERY_S, max(SHORTEST_S, above / FILLED_A_SECOND))
@@ -103,7 +100,7 @@ class Watchdog(Generic[Owner]):
 
 
 def _say(text: str) -> None:
-    """Write past Python's own streams, on which another thread may just be writing."""
+    """Write to the file descriptor, because another thread may hold the lock of Python's stream."""
     try:
         number = sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):

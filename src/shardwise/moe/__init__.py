@@ -1,9 +1,9 @@
-"""Mixtures of experts whose experts are divided over ranks: tokens travel to the rank that has theirs, and back.
+"""Mixture of experts with expert parallelism: an all-to-all sends tokens to the ranks of their experts, and back.
 
-`layer.MoE` is DeepSpeed's layer; `huggingface` divides the experts of models of transformers. Both are made of the same
-parts: a gate chooses (`gates`), tokens are sorted by expert (`dispatch`), exchanged (`exchange`) and computed
-(`experts`). Nothing beneath knows of experts: their parameters are declared as parts of tensors
-(`shardwise.declare_part`), which every ZeRO stage, optimizer and checkpoint understands.
+`layer.MoE` is DeepSpeed's layer; `huggingface` converts the experts of transformers' models. Both share the same parts:
+gates (`gates`), sorting of tokens by expert (`dispatch`), all-to-all (`exchange`) and experts (`experts`). Expert
+parameters are declared as parts of tensors (`shardwise.declare_part`), which every ZeRO stage, optimizer and checkpoint
+supports.
 """
 
 from __future__ import annotations

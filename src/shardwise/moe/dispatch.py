@@ -1,8 +1,8 @@
-"""Tokens in the order of their experts, and back: sorted, without matrices of tokens x experts x places.
+"""Dispatch of tokens to experts by sorting, without matrices of tokens x experts x capacity.
 
-A token has k choices. Choices are numbered choice by choice: that of token t at place c is c * tokens + t, so that a
-stable sort has all first choices before the second ones. What has no counterpart (an empty place, a choice that has
-been dropped) has the number one past the last, which stands for a row of zeros.
+A token has k choices. The choice of token t at place c has the number c * tokens + t. Because of this numbering, a
+stable sort puts all first choices before the second ones. Choices and rows without counterpart (an empty place, a
+dropped choice) have the number one past the last. This number stands for a row of zeros.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """How rows for experts and the choices of tokens correspond.
+    """Mapping between expert rows and the choices of tokens.
 
     Attributes:
         source: the choice of each row.
         place: the row of each choice; [k, tokens].
-        whole: every row has a choice and every choice a row.
+        whole: True if every row has a choice and every choice a row.
     """
 
     source: torch.Tensor
@@ -30,7 +30,7 @@ class DispatchPlan:
     whole: bool
 
     def spread(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the rows for experts: a copy of the token of each."""
+        """Return the expert rows: a copy of each row's token."""
         count = len(tokens)
         index = self.source % max(count, 1)
         if not self.whole:
@@ -39,7 +39,7 @@ class DispatchPlan:
         return moved
 
     def joined(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the sum of each token's rows, by weights [k, tokens]."""
+        """Return the weighted sum of each token's rows; weights are [k, tokens]."""
         picked: torch.Tensor = _Take.apply(rows, self.place.reshape(-1), self.source[None], self.whole)
         return (picked.view(*self.place.shape, rows.shape[-1]) * weights[..., None].to(rows.dtype)).sum(0)
 
@@ -48,12 +48,12 @@ def ranked(experts: torch.Tensor, count: int, first: torch.Tensor | None = None)
     """Number the choices of each expert.
 
     Args:
-        experts: chosen; [k, tokens]. The number `count` stands for none.
+        experts: chosen experts; [k, tokens]. The number `count` stands for none.
         count: number of experts.
-        first: all choices, in the order in which an expert numbers its own; None: theirs.
+        first: all choices, in numbering order; None: in order of their numbers.
 
     Returns:
-        The number of each choice among those of its expert, [k, tokens]; and how many each expert has, [count + 1].
+        The number of each choice within its expert, [k, tokens]; and the number of choices of each expert, [count + 1].
 
     Example:
         >>> number, sizes = ranked(torch.tensor([[1, 0, 1]]), 2)
@@ -70,19 +70,19 @@ def ranked(experts: torch.Tensor, count: int, first: torch.Tensor | None = None)
 
 
 def counted(experts: torch.Tensor, count: int) -> torch.Tensor:
-    """Return how often each number below `count` occurs (on a device without waiting for it)."""
+    """Return the frequency of each number below `count`, without waiting for the device."""
     flat = experts.reshape(-1)
     return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 def in_slots(experts: torch.Tensor, number: torch.Tensor, count: int, capacity: int) -> DispatchPlan:
-    """Return the order in which each expert has as many places: what finds none is left out.
+    """Return the dispatch plan with a fixed capacity for each expert, which drops excess choices.
 
     Args:
-        experts: chosen; [k, tokens], `count` for none.
-        number: of each choice among those of its expert.
+        experts: chosen experts; [k, tokens], `count` for none.
+        number: number of each choice within its expert.
         count: number of experts.
-        capacity: places of each.
+        capacity: places of each expert.
     """
     total = count * capacity
     fits = (number < capacity) & (experts < count)
@@ -93,11 +93,11 @@ def in_slots(experts: torch.Tensor, number: torch.Tensor, count: int, capacity: 
 
 
 def in_turn(experts: torch.Tensor, rows: int | None = None) -> DispatchPlan:
-    """Return the order in which the choices of each expert follow those of the one before.
+    """Return the dropless dispatch plan: the choices of each expert follow those of the previous expert.
 
     Args:
-        experts: chosen; [k, tokens].
-        rows: how many there are if some choices are of none, which come last; None: all.
+        experts: chosen experts; [k, tokens].
+        rows: number of rows if choices without expert, which come last, are excluded; None: all.
     """
     flat = experts.reshape(-1)
     source = torch.argsort(flat, stable=True)
@@ -109,11 +109,10 @@ def in_turn(experts: torch.Tensor, rows: int | None = None) -> DispatchPlan:
 
 
 def by_expert(sizes: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the order by expert of rows that lie by rank, and by expert within; and its inverse.
+    """Return the permutation from rows sorted by rank, then expert, to rows sorted by expert; and its inverse.
 
     Args:
         sizes: rows from each rank for each expert.
-        device: of the rows.
 
     Example:
         >>> [order.tolist() for order in by_expert([[1, 2], [1, 0]], torch.device("cpu"))]
@@ -124,28 +123,27 @@ def by_expert(sizes: list[list[int]], device: torch.device) -> tuple[torch.Tenso
     turned = [rank * width + expert for expert in range(width) for rank in range(len(sizes))]
     by_turn = _runs([by_rank[run][1] - by_rank[run][0] for run in turned])
     places = dict(zip(turned, by_turn, strict=True))
-    # Runs whose ends are known, so that plans of memory, where tensors have no values, can make them, too.
+    # Built from host-side range ends, so that memory plans, whose tensors have no values, can build them.
     order = torch.cat([torch.arange(*by_rank[run], device="cpu") for run in turned])
     inverse = torch.cat([torch.arange(*places[run], device="cpu") for run in range(len(by_rank))])
     return order.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
 
 
 def _runs(sizes: list[int]) -> list[tuple[int, int]]:
-    """Return where each of several runs begins and ends, one after the other."""
     ends = list(itertools.accumulate(sizes))
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
 def permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """Return rows in another order; in the backward pass gradients go back by the inverse."""
+    """Return permuted rows; the backward pass permutes gradients by the inverse."""
     moved: torch.Tensor = _Take.apply(rows, order, inverse[None], True)
     return moved
 
 
 class _Take(torch.autograd.Function):
-    """Rows by their numbers; the gradient of a row is the sum of those of its copies, read and not scattered.
+    """Gather of rows by index, whose backward pass gathers and sums the gradients of a row's copies.
 
-    So it is formed in one order on every device, and without atomic additions.
+    Because it does not scatter, the sum has one order on every device and needs no atomic additions.
     """
 
     @staticmethod

@@ -1,13 +1,14 @@
-"""Ranks that have all experts of a layer together, and what they exchange: rows in one all-to-all, both ways.
+"""Expert-parallel groups, and their all-to-all of rows in both directions.
 
-Runs of `ep_size` ranks form an expert group, in which each rank has its own experts:
+Every `ep_size` ranks form an expert-parallel group, in which each rank has its own experts:
 
     4 ranks, ep_size 2, experts A to D
+
                   A B      C D
     group 0      rank 0   rank 1
     group 1      rank 2   rank 3
 
-Ranks 0 and 2 have the same experts: their gradients are summed over these two. An engine makes the groups once and all
+Ranks 0 and 2 have the same experts: their gradients are summed over these two. An engine creates the groups once; all
 layers of one `ep_size` share them.
 """
 
@@ -31,28 +32,27 @@ _experts: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def mark_experts(parameters: Iterable[torch.Tensor], ep_size: int) -> None:
-    """Note that parameters are of experts that are divided over so many ranks."""
+    """Mark parameters as expert parameters with the given `ep_size`."""
     for parameter in parameters:
         _experts[parameter] = f"ep_size_{ep_size}"
 
 
 def expert_group_of(parameter: torch.Tensor) -> str | None:
-    """Return the name of the group of ranks over which an expert's parameter is divided; None: it is no expert's."""
+    """Return the name of an expert parameter's expert-parallel group, or None for other parameters."""
     name: str | None = _experts.get(parameter)
     return name
 
 
 class ExpertGroup:
-    """The ranks among which this rank's tokens travel.
+    """An expert-parallel group: the ranks that exchange tokens.
 
     Args:
-        comm: they; None: this rank alone.
-        ranks: their numbers among all ranks of the engine.
-        replicas: numbers of those that have the same experts as this one.
+        comm: communicator of the group; None: this rank only.
+        ranks: ranks of the group among the engine's ranks.
+        replicas: ranks with the same experts as this one.
 
     Attributes:
-        size: number of ranks.
-        place: which of them this is.
+        place: index of this rank in the group.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ExpertGroup:
         self.place = 0 if comm is None else comm.rank
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertGroup:
-        return self  # copies of a model exchange among the same ranks
+        return self  # copies of a model use the same group
 
     def __reduce__(self) -> tuple[type[ExpertGroup], tuple[()]]:
         return ExpertGroup, ()  # a pickled model has no ranks
@@ -76,12 +76,11 @@ class ExpertGroup:
         return self.place * here, (self.place + 1) * here
 
     def declare(self, parameter: nn.Parameter, *, name: str | None = None, experts: int | None = None) -> None:
-        """Say that a parameter is of this rank's experts: by the tensor's name, or as a part of a stacked one.
+        """Declare a parameter of this rank's experts, either by the tensor's name or as a part of a stacked tensor.
 
         Args:
-            parameter: of this rank.
-            name: the tensor's, for a parameter of one expert.
-            experts: their number, for a parameter that has them in its first dimension.
+            name: name of the tensor, for a parameter of one expert.
+            experts: number of experts, for a parameter with experts in its first dimension.
         """
         if self.replicas is None:
             return
@@ -93,24 +92,24 @@ class ExpertGroup:
         declare_part(parameter, ranks=self.replicas, name=name, shape=[experts, *rest], box=box)
 
     def narrow(self, parameter: nn.Parameter) -> None:
-        """Keep this rank's experts of a parameter that has all in its first dimension, and declare them."""
+        """Narrow a parameter with all experts in its first dimension to this rank's experts, and declare it."""
         if self.replicas is None:
             return
         rest = ((0, size) for size in parameter.shape[1:])
         narrow(parameter, ranks=self.replicas, box=[self.own(len(parameter)), *rest])
 
     def count_rows(self, counts: torch.Tensor, rows: int, label: str, *, on_host: bool = True) -> RowCounts:
-        """Exchange how many rows each rank sends to each expert, and begin to copy these numbers to the host.
+        """Exchange the numbers of rows from each rank to each expert, and start to copy them to the host.
 
-        Call it as soon as the router has chosen: what is launched between this call and `RowCounts.read` runs on the
-        device while the host waits for the numbers.
+        Call it directly after routing: kernels launched before `RowCounts.read` run while the host waits for the
+        numbers.
 
         Args:
             counts: rows of this rank for each expert.
-            rows: all of them.
-            label: for the record.
-            on_host: whether the host will read the numbers. Among several ranks it does, because they are the sizes of
-                the exchange.
+            rows: sum of `counts`.
+            label: label in the flight recorder.
+            on_host: copy the numbers to the host. With several ranks they are always copied, as the sizes of the
+                all-to-all.
         """
         if self.comm is None or not has_values(counts):
             return RowCounts(self, counts, None, rows, on_host=on_host)
@@ -120,13 +119,11 @@ class ExpertGroup:
         return RowCounts(self, counts, arriving, rows, on_host=True)
 
     def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], label: str) -> torch.Tensor:
-        """Send rows to each rank and return what has come from each, in rank order; gradients travel back.
+        """Run an all-to-all of rows, in rank order; the backward pass sends gradients back.
 
         Args:
-            rows: for each rank, in rank order.
-            sent: how many for each.
-            received: how many from each.
-            label: for the record.
+            sent: number of rows to each rank.
+            received: number of rows from each rank.
         """
         if self.comm is None:
             return rows
@@ -135,14 +132,12 @@ class ExpertGroup:
 
 
 class RowCounts:
-    """How many rows this rank sends to each rank for each of its experts, and receives from each.
+    """Numbers of rows that this rank sends to and receives from each rank, by expert.
 
     Args:
-        group: the ranks.
-        counts: rows that this rank sends, for each expert.
-        arriving: rows that it receives, from each rank for each of its own experts; None: `counts` are its own.
-        rows: the sum of `counts`.
-        on_host: begin to copy the numbers to the host.
+        counts: sent rows, for each expert.
+        arriving: received rows, from each rank for each of this rank's experts; None: equal to `counts`.
+        on_host: start to copy the numbers to the host.
     """
 
     def __init__(
@@ -159,13 +154,13 @@ class RowCounts:
 
     @property
     def on_device(self) -> torch.Tensor:
-        """Rows of each of this rank's experts, where no rank sends it any."""
+        """Rows of each of this rank's experts, if no other rank sends rows."""
         return self._counts
 
     def read(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return rows sent and rows received, by rank and expert; the first call waits for the device.
+        """Return sent and received rows, by rank and expert; the first call waits for the device.
 
-        Where tensors have no values (plans of memory) all experts are chosen alike.
+        For tensors without values (memory plans) choices are uniform over experts.
         """
         if self._read is None:
             experts = len(self._counts)
@@ -181,7 +176,7 @@ class RowCounts:
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of rows; its backward pass is the same all-to-all the other way."""
+    """All-to-all of rows; the backward pass is the reverse all-to-all."""
 
     @staticmethod
     def forward(
@@ -218,15 +213,15 @@ def _all_to_all(
 
 
 class ExpertParallelModule(nn.Module):
-    """A module whose experts may be divided over ranks.
+    """A module with experts, distributed over an expert-parallel group.
 
     Attributes:
-        num_experts: of all ranks of a group.
-        ep_size: ranks of a group.
-        group: they; None as long as no engine has made groups.
+        num_experts: experts of the whole group.
+        ep_size: ranks of the group.
+        group: the group; None before an engine creates it.
         path: the module's name in the model, for records.
-        counting: choices are counted (`shardwise.moe.load`).
-        counts: how often each expert has been chosen since they were read.
+        counting: True if choices are counted (`shardwise.moe.load`).
+        counts: choices of each expert since the last read.
     """
 
     num_experts: int
@@ -237,24 +232,19 @@ class ExpertParallelModule(nn.Module):
     counts: torch.Tensor | None = None
 
     def count(self, chosen: torch.Tensor) -> None:
-        """Add how often each expert has been chosen, if that is asked for."""
+        """Add the choices of each expert, if counting is on."""
         if self.counting:
             self.counts = chosen.detach().clone() if self.counts is None else self.counts + chosen.detach()
 
     def bind(self, path: str, group: ExpertGroup) -> None:
-        """Take the group, and declare this rank's experts as parts.
-
-        Args:
-            path: the module's name in the model.
-            group: made for `ep_size`.
-        """
+        """Set the group, made for `ep_size`, and declare this rank's experts as parts; `path` is the module's name."""
         raise NotImplementedError
 
     def bound(self) -> ExpertGroup:
         """Return the group.
 
         Raises:
-            UsageError: there is none.
+            UsageError: the group does not exist yet.
         """
         if self.group is not None and self.group.size == self.ep_size:
             return self.group
@@ -268,7 +258,7 @@ class ExpertParallelModule(nn.Module):
 
 
 ALONE = ExpertGroup()
-"""The group of a rank that has all experts."""
+"""Group of a single rank with all experts."""
 
 
 def bind_experts(
@@ -279,23 +269,22 @@ def bind_experts(
     data_first: bool = False,
     prepare: Callable[[ExpertParallelModule], None] | None = None,
 ) -> dict[int, ExpertGroup]:
-    """Make the groups for a model's experts, one for each `ep_size`, and declare each rank's part (all ranks call).
+    """Create a model's expert-parallel groups and declare each rank's experts (all ranks call).
 
     Args:
-        model: of the engine.
         comm: all ranks.
-        apart: lists of as many ranks, of which each divides experts for itself: those at one place in all copies of a
-            model that ranks have in parts, which get the same tokens as those at another. None: one of all.
-        data_first: ranks with the same experts are neighbours, not those of a group
+        apart: equally long lists of ranks, each with its own expert-parallel groups: the ranks at one place in all
+            tensor-parallel groups, because ranks of one such group get the same tokens. None: one list of all ranks.
+        data_first: ranks with the same experts are adjacent, instead of ranks of a group
             (`use_data_before_expert_parallelism`).
-        prepare: is called for each layer, before it takes what is its own.
+        prepare: called for each layer before it is bound.
 
     Returns:
         The groups by `ep_size`.
 
     Raises:
-        UsageError: the ranks are no whole number of groups.
-        ConfigError: the same, in a plan for other ranks.
+        UsageError: the number of ranks is no multiple of a group's size.
+        ConfigError: the same error in a plan for other ranks.
     """
     groups: dict[int, ExpertGroup] = {}
     for path, module in model.named_modules():

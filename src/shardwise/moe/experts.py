@@ -1,4 +1,4 @@
-"""The experts of a rank, as modules or as stacked weights, and rows in the order in which they compute them."""
+"""Experts of a rank, as modules or as stacked weights, and their computation from dispatched rows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardwise.moe.exchange import ExpertGroup, RowCounts
 
 
 class Experts(nn.Module):
-    """Some experts, each a module of its own.
+    """Experts as separate modules.
 
     Args:
-        expert: is copied, so that all begin with its values; or a ModuleList of as many as there are.
-        num_local_experts: of this rank.
+        expert: a module to copy, so that all experts start equal; or a ModuleList of `num_local_experts` modules.
+        num_local_experts: number of experts on this rank.
     """
 
     def __init__(self, expert: nn.Module, num_local_experts: int = 1) -> None:
@@ -36,11 +36,11 @@ class Experts(nn.Module):
         self.num_local_experts = num_local_experts
 
     def forward(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what each expert makes of its rows; all are called, also those that have none."""
+        """Return each expert's output for its rows; experts without rows are also called."""
         found = []
         for expert, own in zip(self.deepspeed_experts, rows, strict=True):
             made = expert(own)
-            found.append(made[0] if isinstance(made, tuple) else made)  # some return a bias beside it
+            found.append(made[0] if isinstance(made, tuple) else made)  # some return a bias as well
         return found
 
 
@@ -51,19 +51,17 @@ def through_slots(
     compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     label: str,
 ) -> torch.Tensor:
-    """Have rows computed by the experts of all ranks of a group, where each expert has as many.
+    """Compute rows by the experts of all ranks of a group, with a fixed capacity for each expert.
 
-    Nothing is waited for: all sizes are known beforehand.
+    Because all sizes are known in advance, the host does not wait.
 
     Args:
-        group: the ranks.
-        rows: of this rank, expert by expert.
-        experts: of all ranks.
-        compute: this rank's experts, given the rows of each.
-        label: for records.
+        rows: rows of this rank, sorted by expert.
+        experts: number of experts on all ranks.
+        compute: this rank's experts, as a function of the rows of each.
     """
     capacity, width = len(rows) // experts, rows.shape[-1]
-    # Ranks that differ in it are told, instead of taking each other's rows.
+    # The label makes different capacities an error instead of an exchange of wrong rows.
     label = f"{label}, {capacity} places"
     each = [len(rows) // group.size] * group.size
     arrived = group.exchange(rows, each, each, f"{label}: to experts")
@@ -81,14 +79,12 @@ def in_turn_of(
     compute: Callable[[torch.Tensor, GroupSizes], torch.Tensor],
     label: str,
 ) -> torch.Tensor:
-    """Have rows computed by the experts of all ranks of a group, where each expert has some number of them.
+    """Compute rows by the experts of all ranks of a group, without capacity limit (dropless).
 
     Args:
-        group: the ranks.
-        rows: of this rank, expert by expert.
-        counts: see `ExpertGroup.count_rows`.
-        compute: this rank's experts, given rows in their order and how many each has.
-        label: for records.
+        rows: rows of this rank, sorted by expert.
+        counts: result of `ExpertGroup.count_rows`.
+        compute: this rank's experts, as a function of sorted rows and their number for each expert.
     """
     if group.size == 1:
         return compute(rows, GroupSizes(counts=counts))
@@ -102,11 +98,10 @@ def in_turn_of(
 
 
 class GroupSizes:
-    """How many rows each expert of this rank has.
+    """Number of rows of each expert of this rank.
 
     Args:
-        sizes: these numbers.
-        counts: the numbers of a rank that exchanges with no other; they may be on the device only.
+        counts: the numbers of a single-rank group, possibly only on the device.
     """
 
     def __init__(self, sizes: Sequence[int] = (), counts: RowCounts | None = None) -> None:
@@ -114,13 +109,13 @@ class GroupSizes:
         self._counts = counts
 
     def on_host(self) -> list[int]:
-        """Return the numbers; the host waits for the device if they are there only."""
+        """Return the numbers, waiting for the device if they are only there."""
         if self._counts is not None:
             self._sizes, self._counts = self._counts.read()[1][0], None
         return self._sizes
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """Return the numbers in a tensor on a device; the host does not wait."""
+        """Return the numbers as a tensor on a device, without blocking the host."""
         if self._counts is not None and has_values(self._counts.on_device):
             return self._counts.on_device
         return numbers_on(device, self.on_host(), torch.int64)
@@ -129,13 +124,14 @@ class GroupSizes:
 def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes, *, grouped: bool) -> torch.Tensor:
     """Multiply the rows of each expert by its own matrix.
 
-    One grouped matrix product where torch has it for this device, dtype and size; otherwise one product an expert.
+    Uses one grouped matrix product if torch supports it for this device, dtype and size; otherwise one product an
+    expert.
 
     Args:
-        rows: expert by expert; [rows, in].
+        rows: sorted by expert; [rows, in].
         weight: [experts, out, in].
         sizes: rows of each expert.
-        grouped: False: never in one.
+        grouped: False: never use the grouped product.
     """
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
@@ -146,13 +142,13 @@ def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes, 
         if not writes_empty_groups(weight.device):
             weight = _ZeroUnused.apply(weight, counts)
         return product(rows, weight.transpose(-2, -1), counts.cumsum(0, dtype=torch.int32))
-    # One backward node for all of the weights: slices would each make a gradient of the whole.
+    # unbind has one backward node for all weights; each slice would create a gradient of the whole tensor.
     pairs = zip(rows.split(sizes.on_host()), weight.unbind(0), strict=True)
     return torch.cat([F.linear(own, matrix) for own, matrix in pairs])
 
 
 class _ZeroUnused(torch.autograd.Function):
-    """Identity in forward; in backward the gradient of a matrix that no row has used is zero, whatever arrives."""
+    """Identity in forward; in backward, zero gradient for matrices without rows, for any incoming values."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

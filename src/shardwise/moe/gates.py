@@ -1,7 +1,7 @@
-"""Gates: which experts a token goes to, with which weights, and the loss that keeps experts busy alike.
+"""MoE gates: choice and weights of experts for each token, and the load-balancing loss.
 
-One expert a token as in Switch Transformers (arXiv 2101.03961), two as in GShard (2006.16668), or k. Probabilities are
-formed in fp32 where tokens are in fewer bits.
+Top-1 as in Switch Transformers (arXiv 2101.03961), top-2 as in GShard (2006.16668), or top-k. Probabilities are at
+least fp32.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from shardwise.errors import UsageError
 from shardwise.moe.dispatch import DispatchPlan, counted, in_slots, ranked
 
 JITTER = 1e-2
-"""Of the policy "Jitter": tokens are multiplied by numbers from 1 - this to 1 + this before they are judged."""
+"""Of the policy "Jitter": gate inputs are multiplied by random numbers from 1 - JITTER to 1 + JITTER."""
 
 POLICIES = (None, "None", "Jitter", "RSample")
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where tokens go.
+    """Result of a gate.
 
     Attributes:
-        experts: chosen; [k, tokens]. The number of experts stands for none.
-        weights: of each choice in the sum; 0 for what is dropped. [k, tokens].
-        l_aux: loss of imbalance; 1 if all experts are chosen alike.
-        exp_counts: tokens that have chosen each expert, dropped ones among them; [experts].
-        order: places for the tokens; None: nothing is dropped.
+        experts: chosen experts; [k, tokens]. The number of experts stands for none.
+        weights: weight of each choice in the sum; 0 for dropped choices. [k, tokens].
+        l_aux: load-balancing loss; 1 if all experts are chosen equally.
+        exp_counts: number of tokens that chose each expert, including dropped ones; [experts].
+        order: dispatch plan with capacity; None: dropless.
         capacity: places of each expert.
     """
 
@@ -44,21 +44,21 @@ class Routing:
 
 
 def capacity_of(tokens: int, experts: int, choices: int, factor: float, least: int) -> int:
-    """Return how many tokens an expert takes.
+    """Return the capacity of an expert in tokens.
 
     Args:
-        tokens: of this rank.
-        experts: among which they choose.
-        choices: of each token.
-        factor: of what each would have if all were chosen alike.
-        least: the result is no smaller.
+        tokens: number of tokens of this rank.
+        experts: number of experts.
+        choices: choices of each token.
+        factor: multiple of the uniform load.
+        least: minimum capacity.
 
     Example:
         >>> capacity_of(10, 4, 1, 1.0, 0), capacity_of(10, 4, 2, 1.2, 0), capacity_of(10, 4, 1, 1.0, 4)
         (3, 6, 4)
     """
     exact = tokens * choices * factor / experts
-    return max(math.ceil(exact * (1 - 1e-12)), least)  # 1.1 * 10 is 11, and a little more in floating point
+    return max(math.ceil(exact * (1 - 1e-12)), least)  # 1.1 * 10 exceeds 11 slightly in floating point
 
 
 def route(
@@ -73,24 +73,22 @@ def route(
     second_sampled: bool = False,
     used_token: torch.Tensor | None = None,
 ) -> Routing:
-    """Choose experts.
+    """Choose experts for each token.
 
-    The loss is that of the papers: the number of experts times the sum over them of their mean probability times the
-    part of the tokens that has chosen them (for k = 2 by their first choice). With k > 1 weights are normalised over
-    the experts that have taken the token.
+    The loss is as in the papers: the number of experts times the sum over experts of mean probability times fraction of
+    tokens (for k = 2 of first choices). With k > 1 weights are normalised over the experts that accept the token. With
+    k = 2 all first choices precede second ones; with k > 2 an expert keeps its most probable choices.
 
     Args:
         logits: [tokens, experts].
         k: experts a token.
-        capacity_factor: see `capacity_of`.
-        min_capacity: see `capacity_of`.
-        drop_tokens: each expert takes no more than its capacity.
-        use_rts: with k = 1, which tokens are dropped is drawn at random; otherwise the last ones are.
-        sampled: draw choices with their probabilities (Gumbel noise), instead of taking the most probable.
-        second_sampled: with k = 2, draw the second one.
-        used_token: tokens that are not 0 go to experts.
-
-    With k = 2 all first choices come before second ones; with k > 2 the most probable choices of an expert are kept.
+        capacity_factor: `factor` of `capacity_of`.
+        min_capacity: `least` of `capacity_of`.
+        drop_tokens: limit each expert to its capacity.
+        use_rts: with k = 1, drop random tokens (random token selection); otherwise the last ones.
+        sampled: sample choices by their probabilities (Gumbel noise) instead of the most probable.
+        second_sampled: with k = 2, sample the second choice.
+        used_token: nonzero for tokens to route.
     """
     tokens, count = logits.shape
     probabilities = torch.softmax(logits, dim=1)
@@ -138,23 +136,23 @@ def _gumbel(like: torch.Tensor) -> torch.Tensor:
 
 
 class TopKGate(nn.Module):
-    """A linear layer without bias that judges tokens, and the choice by its judgement; see `route`.
+    """A linear gate without bias and its top-k choice; see `route`.
 
     Args:
         model_dim: width of tokens.
-        num_experts: among which they choose.
+        num_experts: number of experts.
         k: experts a token.
-        capacity_factor: while training.
-        eval_capacity_factor: otherwise.
-        min_capacity: places of an expert, at least.
-        noisy_gate_policy: while training: "Jitter" multiplies tokens by numbers near 1 (`JITTER`) before they are
-            judged; "RSample" draws experts with their probabilities. None: neither.
-        drop_tokens: experts take no more than their capacity.
+        capacity_factor: in training.
+        eval_capacity_factor: in evaluation.
+        min_capacity: minimum capacity of an expert.
+        noisy_gate_policy: in training: "Jitter" multiplies gate inputs by numbers near 1 (`JITTER`); "RSample" samples
+            experts by their probabilities. None: neither.
+        drop_tokens: limit experts to their capacity.
         use_rts: see `route`.
-        top2_2nd_expert_sampling: with k = 2, while training, the second expert is drawn.
+        top2_2nd_expert_sampling: with k = 2, in training, sample the second expert.
 
     Raises:
-        UsageError: an argument that is none of these, or more choices than experts.
+        UsageError: an argument is invalid, or `k` exceeds the number of experts.
     """
 
     def __init__(
@@ -172,7 +170,7 @@ class TopKGate(nn.Module):
         top2_2nd_expert_sampling: bool = True,
     ) -> None:
         super().__init__()
-        del ep_group  # a gate sees the tokens of its own rank only
+        del ep_group  # a gate uses only its own rank's tokens
         if not 1 <= k <= num_experts:
             raise UsageError(f"MoE(k={k}, num_experts={num_experts}): expected 1 <= k <= num_experts")
         if noisy_gate_policy not in POLICIES:
@@ -188,7 +186,7 @@ class TopKGate(nn.Module):
         self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
 
     def forward(self, tokens: torch.Tensor, used_token: torch.Tensor | None = None) -> Routing:
-        """Return where tokens [tokens, width] go."""
+        """Return the routing of tokens [tokens, width]."""
         with torch.autocast(tokens.device.type, enabled=False):
             judged = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
             if self.training and self.noisy_gate_policy == "Jitter":

@@ -1,9 +1,9 @@
-"""Models of transformers: the experts of each block are divided over ranks, and tokens travel to them; none is dropped.
+"""Expert parallelism for transformers' models: dropless, with the experts of each block distributed over ranks.
 
-Blocks of these models (Mixtral, Qwen-MoE, DeepSeek with its shared experts) have a router and a module `experts`, which
-gets tokens, chosen experts and weights, and holds the weights of all experts in stacked tensors. That module is
-replaced by one with the same parameters, of which a rank keeps its experts. Router, shared experts and the rest of the
-block stay what they are, so that what the model computes is the same up to rounding.
+Blocks of these models (Mixtral, Qwen-MoE, DeepSeek with its shared experts) have a router and a module `experts`.
+`experts` receives tokens, chosen experts and weights, and stores all experts' weights in stacked tensors. It is
+replaced by a module with the same parameters, narrowed to the rank's experts. Router, shared experts and the rest of
+the block are unchanged; results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ PRESETS = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
 }
-"""Value of `preset_model` -> how the classes of its blocks begin."""
+"""Value of `preset_model` -> class name prefix of the blocks."""
 
 
 @dataclass(frozen=True)
 class Names:
-    """What the children and parameters of a block are called.
+    """Names of a block's children and parameters.
 
     Attributes:
-        experts: the child that holds the experts.
-        routers: names of the child that routes.
-        gate: the stacked gate projections, with the up projections beneath them if `up` is None.
+        experts: the child with the experts.
+        routers: possible names of the router child.
+        gate: the stacked gate projections, with the up projections below them if `up` is None.
         down: the stacked down projections.
         up: the stacked up projections.
     """
@@ -60,7 +60,7 @@ class Names:
 
     @classmethod
     def of(cls, section: ExpertParallel) -> Names:
-        """Return what a configuration calls them."""
+        """Return the names of a configuration."""
         return cls(
             section.expert_pattern or "experts",
             ("gate", "router") if section.router_pattern is None else (section.router_pattern,),
@@ -71,19 +71,19 @@ class Names:
 
     @property
     def parameters(self) -> list[str]:
-        """Names of the parameters of the experts."""
+        """Names of the weights of the experts."""
         return [self.gate, self.down, *([self.up] if self.up is not None else [])]
 
 
 @dataclass(frozen=True)
 class Form:
-    """How the experts of a block are stored and computed.
+    """Storage and computation of a block's experts.
 
     Attributes:
-        names: of their parameters.
-        transposed: weights are [experts, in, out].
-        bias: each projection has a bias, called as its weight with `_bias` behind it.
-        gated: makes the input of the down projection from the outputs of gate and up projections side by side; None:
+        names: names of their parameters.
+        transposed: True if weights are [experts, in, out].
+        bias: True if each projection has a bias, named as its weight plus `_bias`.
+        gated: computes the input of the down projection from the concatenated gate and up outputs; None:
             activation(gate) * up.
     """
 
@@ -99,14 +99,14 @@ class Form:
 
 
 class StackedExperts(ExpertParallelModule):
-    """The experts of a block, in stacked tensors: y = (activation(x gate^T) * x up^T) down^T for each.
+    """The experts of a block in stacked tensors: y = (activation(x gate^T) * x up^T) down^T for each.
 
     Args:
-        given: the module in whose place this one comes; its parameters are taken, under their names.
-        form: how they are stored and computed.
-        ep_size: ranks over which they are divided.
-        activation: of the gate projection; None: the form has a gate of its own.
-        grouped: compute all experts in one matrix product where torch can (`shardwise.compat.grouped_product`).
+        given: the replaced module; its parameters are reused under their names.
+        form: their storage and computation.
+        ep_size: ranks of the expert-parallel group.
+        activation: activation of the gate projection; None: the form has its own gate.
+        grouped: compute all experts in one matrix product if torch supports it (`shardwise.compat.grouped_product`).
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class StackedExperts(ExpertParallelModule):
         self.train(given.training)
 
     def bind(self, path: str, group: ExpertGroup) -> None:
-        """See `ExpertParallelModule.bind`; the first time the experts of other ranks are given back."""
+        """Set the group and declare this rank's experts; the first call frees the experts of other ranks."""
         self.group, self.path = group, path
         own = group.own(self.num_experts)
         if self._own is None:
@@ -149,7 +149,7 @@ class StackedExperts(ExpertParallelModule):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sum of what each token's experts make of it, by its weights.
+        """Return the weighted sum of each token's expert outputs.
 
         Args:
             hidden_states: [..., width].
@@ -161,12 +161,12 @@ class StackedExperts(ExpertParallelModule):
     def mixed(
         self, group: ExpertGroup, count: int, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the result for this group of ranks, which have so many experts."""
+        """Return the result for a group with `count` experts."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         chosen = index.reshape(len(tokens), -1).T.contiguous()
         counts = counted(chosen, count)
         self.count(counts)
-        # One rank that multiplies all experts at once reads no number: torch takes their ends from the device.
+        # A single rank with the grouped product reads no numbers: torch takes the group ends from the device.
         rows = group.count_rows(counts, chosen.numel(), self.path, on_host=group.size > 1)
         order = in_turn(chosen)
         made = in_turn_of(group, order.spread(tokens), rows, self._compute, self.path)
@@ -194,17 +194,12 @@ class StackedExperts(ExpertParallelModule):
 
 
 def convert(model: nn.Module, section: ExpertParallel) -> list[str]:
-    """Replace the experts of a model's blocks; what has been replaced before stays.
+    """Replace the experts of a model's blocks in place, and return the names of the expert modules.
 
-    Args:
-        model: is changed.
-        section: of the configuration.
-
-    Returns:
-        Names of the modules that hold experts.
+    Modules replaced before stay.
 
     Raises:
-        ConfigError: nothing in the model is called what the section says, or what is cannot be divided.
+        ConfigError: no module matches the section, or a match is not convertible.
     """
     names = Names.of(section)
     found = []
@@ -241,7 +236,6 @@ def convert(model: nn.Module, section: ExpertParallel) -> list[str]:
 
 
 def _blocks(model: nn.Module, section: ExpertParallel, names: Names) -> Iterator[tuple[str, nn.Module]]:
-    """Find the blocks that the section means."""
     begins = "" if section.preset_model is None else PRESETS[section.preset_model]
     finds = name_search(model)
     for path, block in model.named_modules():
@@ -257,7 +251,7 @@ def _blocks(model: nn.Module, section: ExpertParallel, names: Names) -> Iterator
 
 
 def _form(path: str, given: nn.Module, names: Names, section: ExpertParallel, model: nn.Module) -> Form:
-    """Return how experts are stored and computed; raise for those that compute something else, or cannot be divided."""
+    """Return the storage and computation of experts; raise for unsupported ones, or an indivisible number."""
     gating = getattr(type(given), "_apply_gate", None)
     own_gate = gating is not None and gating.__name__ != "_default_apply_gate"
     form = Form(
@@ -293,8 +287,6 @@ def _form(path: str, given: nn.Module, names: Names, section: ExpertParallel, mo
 
 
 class _Gate:
-    """The gate that a module of experts has for itself, without its parameters."""
-
     def __init__(self, given: nn.Module) -> None:
         self._of = copy.copy(given)
         self._of._parameters = {}
@@ -305,7 +297,7 @@ class _Gate:
 
 
 class _Original(nn.Module):
-    """The experts of a block as their own class computes them in plain torch."""
+    """The experts of a block in their own class's plain torch implementation."""
 
     def __init__(self, given: nn.Module) -> None:
         super().__init__()
@@ -333,7 +325,7 @@ def _compare(path: str, given: nn.Module, made: StackedExperts) -> None:
         ConfigError: they differ, or the module takes other arguments.
     """
     if type(given).forward is nn.Module.forward or not has_values(torch.empty(0, device="cpu")):
-        return  # it has never computed anything, or nothing is computed now (a plan of memory)
+        return  # the module has no forward, or a memory plan computes no values
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -373,7 +365,6 @@ def _compare(path: str, given: nn.Module, made: StackedExperts) -> None:
 
 
 def _activation(path: str, given: nn.Module, name: str | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the activation function of experts, or the one of this name."""
     found: Any = getattr(given, "act_fn", None)
     if name is not None:
         found = getattr(F, name, None) or _of_transformers(name)

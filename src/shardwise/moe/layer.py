@@ -1,6 +1,6 @@
-"""The layer: a gate, the experts of this rank, and the way of the tokens between them.
+"""MoE layer: gate, experts and the dispatch of tokens.
 
-Its children have the names that they have in DeepSpeed, so that weights have, too.
+Child modules have DeepSpeed's names, and therefore DeepSpeed's parameter names.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ from shardwise.moe.gates import Routing, TopKGate
 
 
 class MOELayer(nn.Module):
-    """A gate and the experts of this rank.
-
-    Args:
-        gate: chooses.
-        experts: of this rank.
-    """
+    """A gate and the experts of this rank."""
 
     def __init__(self, gate: TopKGate, experts: Experts) -> None:
         super().__init__()
@@ -36,7 +31,7 @@ class MOELayer(nn.Module):
     def forward(
         self, tokens: torch.Tensor, group: ExpertGroup, label: str, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Routing]:
-        """Return what experts make of tokens [tokens, width], and where these went."""
+        """Return the expert outputs of tokens [tokens, width], and the routing."""
         routing: Routing = self.gate(tokens, used_token)
         count = len(routing.exp_counts)
         if routing.order is not None:
@@ -58,34 +53,31 @@ class MoE(ExpertParallelModule):
 
     Args:
         hidden_size: width of tokens.
-        expert: a module from [tokens, width] to [tokens, width], such as an MLP: every expert begins as a copy of it.
-            Or an nn.ModuleList of `num_experts` modules, the same on every rank, of which this rank keeps its own: so
-            experts begin with different values, which do not depend on `ep_size`.
-        num_experts: of the layer.
-        ep_size: ranks over which they are divided; divides `num_experts` and the number of ranks. Each rank has
-            `num_experts / ep_size` of them.
+        expert: a module from [tokens, width] to [tokens, width], such as an MLP, which every expert copies. Or an
+            nn.ModuleList of `num_experts` modules, the same on every rank, of which this rank keeps its own; initial
+            values then differ between experts and do not depend on `ep_size`.
+        num_experts: experts of the layer.
+        ep_size: ranks of the expert-parallel group; divides `num_experts` and the number of ranks. Each rank has
+            `num_experts / ep_size` experts.
         k: experts a token.
-        capacity_factor: tokens that an expert takes while training, as a multiple of what it would have if all were
-            chosen alike.
+        capacity_factor: capacity of an expert in training, as a multiple of the uniform load.
         eval_capacity_factor: the same in evaluation.
-        min_capacity: tokens that an expert takes, at least.
-        use_residual: add an expert that all tokens use, both weighted by a learnt coefficient (PR-MoE, arXiv
-            2201.05596).
+        min_capacity: minimum capacity of an expert in tokens.
+        use_residual: add an expert for all tokens, both weighted by a learnt coefficient (PR-MoE, arXiv 2201.05596).
         noisy_gate_policy: None, "Jitter" or "RSample"; see `shardwise.moe.gates.TopKGate`.
-        drop_tokens: tokens that find no place are dropped: they pass by (their output is 0). False: experts take
-            what comes.
-        use_rts: with k = 1, while training, which tokens are dropped is drawn at random.
+        drop_tokens: drop tokens beyond the capacity (their output is 0). False: no limit.
+        use_rts: with k = 1, in training, drop random tokens.
         use_tutel: not built.
         enable_expert_tensor_parallelism: not built.
-        top2_2nd_expert_sampling: with k = 2, while training, the second expert is drawn.
+        top2_2nd_expert_sampling: with k = 2, in training, sample the second expert.
 
     Attributes:
-        num_local_experts: of this rank.
+        num_local_experts: experts of this rank.
         expert_group_name: "ep_size_" and the size.
 
     Raises:
-        UsageError: sizes that do not divide one another, or experts that no rank can be assigned yet.
-        NotBuiltError: what is not built.
+        UsageError: sizes do not divide one another, or experts cannot be assigned to ranks yet.
+        NotBuiltError: an option is not built.
 
     Example:
         >>> layer = MoE(8, nn.Linear(8, 8), num_experts=4, k=2)
@@ -154,7 +146,6 @@ class MoE(ExpertParallelModule):
             self.coefficient = nn.Linear(hidden_size, 2)
 
     def _own(self, experts: nn.ModuleList) -> nn.ModuleList:
-        """Return this rank's of all experts."""
         if len(experts) != self.num_experts:
             raise UsageError(f"MoE(expert=...): {len(experts)} experts are given, num_experts is {self.num_experts}")
         if self.ep_size == 1:
@@ -170,14 +161,14 @@ class MoE(ExpertParallelModule):
 
     @property
     def listed(self) -> bool:
-        """Whether this rank has kept its own of a list of experts."""
+        """True if this rank has kept its part of a list of experts."""
         return self._first is not None
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Do nothing: `shardwise.initialize()` makes the groups of all layers.
+        """Do nothing: `shardwise.initialize()` creates the groups of all layers.
 
         Raises:
-            UsageError: there are no ranks to be divided.
+            UsageError: `ep_size` is above 1 without a process group.
         """
         if self.ep_size > 1 and not (dist.is_available() and dist.is_initialized()):
             raise UsageError(
@@ -203,7 +194,7 @@ class MoE(ExpertParallelModule):
                 group.declare(parameter, name=f"{inside}.{first + number}.{name}")
 
     def _agree(self, group: ExpertGroup, tokens: torch.Tensor) -> None:
-        """Check in the first forward pass in training that ranks have as many tokens (all ranks call)."""
+        """Check in the first training forward pass that ranks have equally many tokens (all ranks call)."""
         self._agreed = True
         if group.comm is None or not has_values(tokens):
             return
@@ -218,19 +209,19 @@ class MoE(ExpertParallelModule):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Send tokens to experts.
+        """Route tokens to experts.
 
         Args:
             hidden_states: [..., hidden_size].
-            used_token: one number a token; those with 0 go to no expert.
+            used_token: one number a token; tokens with 0 go to no expert.
 
         Returns:
-            The output; the loss of imbalance, to be added to the script's with a factor (0.01 in the papers); the
-            number of this rank's tokens that have chosen each expert.
+            The output; the load-balancing loss, to be added to the script's loss with a factor (0.01 in the papers);
+            the number of this rank's tokens that chose each expert.
 
         Raises:
-            UsageError: the experts are divided, and no engine has made groups; or, in the first forward pass in
-                training, ranks of a group have different numbers of tokens, though these may be dropped.
+            UsageError: the expert-parallel group does not exist yet; or, in the first training forward pass with
+                dropping, ranks of a group have different numbers of tokens.
         """
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         group = self.bound()

@@ -1,4 +1,4 @@
-"""How busy experts are: counted while somebody looks, on the device, and read when it is written."""
+"""Expert utilization: choices are counted on the device on request, and read asynchronously."""
 
 from __future__ import annotations
 
@@ -9,13 +9,9 @@ from shardwise.moe.exchange import ExpertParallelModule
 
 
 class ExpertUtilization:
-    """Counts which part of this rank's tokens goes to each expert of each layer.
+    """Fraction of this rank's tokens for each expert of each layer, counted until `close()`.
 
-    Layers count from now on until `close()`. Nothing is waited for: what `events` returns lies on the device, and the
-    monitor reads it when it has arrived.
-
-    Args:
-        model: has layers of experts.
+    The host does not wait: `events` returns device tensors, which the monitor reads when they have arrived.
 
     Example:
         >>> from torch import nn
@@ -38,7 +34,7 @@ class ExpertUtilization:
             module.counting = True
 
     def counts(self) -> dict[str, torch.Tensor]:
-        """Return the choices of each layer's experts since the last call, and begin again."""
+        """Return the choices of each layer's experts since the last call, and reset."""
         found = {}
         for path, module in self._layers.items():
             if module.counts is not None:
@@ -47,11 +43,11 @@ class ExpertUtilization:
         return found
 
     def events(self, step: int, prefix: str = "Train/Experts/") -> list[tuple[str, torch.Tensor, int]]:
-        """Return for `engine.monitor.write_events` which part of the choices each expert has had since the last call.
+        """Return events for `engine.monitor.write_events`: each expert's fraction of the choices since the last call.
 
         Args:
-            step: at which they are written, such as `engine.global_samples`.
-            prefix: of names; layer and expert follow.
+            step: step of the events, such as `engine.global_samples`.
+            prefix: prefix of names; layer and expert follow.
         """
         found = []
         for path, counts in self.counts().items():

@@ -1,7 +1,7 @@
-"""Questions about experts, and parameter groups of their own: what scripts call for every model.
+"""Queries and parameter groups of experts, for scripts that call them for every model.
 
-Parameters of experts need no groups of their own: an engine knows what they are parts of. Groups that are made here
-are optimised as any other, and may have a learning rate or weight decay of their own.
+An engine needs no separate groups for expert parameters. Groups created here are optimised as any other, and may have
+their own learning rate or weight decay.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from shardwise.moe.exchange import ExpertParallelModule, expert_group_of
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether a parameter is an expert's, or is marked as one (`param.allreduce` is False)."""
+    """Return True for an expert's parameter, or one marked as such (`param.allreduce` is False)."""
     return expert_group_of(param) is not None or getattr(param, "allreduce", True) is False
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether a model has layers of experts, and how many experts the last of them has.
+    """Return (True, number of experts of the last MoE layer) or (False, 0).
 
     Raises:
-        UsageError: a parameter is marked as that of an expert, and belongs to none.
+        UsageError: a parameter is marked as an expert's without belonging to one.
 
     Example:
         >>> from shardwise.moe import MoE
@@ -38,14 +38,14 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether a parameter group says that it is one of experts (`"moe"`)."""
+    """Return True if a parameter group is marked as one of experts (`"moe"`)."""
     return bool(param_group.get("moe", False))
 
 
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return (parameters that are not of experts, those that are)."""
+    """Return (other parameters, expert parameters)."""
     shared: list[nn.Parameter] = []
     experts: list[nn.Parameter] = []
     for param in params:
@@ -56,8 +56,7 @@ def split_params_into_shared_and_expert_params(
 def split_params_grads_into_shared_and_expert_params(
     group: Iterable[nn.Parameter],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return (gradients of parameters that are not of experts, of those that are); parameters without one are left
-    out."""
+    """Return (gradients of other parameters, gradients of expert parameters), without missing ones."""
     shared, experts = split_params_into_shared_and_expert_params(group)
     return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
 
@@ -65,17 +64,17 @@ def split_params_grads_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: float | None = 178956971
 ) -> list[dict[str, Any]]:
-    """Take the experts out of parameter groups, into groups of their own behind them.
+    """Move expert parameters of parameter groups into separate groups at the end.
 
-    These have the options of the group that they come from, `"moe": True` and as `"name"` that of the group of ranks.
+    These have the options of their original group, `"moe": True`, and the expert-parallel group's name as `"name"`.
 
     Args:
-        param_groups: a group, or several; experts are taken out of them.
-        max_group_size: most elements of a group of experts; None: as many as there are.
+        param_groups: one group or several, changed in place.
+        max_group_size: maximum elements of a group of experts; None: unlimited.
 
     Raises:
-        UsageError: a parameter is marked as that of an expert, and belongs to none.
-        ValueError: something else than groups is given.
+        UsageError: a parameter is marked as an expert's without belonging to one.
+        ValueError: an argument is no parameter group.
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     made: list[dict[str, Any]] = []
@@ -99,10 +98,10 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:
-    """Return parameters, or parameter groups, in a list; with experts among them, as groups of which some are theirs.
+    """Return parameters or parameter groups as a list, with expert parameters in separate groups.
 
     Raises:
-        UsageError: a parameter is marked as that of an expert, and belongs to none.
+        UsageError: a parameter is marked as an expert's without belonging to one.
     """
     given = list(model_parameters)
     groups = [entry for entry in given if isinstance(entry, dict)]
@@ -117,7 +116,7 @@ def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:
 
 
 def _portions(params: list[torch.Tensor], limit: float | None) -> Iterator[list[torch.Tensor]]:
-    """Divide parameters into runs of at most so many elements; a larger parameter is alone."""
+    """Split parameters into runs of at most `limit` elements; a larger parameter has its own run."""
     run: list[torch.Tensor] = []
     for param in params:
         if limit is not None and run and sum(p.numel() for p in run) + param.numel() > limit:

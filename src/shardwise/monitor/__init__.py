@@ -1,9 +1,8 @@
-"""Monitors: what a run has measured goes to TensorBoard, Weights & Biases, MLflow, Comet, CSV files or JSON lines.
+"""Monitors: TensorBoard, Weights & Biases, MLflow, Comet, CSV files and JSON lines.
 
-`runlog` writes what `shardwise report` draws, and `progress` shows how far training is.
-
-`Monitor` is what an engine has; `Service` is what a place to write to has to do. A service runs on a thread of its own
-(`worker`), so that whatever becomes of it neither stops nor slows training.
+`Monitor` is the engine's monitor; `Service` is the interface of a backend. Each service runs on a thread of its own
+(`worker`), so that its failures and delays neither stop nor slow training. `runlog` writes the data of `shardwise
+report`; `progress` shows a progress bar.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Comet, on line or off line."""
+"""Comet backend, online or offline."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from .service import Event, Service
 
 
 class Comet(Service[Event]):
-    """Section `comet`.
-
-    Args:
-        section: see `shardwise.config.schema.observe.Comet`.
-    """
+    """Service of the section `comet` (`shardwise.config.schema.observe.Comet`)."""
 
     def __init__(self, section: Any) -> None:
         self._section = section
@@ -25,7 +21,7 @@ class Comet(Service[Event]):
         self._last: dict[str, int] = {}
 
     def open(self) -> None:
-        """Begin an experiment, or go on with the one that is named, if that has not been done."""
+        """Start an experiment, or continue the configured one; do nothing if it is open."""
         if self._experiment is not None:
             return
         section = self._section
@@ -41,7 +37,7 @@ class Comet(Service[Event]):
             self._experiment.set_name(section.experiment_name)
 
     def log(self, events: Sequence[Event]) -> None:
-        """Send a metric for each that is at least `samples_log_interval` behind the last of its name."""
+        """Send a metric for each event at least `samples_log_interval` after the last of its name."""
         for event in events:
             last = self._last.get(event.name)
             if last is None or abs(event.step - last) >= self._section.samples_log_interval:
@@ -49,5 +45,5 @@ class Comet(Service[Event]):
                 self._last[event.name] = event.step
 
     def close(self) -> None:
-        """Send what is left, and end the experiment."""
+        """Send pending metrics and end the experiment."""
         self._experiment.end()

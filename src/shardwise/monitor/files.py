@@ -1,4 +1,4 @@
-"""CSV files and JSON lines: whole lines, appended, given to the system at once, so that they outlive the process."""
+"""CSV and JSON-lines backends: each call appends whole lines unbuffered, so that they survive the process."""
 
 from __future__ import annotations
 
@@ -15,25 +15,21 @@ from typing import Any
 from .service import Event, Service
 
 _LONGEST = 200
-"""Characters of the name of a file, below the limit of 255 bytes that file systems have."""
+"""Maximum characters of a file name, below the file systems' limit of 255 bytes."""
 
 
 class CSVFiles(Service[Event]):
-    """Section `csv_monitor`: a file for each name, with a line for each event.
-
-    Args:
-        section: has `output_path` and `job_name`.
-    """
+    """Service of the section `csv_monitor`: one file for each name, one line for each event."""
 
     def __init__(self, section: Any) -> None:
         self._directory = Path(section.output_path) / section.job_name
 
     def open(self) -> None:
-        """Make the directory."""
+        """Create the directory."""
         self._directory.mkdir(parents=True, exist_ok=True)
 
     def log(self, events: Sequence[Event]) -> None:
-        """Append a line for each."""
+        """Append one line for each event."""
         series: dict[str, list[Event]] = {}
         for event in events:
             series.setdefault(event.name, []).append(event)
@@ -44,21 +40,17 @@ class CSVFiles(Service[Event]):
 
 
 class JSONLines(Service[Event]):
-    """Section `jsonl_monitor`: a file with an object for each event.
-
-    Args:
-        section: has `output_path` and `job_name`.
-    """
+    """Service of the section `jsonl_monitor`: one file with one object for each event."""
 
     def __init__(self, section: Any) -> None:
         self._path = Path(section.output_path) / section.job_name / "events.jsonl"
 
     def open(self) -> None:
-        """Make the directory."""
+        """Create the directory."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
 
     def log(self, events: Sequence[Event]) -> None:
-        """Append a line for each. JSON has no infinity and no NaN: they are written as strings."""
+        """Append one line for each event. Infinity and NaN, which JSON lacks, are written as strings."""
         lines = []
         for event in events:
             value = event.value if math.isfinite(event.value) else str(event.value)
@@ -74,18 +66,12 @@ def _csv(rows: Any) -> str:
 
 
 def append(path: Path, lines: str, header: str = "") -> None:
-    """Append whole lines to a file.
-
-    Args:
-        path: is made if it is not there.
-        lines: with their ends.
-        header: first line of a new file.
-    """
+    """Append whole lines to a file, creating it with `header` as its first line if needed."""
     with open(path, "ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         begin = header
         if size:
-            # Half a line, where a disk was full: it is ended, so that none is spoilt but that one.
+            # A full disk may have left a partial line, which is ended here to protect the next line.
             file.seek(size - 1)
             begin = "" if file.read(1) == b"\n" else "\n"
         content = memoryview((begin + lines).encode())

@@ -1,4 +1,4 @@
-"""MLflow: metrics of one run, on a server or in a directory."""
+"""MLflow backend: metrics of one run, on a server or in a directory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from mlflow.tracking import MlflowClient
 from .service import Event, Service
 
 _LONGEST = 250
-"""Characters of a name."""
+"""Maximum characters of a name."""
 _MOST = 1000
-"""Metrics that a server takes in one request."""
+"""Maximum metrics of a server request."""
 
 
 def allowed(name: str) -> str:
-    """Return a name in the form that MLflow takes: it refuses all metrics of a request because of one.
+    """Return a valid MLflow name; one invalid name makes MLflow reject all metrics of a request.
 
     >>> allowed("Eval/f1 (macro)"), allowed("../loss")
     ('Eval/f1 _macro_', 'loss')
@@ -28,11 +28,7 @@ def allowed(name: str) -> str:
 
 
 class MLflow(Service[Event]):
-    """Section `mlflow`.
-
-    Args:
-        section: has `tracking_uri`, `experiment` and `run_name`.
-    """
+    """Service of the section `mlflow`."""
 
     def __init__(self, section: Any) -> None:
         self._section = section
@@ -40,7 +36,7 @@ class MLflow(Service[Event]):
         self._run: str | None = None
 
     def open(self) -> None:
-        """Begin a run, if that has not been done; the experiment is made if there is none of its name."""
+        """Start a run unless one is open; create the experiment if missing."""
         if self._run is not None:
             return
         self._client = client = MlflowClient(tracking_uri=self._section.tracking_uri)
@@ -50,7 +46,7 @@ class MLflow(Service[Event]):
         self._run = client.create_run(experiment, run_name=self._section.run_name).info.run_id
 
     def log(self, events: Sequence[Event]) -> None:
-        """Send a metric for each."""
+        """Send one metric for each event."""
         metrics = [Metric(allowed(event.name), event.value, int(1000 * event.time), event.step) for event in events]
         for begin in range(0, len(metrics), _MOST):
             self._client.log_batch(self._run, metrics=metrics[begin : begin + _MOST])

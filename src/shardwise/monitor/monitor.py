@@ -1,4 +1,4 @@
-"""The monitor of an engine: hands events to every service that the configuration switches on."""
+"""The engine's monitor, which passes events to all enabled services."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from .worker import CLOSE_S, Worker
 
 
 class Monitor:
-    """Writes events to the services that are switched on. The first rank writes; on the others nothing happens.
+    """Writes events to the enabled services, on the first rank only.
 
     Args:
-        config: has the sections `tensorboard`, `wandb`, `csv_monitor`, `comet`, `mlflow` and `jsonl_monitor` as
-            attributes, not necessarily all.
+        config: has some of the sections `tensorboard`, `wandb`, `csv_monitor`, `comet`, `mlflow` and `jsonl_monitor` as
+            attributes.
         rank: this process in the job.
 
     Attributes:
-        enabled: a service is switched on; the same on all ranks, so that what depends on it may be a collective.
-        writes: this rank writes to it.
+        enabled: True if a service is enabled; the same on all ranks, so that collectives may depend on it.
 
     Raises:
         ConfigError: the package of a service cannot be imported.
@@ -37,15 +36,15 @@ class Monitor:
     def write_events(self, event_list: Iterable[Any]) -> None:
         """Write events to all services.
 
-        It returns at once: services write on threads of their own, and for values on a device nobody waits here.
-        After the end (`Engine.destroy`) nothing is written.
+        The call returns at once: services write on threads of their own, and values on a device are read later. After
+        `Engine.destroy` nothing is written.
 
         Args:
             event_list: (name, value, step) each. A name has parts separated by "/"; a value is a number or a tensor of
                 one element; the step is an integer, the place on the x axis.
 
         Raises:
-            UsageError: something else is among them. Not looked for where nothing is switched on, or written.
+            UsageError: an element is invalid. Not checked if no service is enabled or this rank does not write.
 
         Example:
             >>> import shardwise, tempfile, pathlib, torch
@@ -71,20 +70,16 @@ class Monitor:
                 worker.put(events)
 
     def flush(self, limit: float = CLOSE_S) -> bool:
-        """Wait until the services have taken everything that was written, but not longer than so many seconds.
-
-        Returns:
-            Whether they have.
-        """
+        """Wait up to `limit` seconds until the services have written all events; return True if they have."""
         until = monotonic() + limit
         for worker in self._workers:
             worker.hurry()
         return all([worker.flush(max(0.0, until - monotonic())) for worker in self._workers])
 
     def close(self, limit: float = CLOSE_S) -> None:
-        """Write what is left, and end the services; waits for all of them together not longer than so many seconds.
+        """Write pending events and close the services, within `limit` seconds in total.
 
-        Called at the end of an engine, and of the process. Closing twice does nothing.
+        The end of the engine and of the process call it. A second call does nothing.
         """
         until = monotonic() + limit
         for worker in self._workers:

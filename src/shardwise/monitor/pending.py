@@ -1,4 +1,4 @@
-"""Events whose values may still be on a device: checked at once, read when they have arrived."""
+"""Events with values on a device: validated at once, read after their asynchronous copy."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from .service import Event
 
 
 class Pending:
-    """The events of one call.
-
-    Numbers on a CUDA device are copied behind what has been launched so far; the host does not wait.
+    """The events of one `write_events` call. Values on a CUDA device are copied asynchronously.
 
     Args:
         events: (name, value, step), where a value is a number or a tensor of one element.
 
     Raises:
-        UsageError: something else is among them.
+        UsageError: an element is invalid.
 
     Example:
         >>> [event[:3] for event in Pending([("loss", 0.5, 1), ("norm", torch.tensor(2.0), 1)]).read()]
@@ -42,7 +40,7 @@ class Pending:
                 self._events.append((name, None, step))
             else:
                 self._events.append((name, value, step))
-        # Usually all are on one device; a tensor for each of them otherwise.
+        # Values on one device are stacked into one copy.
         alike = len({value.device for value in away}) <= 1
         joined = [torch.stack(away)] if away and alike else [value.reshape(1) for value in away]
         self._later = [Later(values) for values in joined]
@@ -51,11 +49,11 @@ class Pending:
         return len(self._events)
 
     def arrived(self) -> bool:
-        """Whether `read` would not wait."""
+        """Return True if `read` does not block."""
         return all(later.arrived() for later in self._later)
 
     def read(self) -> list[Event]:
-        """Return the events, waiting for values that are still under way."""
+        """Return the events, waiting for pending copies."""
         arrived = iter([value for later in self._later for value in later.read()])
         return [
             Event(name, next(arrived) if value is None else value, step, self._time)
@@ -64,7 +62,7 @@ class Pending:
 
 
 def _checked(event: Any) -> tuple[str, float | torch.Tensor, int]:
-    """Return name, value and step; the value is a 0-D fp64 tensor where the host would have to wait for it."""
+    """Return name, value and step. A device value is a 0-D fp64 tensor."""
     try:
         name, value, step = event
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""Progress: how far training is, as a bar on a terminal or as a line now and then, on standard error.
+"""Training progress on standard error: a bar on a terminal, or a periodic line.
 
-Whoever trains hands over a state a few times a second at most, and does not wait: the loss is shown when it has arrived
-from its device, and a thread draws the bar.
+The trainer passes a state a few times a second at most, without waiting: the loss appears after its copy from the
+device, and a thread draws the bar.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 Mode = Literal["bar", "lines", "off"]
 
 BAR_S = 0.25
-"""Seconds from one state of a bar to the next, at least."""
+"""Minimum seconds between two updates of a bar."""
 _MARKS = 16
-"""States over which speed is measured."""
+"""Number of states over which speed is averaged."""
 _WIDTH = 16
-"""Cells of a bar."""
+"""Cells of the bar."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What is held.
+    """Peak memory of one tier.
 
     Attributes:
         where: "device" or "host".
-        size: most bytes at once.
-        limit: bytes that there are; None: not known.
+        size: peak bytes.
+        limit: total bytes; None: unknown.
     """
 
     where: str
@@ -48,15 +48,15 @@ class Memory:
 
 @dataclass(frozen=True)
 class State:
-    """How far training is.
+    """Progress of training.
 
     Attributes:
         step: steps taken.
         clock: `time.perf_counter()` at the end of the last one.
-        samples: of all ranks so far.
-        tokens: of all ranks so far; None or 0: not known.
-        loss: of the last step; None: not known.
-        memory: on each tier.
+        samples: samples of all ranks so far.
+        tokens: tokens of all ranks so far; None or 0: unknown.
+        loss: loss of the last step; None: unknown.
+        memory: peak memory of each tier.
     """
 
     step: int
@@ -68,13 +68,13 @@ class State:
 
 
 def mode_of(mode: str | None, launcher: str, *, own_output: bool, terminal: bool) -> Mode:
-    """Return how progress is shown.
+    """Return the display mode of progress.
 
     Args:
-        mode: as configured; None: the launcher decides.
-        launcher: what it has said: "auto", "off", which overrules the configuration, or nothing.
-        own_output: the script is known to print what it does.
-        terminal: standard error is one.
+        mode: configured mode; None: the launcher decides.
+        launcher: the launcher's choice: "auto", "off" (overrules the configuration), or "".
+        own_output: True if the script is known to print its progress.
+        terminal: True if standard error is a terminal.
 
     >>> mode_of(None, "", own_output=False, terminal=True), mode_of(None, "auto", own_output=False, terminal=True)
     ('off', 'bar')
@@ -87,17 +87,17 @@ def mode_of(mode: str | None, launcher: str, *, own_output: bool, terminal: bool
         mode = "auto" if launcher == "auto" and not own_output else "off"
     if mode == "auto":
         return "bar" if terminal else "lines"
-    return mode  # type: ignore[return-value]  # the schema has no others
+    return mode  # the schema allows no other mode
 
 
 class Progress:
-    """What is shown, from the first state on.
+    """Progress display.
 
     Args:
         mode: "bar" or "lines".
-        total: steps until the end; None: not known.
-        interval: seconds from one line to the next.
-        out: where to; None: standard error.
+        total: total steps; None: unknown.
+        interval: seconds between two lines.
+        out: output stream; None: standard error.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Progress:
         atexit.register(self.close)
 
     def due(self, step: int, clock: float) -> bool:
-        """Show what has waited for its loss, if that has arrived; return whether a state is to be handed over."""
+        """Draw a state whose loss has arrived; return True if a new state is due."""
         if self._closed:
             return False
         if self._waiting is not None and _arrived(self._waiting):
@@ -122,7 +122,7 @@ class Progress:
         return clock >= self._next or step == self._total
 
     def show(self, state: State) -> None:
-        """Show a state as soon as its loss is there."""
+        """Draw a state once its loss has arrived."""
         self._next = state.clock + self._every
         if _arrived(state) or state.step == self._total:
             self._draw(state)
@@ -139,7 +139,7 @@ class Progress:
         self._view.show(state.step, self.words(state))
 
     def words(self, state: State) -> list[str]:
-        """Return what is said of a state, in the order of importance but for the first: how far it is."""
+        """Return the texts of a state: progress first, the others in order of importance."""
         first, steps = self._marks[0], state.step - self._marks[0].step
         said = [f"step {state.step}" if self._total is None else f"step {state.step}/{self._total}"]
         if self._loss is not None:
@@ -158,12 +158,12 @@ class Progress:
         return said
 
     def close(self) -> None:
-        """Leave the last state where it is, and end. Closing twice does nothing."""
+        """Draw the last state and end the display. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self.close)
-        with contextlib.suppress(Exception):  # a device that has failed; at the end of a process, a closed stream
+        with contextlib.suppress(Exception):  # a failed device, or a closed stream at process exit
             if self._waiting is not None:
                 self._draw(self._waiting)
         self._view.close()
@@ -174,13 +174,11 @@ def _arrived(state: State) -> bool:
 
 
 class _Lines:
-    """A line for each state."""
-
     def __init__(self, out: IO[str] | None) -> None:
         self._out = out
 
     def show(self, step: int, words: list[str]) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads any more
+        with contextlib.suppress(OSError, ValueError):  # the reader has closed the stream
             print(" | ".join(words), file=self._out or sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -188,7 +186,7 @@ class _Lines:
 
 
 class _Bar:
-    """A bar that a thread draws; what the script prints goes above it."""
+    """A bar drawn by a thread, with the script's output above it."""
 
     def __init__(self, total: int | None, out: IO[str] | None) -> None:
         self._total = total
@@ -207,7 +205,7 @@ class _Bar:
         from rich.live import Live
 
         class Unhidden(Console):
-            """A console whose cursor stays: a process that is killed could not bring it back."""
+            """A console with a visible cursor, because a killed process could not restore it."""
 
             def show_cursor(self, show: bool = True) -> bool:
                 return False
@@ -222,7 +220,7 @@ class _Bar:
             vertical_overflow="crop",
         )
         self._live.start()
-        # The log's handlers have the stream that was there before.
+        # The log's handlers still refer to the original stream.
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler) and handler.stream is error:
                 self._handlers.append((handler, handler.setStream(sys.stderr)))
@@ -248,7 +246,7 @@ class _Bar:
 
 
 def _time(seconds: float) -> str:
-    """Return a short time.
+    """Return a short duration.
 
     >>> _time(0.0123), _time(2.345)
     ('12 ms', '2.35 s')
@@ -257,7 +255,7 @@ def _time(seconds: float) -> str:
 
 
 def _spoken(seconds: float) -> str:
-    """Return a time that is left.
+    """Return a remaining duration.
 
     >>> _spoken(45), _spoken(150), _spoken(9000)
     ('45 s', '2 min', '2 h 30 min')
@@ -282,7 +280,7 @@ def _count(value: float) -> str:
 
 
 def _memory(held: Memory) -> str:
-    """Return what is held, of what there is.
+    """Return peak and total memory of a tier.
 
     >>> _memory(Memory("device", 3 << 30, 8 << 30))
     'device 3.0 of 8.0 GiB'

@@ -1,4 +1,4 @@
-"""The services by the section of the configuration that switches them on, and the packages that they need."""
+"""Registry of monitor services by configuration section, with their required packages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ from .service import Event, Service
 
 @dataclass(frozen=True)
 class Known:
-    """One service.
-
-    Attributes:
-        where: module and class.
-        module: what it imports; None: nothing that is not always there.
-        package: what is installed to have it.
-    """
+    """One service: its `module:class`, the module to import (None: always available), and the package to install."""
 
     where: str
     module: str | None = None
@@ -36,26 +30,22 @@ SERVICES: dict[str, Known] = {
     "mlflow": Known("shardwise.monitor.mlflow:MLflow", "mlflow", "mlflow-skinny"),
     "jsonl_monitor": Known("shardwise.monitor.files:JSONLines"),
 }
-"""Section of the configuration -> its service."""
+"""Configuration section -> service."""
 
 
 def switched_on(config: Any) -> dict[str, Any]:
-    """Return the sections that are there and switched on.
-
-    Args:
-        config: has them as attributes, not necessarily all.
-    """
+    """Return the enabled sections of a configuration, which may lack some of them."""
     sections = {name: getattr(config, name, None) for name in SERVICES}
     return {name: section for name, section in sections.items() if section is not None and section.enabled}
 
 
 def check_packages(config: Any) -> None:
-    """Raise if a service is switched on whose package is missing.
+    """Raise if the package of an enabled service is missing.
 
-    Every rank looks, so that all raise or none: after a restart any of them may be the one that writes.
+    Every rank checks and all raise alike, because after a restart any rank may be the writer.
 
     Raises:
-        ConfigError: names the sections and what to install.
+        ConfigError: names the sections and the packages to install.
     """
     missing = []
     for name in switched_on(config):

@@ -1,7 +1,7 @@
-"""The run log: a row for each step and for each warning of a rank, in files that outlive the process.
+"""Run log: one row for each step and each warning of a rank, in files that survive the process.
 
-Rows are put together and written on a thread of the log's own (`worker`), so that neither a slow disk nor a device that
-is behind holds up training. See `shardwise.runfiles` for the files.
+The log's worker thread (`worker`) assembles and writes rows, so that neither a slow disk nor a late device delays
+training. `shardwise.runfiles` defines the files.
 """
 
 from __future__ import annotations
@@ -25,26 +25,22 @@ from .service import Service
 from .worker import CLOSE_S, Worker
 
 _LONGEST_TEXT = 10_000
-"""Characters of a warning that are kept."""
+"""Maximum characters of a warning."""
 _STARTS = 100
-"""Starts of a job in one directory that are remembered."""
+"""Number of recorded job starts in one directory."""
 
 
 class Line(NamedTuple):
-    """What goes into a file.
-
-    Attributes:
-        file: name in the directory.
-        text: a line with its end; of `run.json` the content.
-    """
+    """A line for a file of the run directory, with its line end; for `run.json`, the whole content."""
 
     file: str
     text: str
 
 
 def plain(value: Any) -> Any:
-    """Return a value in the form of JSON. Infinity and NaN, which JSON has not, are strings; numbers below a million
-    have seven digits, others three behind the point.
+    """Return a value as JSON. Infinity and NaN become strings.
+
+    Numbers below a million have seven significant digits, others three decimals.
 
     >>> plain({"a": (1, 0.123456789, float("inf"))})
     {'a': [1, 0.1234568, 'inf']}
@@ -63,13 +59,11 @@ def plain(value: Any) -> Any:
 
 
 class Row:
-    """One row, which is put together when it is written.
+    """One row, assembled when it is written.
 
     Args:
-        file: name in the directory.
-        values: what is known already.
-        pending: what may still be on a device; the names of its events are those of values.
-        finish: adds what takes a while to find.
+        pending: events with values on a device; event names are value names.
+        finish: adds values that are slow to compute.
     """
 
     def __init__(
@@ -88,7 +82,7 @@ class Row:
         return 1
 
     def read(self) -> list[Line]:
-        """Return the line, waiting for values that are still under way."""
+        """Return the line, waiting for pending copies."""
         row = self._values
         for event in self._pending.read() if self._pending is not None else ():
             row[event.name] = event.value
@@ -98,21 +92,17 @@ class Row:
 
 
 class RunFiles(Service[Line]):
-    """The files of one rank in a run directory.
-
-    Args:
-        directory: is made if it is not there.
-    """
+    """The files of one rank in a run directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def open(self) -> None:
-        """Make the directory."""
+        """Create the directory."""
         self._directory.mkdir(parents=True, exist_ok=True)
 
     def log(self, events: Sequence[Line]) -> None:
-        """Append lines, each file's at once; `run.json` takes the place of the one before."""
+        """Append lines, batched by file; replace `run.json`."""
         lines: dict[str, str] = {}
         for line in events:
             if line.file == RUN:
@@ -123,10 +113,10 @@ class RunFiles(Service[Line]):
             append(self._directory / name, text)
 
     def flush(self) -> None:
-        """Lines are with the system already, and outlive the process."""
+        """Do nothing, because written lines survive the process."""
 
     def close(self) -> None:
-        """No file is left open."""
+        """Do nothing, because no file stays open."""
 
     def _replace(self, text: str) -> None:
         path = self._directory / RUN
@@ -145,7 +135,6 @@ class RunFiles(Service[Line]):
 
 
 def _starts(path: Path) -> list[Any]:
-    """Return when jobs have begun to write here before; none if that cannot be read."""
     try:
         starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -154,15 +143,7 @@ def _starts(path: Path) -> list[Any]:
 
 
 class RunLog:
-    """What one rank writes of a run.
-
-    Args:
-        directory: of the run.
-        rank: this process in the job.
-        step: returns how many steps have been taken.
-
-    Attributes:
-        directory: see there.
+    """Run log of one rank; `step` returns the number of steps taken.
 
     Example:
         >>> import pathlib, tempfile, torch
@@ -181,11 +162,7 @@ class RunLog:
         logger.addHandler(self._handler)
 
     def write_run(self, about: Mapping[str, Any]) -> None:
-        """Write what is run, in place of what was written before.
-
-        Args:
-            about: what is known of the run; has at least `time`, `world` and `step`.
-        """
+        """Replace the description of the run, which has at least `time`, `world` and `step`."""
         self._worker.put(Row(RUN, {"format": FORMAT, **about}))
 
     def write_step(
@@ -194,34 +171,31 @@ class RunLog:
         pending: Pending | None = None,
         finish: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        """Write what a step has been; returns at once. Arguments as of `Row`."""
+        """Write the row of a step asynchronously. Arguments as of `Row`."""
         self._worker.put(Row(steps_file(self._rank), values, pending, finish))
 
     def write_event(self, level: str, text: str, step: int, facts: Mapping[str, Any]) -> None:
-        """Write a warning; returns at once.
+        """Write a warning asynchronously.
 
         Args:
-            level: of the `logging` module.
-            text: what was said.
-            step: at which.
-            facts: what else is known: `kind`, `advice`, another `step`, and whatever belongs to the kind.
+            facts: `kind`, `advice`, another `step`, and further values of the kind.
         """
         row = {"time": time.time(), "step": step, "kind": "warning", **facts}
         row |= {"rank": self._rank, "level": level, "text": text[:_LONGEST_TEXT]}
-        self._worker.put(Row(events_file(self._rank), row), now=True)  # it may be the last one
+        self._worker.put(Row(events_file(self._rank), row), now=True)  # the process may be about to end
 
     def flush(self, limit: float = CLOSE_S) -> bool:
-        """Wait until everything is written, but not longer than so many seconds; return whether it is."""
+        """Wait up to `limit` seconds until everything is written; return True if it is."""
         return self._worker.flush(limit)
 
     def close(self) -> None:
-        """Write what is left. Closing twice does nothing."""
+        """Write pending rows. A second call does nothing."""
         logger.removeHandler(self._handler)
         self._worker.close()
 
 
 class _Warnings(logging.Handler):
-    """Writes warnings of the library's logger into the run log, with what callers pass as `extra={"event": {...}}`."""
+    """Writes warnings of the library's logger into the run log, with the fields of `extra={"event": {...}}`."""
 
     def __init__(self, log: RunLog, step: Callable[[], int]) -> None:
         super().__init__(logging.WARNING)
@@ -229,10 +203,10 @@ class _Warnings(logging.Handler):
         self._step = step
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one."""
+        """Write one warning."""
         try:
             facts = getattr(record, "event", None)
             known = facts if isinstance(facts, Mapping) else {}
             self._log.write_event(record.levelname.lower(), record.getMessage(), self._step(), known)
-        except Exception:  # a message that cannot be put together is told by the handler that shows it
+        except Exception:  # the displaying handler reports a message that cannot be formatted
             self.handleError(record)

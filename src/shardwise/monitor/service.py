@@ -1,4 +1,4 @@
-"""What is written, and what a place to write it to has to do."""
+"""Monitor events and the interface of monitor services."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Event(NamedTuple):
     """One measured value.
 
     Attributes:
-        name: of the series, with parts separated by "/".
+        name: name of the series, with parts separated by "/".
         value: may be infinite or NaN.
-        step: place on the x axis; the engine's own events have the samples of all ranks so far.
-        time: when it was handed over, in seconds since 1970.
+        step: place on the x axis; for the engine's own events, the samples of all ranks so far.
+        time: time of the `write_events` call, in seconds since 1970.
     """
 
     name: str
@@ -27,29 +27,29 @@ Brought = TypeVar("Brought", covariant=True)
 
 
 class EventBatch(Protocol[Brought]):
-    """What is handed over at once; some of it may still be on its way from a device."""
+    """A batch of events, some of whose values may still be in transit from a device."""
 
     def __len__(self) -> int:
-        """Return how many it brings."""
+        """Return the number of events."""
 
     def read(self) -> Sequence[Brought]:
-        """Return what it brings, waiting for what is still under way."""
+        """Return the events, waiting for pending copies."""
 
 
 class Service(Protocol[Taken]):
-    """A place to write to; what it takes are events, if not said otherwise.
+    """Backend of a monitor, by default for events.
 
-    Its methods are called on one thread, may take as long as they need, and may raise.
+    Its methods run on one thread, may block, and may raise.
     """
 
     def open(self) -> None:
-        """Get ready. Called before the first events, and again after anything has raised: what is still good stays."""
+        """Prepare the backend, before the first events and after any exception; working resources may be kept."""
 
     def log(self, events: Sequence[Taken]) -> None:
-        """Take events, in the order in which they were handed over; the same ones again if it has raised before."""
+        """Write events in order; called again with the same events after an exception."""
 
     def flush(self) -> None:
-        """Have what was taken survive the end of this process, however it comes. Nothing to do where `log` does."""
+        """Make written events survive any end of the process. No effect if `log` does."""
 
     def close(self) -> None:
-        """End in order; only called if `open` has succeeded."""
+        """Close the backend; only called after a successful `open`."""

@@ -1,4 +1,4 @@
-"""TensorBoard: event files, written by torch's writer."""
+"""TensorBoard backend: event files of torch's writer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ from .service import Event, Service
 
 
 class TensorBoard(Service[Event]):
-    """Section `tensorboard`.
-
-    Args:
-        section: has `output_path` and `job_name`.
-    """
+    """Service of the section `tensorboard`."""
 
     def __init__(self, section: Any) -> None:
-        # Before it is needed: it takes a second, and a process that is about to end can start no threads for it.
+        # Imported early, because the import takes a second and starts threads, which a terminating process cannot do.
         from torch.utils.tensorboard import SummaryWriter
 
         self._make: Any = SummaryWriter
@@ -25,18 +21,18 @@ class TensorBoard(Service[Event]):
         self._writer: Any = None
 
     def open(self) -> None:
-        """Begin a file. One that could not be written is left: its writer does not recover."""
+        """Start a file. After a failure this is a new file, because torch's writer does not recover."""
         self._writer = self._make(log_dir=str(self._directory))
 
     def log(self, events: Sequence[Event]) -> None:
-        """Add a scalar for each."""
+        """Add one scalar for each event."""
         for event in events:
             self._writer.add_scalar(event.name, event.value, global_step=event.step, walltime=event.time)
 
     def flush(self) -> None:
-        """Write what the writer holds."""
+        """Write buffered events."""
         self._writer.flush()
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""Weights & Biases, on line or off line (`WANDB_MODE=offline`, `wandb sync` later)."""
+"""Weights & Biases backend, online or offline (`WANDB_MODE=offline`, `wandb sync` later)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ import wandb
 from .service import Event, Service
 
 STEP = "events/step"
-"""Name of the x axis. W&B's own counts calls and only goes up; events may come in any order, and from others, too."""
+"""Name of the x axis. W&B's own step counts calls and only increases; events come in any order and from other code."""
 
 
 class WandB(Service[Event]):
-    """Section `wandb`. A run that the script has begun is used, and left open.
-
-    Args:
-        section: has `project`, `group` and `team`.
-    """
+    """Service of the section `wandb`. A run that the script has started is used and left open."""
 
     def __init__(self, section: Any) -> None:
         self._section = section
@@ -28,7 +24,7 @@ class WandB(Service[Event]):
         self._known: set[str] = set()
 
     def open(self) -> None:
-        """Begin a run, if there is none."""
+        """Start a run unless one is active."""
         if self._run is None and wandb.run is not None:
             self._run = wandb.run
         elif self._run is None:
@@ -37,7 +33,7 @@ class WandB(Service[Event]):
             self._own = True
 
     def log(self, events: Sequence[Event]) -> None:
-        """Log together what has the same step."""
+        """Log events of the same step together."""
         for event in events:
             if event.name not in self._known:
                 self._run.define_metric(event.name, step_metric=STEP)
@@ -46,6 +42,6 @@ class WandB(Service[Event]):
             self._run.log({**{event.name: event.value for event in together}, STEP: step})
 
     def close(self) -> None:
-        """End the run, if it was begun here."""
+        """Finish the run if this service started it."""
         if self._own:
             self._run.finish()

@@ -1,11 +1,10 @@
-"""A service on a thread of its own: whoever hands events over never waits for it.
+"""Worker thread of a monitor service: `put` never waits for the service.
 
-What is handed over is kept in a queue of limited length, which the thread empties every `PAUSE_S`: whoever hands over
-wakes nobody, and files are opened, and threads change places, once for many steps. A service that raises is tried
-again, after longer and longer pauses; one that is slow or gone for too long loses the oldest events. Both are logged.
+A bounded queue holds events, and the thread empties it every `PAUSE_S`. Because `put` does not wake the thread, file
+operations and thread switches are shared by many steps. A failed service is retried after increasing pauses; a slow or
+unavailable one loses the oldest events. Both are logged.
 
-One thread for each service, and not one for all: a service that hangs holds up no other, so files are written at once
-whatever the network does.
+Each service has its own thread, so that a hanging network service does not delay files.
 """
 
 from __future__ import annotations
@@ -24,27 +23,26 @@ from shardwise.utils.logging import logger
 from .service import EventBatch, Service
 
 PAUSE_S = 1.0
-"""From one look at the queue to the next; as much is lost at most if the process is killed."""
+"""Seconds between two checks of the queue; a killed process loses at most as much."""
 ROOM = 20_000
-"""Events that are kept for a service; about a quarter of an hour at 4 steps a second."""
+"""Maximum queued events of a service; about a quarter of an hour at 4 steps a second."""
 AT_ONCE = 1000
-"""Events that a service is given in one call, unless one call of `write_events` has more."""
+"""Maximum events in one call of a service, unless one call of `write_events` has more."""
 ATTEMPTS = 3
-"""How often the same events are offered: what one service will never take must not be in the way for ever."""
+"""Number of attempts for the same events, so that rejected events do not block the queue."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 TELL_AGAIN_S = 600.0
-"""Failures that come and go are told no more often."""
+"""Minimum seconds between two warnings about recurring failures."""
 CLOSE_S = 30.0
-"""How long the end of a run waits for a service."""
+"""Maximum seconds that the end of a run waits for a service."""
 
 
 class Worker:
-    """See the module docstring.
+    """Thread and queue of one service.
 
     Args:
-        name: of the service, for messages.
-        service: is used by this thread only.
-        room: events that are kept.
+        service: used by this thread only.
+        room: maximum queued events.
     """
 
     def __init__(self, name: str, service: Service[Any], room: int = ROOM) -> None:
@@ -55,7 +53,7 @@ class Worker:
         self._changed = threading.Condition()
         self._held = self._lost = self._told_lost = 0
         self._busy = self._closing = self._is_open = False
-        self._asked = False  # the queue is to be looked at now
+        self._asked = False  # request to check the queue now
         self._pause = SHORTEST_PAUSE_S
         self._failing = self._told_failing = False
         self._told_at = -TELL_AGAIN_S
@@ -68,12 +66,7 @@ class Worker:
     # -- on the thread of training -------------------------------------------------------------------------------------
 
     def put(self, events: EventBatch[Any], *, now: bool = False) -> None:
-        """Hand events over; those that have waited longest are dropped where there is no room.
-
-        Args:
-            events: to be written.
-            now: have everything written at once.
-        """
+        """Queue events, dropping the oldest if the queue is full; `now` writes everything at once."""
         dropped = False
         with self._changed:
             if self._closing:
@@ -97,29 +90,27 @@ class Worker:
             )
 
     def flush(self, limit: float) -> bool:
-        """Wait until everything is written, at most so many seconds; return whether it is."""
+        """Wait up to `limit` seconds until everything is written; return True if it is."""
         self.hurry()
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._busy, limit)
 
     def hurry(self) -> None:
-        """Have what waits written at once; does not wait for it."""
+        """Request the writing of queued events, without waiting."""
         with self._changed:
             self._asked = True
             self._changed.notify_all()
 
     def end(self) -> None:
-        """Take nothing more, and end when everything is written; does not wait."""
+        """Refuse new events and stop after the queued ones, without waiting."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def close(self, limit: float = CLOSE_S) -> None:
-        """Take nothing more, and wait until everything is written and the service has ended, but not longer than so
-        many seconds. Closing twice does nothing.
-        """
+        """Refuse new events and wait up to `limit` seconds for the end of the service. A second call does nothing."""
         if os.getpid() != self._process:
-            return  # a copy of the process, which does not have the thread
+            return  # a forked process, which lacks the thread
         self.end()
         self._thread.join(max(0.0, limit))
         _running.discard(self)
@@ -151,7 +142,6 @@ class Worker:
                 self._failed(error)
 
     def _take(self) -> list[EventBatch[Any]]:
-        """Return what is offered next; nothing if the end has come."""
         with self._changed:
             while not ((self._queue and self._asked) or self._closing):
                 if not self._changed.wait(PAUSE_S):
@@ -167,7 +157,7 @@ class Worker:
         for pending in taken:
             try:
                 events.extend(pending.read())
-            except RuntimeError as error:  # the device has failed, and with it what was on it
+            except RuntimeError as error:  # the device has failed, and its values are lost
                 self._lose(len(pending))
                 self._failed(error)
         for _ in range(ATTEMPTS):
@@ -239,11 +229,11 @@ _running: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Have all services ended when the program has come to its end, before their packages do something of their own.
+    """Close all services at process exit, before the exit handlers of their packages run.
 
-    Functions of `atexit` run last registered first, and packages register theirs whenever a service opens: W&B would
-    stop the process that it writes with, while events still wait. Python calls those of `threading` before; it does not
-    promise to keep them, so `atexit` is the other way.
+    Functions of `atexit` run in reverse order, and packages register theirs when a service opens: W&B would stop its
+    writer process while events are queued. Functions of `threading._register_atexit` run earlier. Because that function
+    is private, `atexit` is the fallback.
     """
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_close_all)

@@ -1,4 +1,4 @@
-"""Offloading: places for state other than the device, which of them an engine's plan asks for, and activations."""
+"""Offloading of parameters, gradients and optimizer state to host and disk, and of activations to the host."""
 
 from shardwise.offload.activations import ActivationOffload, offload_activations
 from shardwise.offload.disk import DiskPlace, Disks

@@ -1,16 +1,16 @@
-"""Activations on the host: what autograd saves for the backward pass leaves the device and comes back before its use.
+"""Activation offload: tensors saved for the backward pass are copied to the host and prefetched before their use.
 
-Every large tensor that a node of a graph saves is copied to the host on a stream of its own, behind the computation,
-and its memory on the device is free for others. The backward pass reads nodes in the reverse of the order in which they
-were made; so while it is at one, what the nodes before it have saved is on its way back.
+A copy stream copies each large saved tensor to the host after its computation, and its device memory is freed. The
+backward pass runs nodes in reverse creation order. While it is at one node, the tensors of earlier nodes are
+prefetched.
 
-What one node saves is a *group*. The device keeps the groups around the place where a pass is, and no more bytes of
-them than the largest two that follow one another have: with less, a node could not run while the next one's values
-travel. So the forward pass goes on while the last groups are copied, waits for the copies if it is faster than they
-are, and leaves the last groups on the device, which the backward pass needs first.
+The saved tensors of one node are a *group*. The device keeps the groups near the current node, at most as many bytes as
+the largest two consecutive groups have: with less, a node could not run during the next node's copy. The forward pass
+continues during the copies of the last groups, and waits if it is faster than the copies. The last groups stay on the
+device, because the backward pass needs them first.
 
-Memory is copied, not tensors: a whole storage where a tensor reaches over half of it, else the bytes from its first to
-its last element. Views of one storage share one copy, and come back with the strides that they had.
+The unit of a copy is memory: a whole storage if a tensor covers over half of it, else the bytes from the tensor's first
+to its last element. Views of one storage share one copy and keep their strides.
 """
 
 from __future__ import annotations
@@ -47,27 +47,30 @@ from shardwise.memory import Accountant, Category, Tier
 from shardwise.utils.logging import warn_once
 
 MIN_BYTES = 1 << 20
-"""Memory below this size stays on the device, unless told otherwise: a copy of it takes longer to launch than to make,
-and a model's small tensors (statistics of norms, masks) are a few per cent of its activations."""
+"""Default minimum bytes of offloaded memory.
+
+A smaller copy takes longer to launch than to run. A model's small tensors (statistics of norms, masks) are a few per
+cent of its activations.
+"""
 
 _ALIGNMENT = 512
-"""Copies of parts of a storage begin at multiples of it, so that kernels find the alignment that they had."""
+"""Alignment of partial copies in bytes, which preserves the alignment that kernels expect."""
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
 
 class ActivationOffload:
-    """Keeps on the host what autograd saves inside of `with` blocks (see `offload_activations`).
+    """Offloads tensors that autograd saves inside of `with` blocks (see `offload_activations`).
 
-    One object serves any number of blocks, one after the other or inside of one another.
+    One object serves any number of consecutive or nested blocks.
 
     Args:
-        min_bytes: memory of at least this size is moved.
-        device: whose tensors are moved; None: those of CUDA devices where there are any, else those of the CPU.
-        accountant: is told of the bytes on the host (`engine.accountant`), and knows memory that is not to be moved.
-        keep_buffers: keep memory of the host for the next pass; None: where it is pinned, which takes time.
-        stay: tensors that are alive anyway, such as buffers of the model.
+        min_bytes: minimum bytes of offloaded memory.
+        device: device of offloaded tensors; None: CUDA if available, else the CPU.
+        accountant: counts the bytes on the host (`engine.accountant`), and identifies memory that must stay.
+        keep_buffers: keep host buffers for the next pass; None: if pinned, because pinning takes time.
+        stay: tensors that stay alive anyway, such as buffers of the model.
 
     Raises:
         UsageError: `min_bytes` is negative or no integer.
@@ -95,11 +98,11 @@ class ActivationOffload:
         self._open = _Open()
         self._groups = 0
         self._last: weakref.ref[_Group] | None = None
-        self._window: dict[int, weakref.ref[_Group]] = {}  # by number, in the order in which they came
-        self._front: weakref.ref[_Group] | None = None  # the earliest that the backward pass has asked for
+        self._window: dict[int, weakref.ref[_Group]] = {}  # by number, in creation order
+        self._front: weakref.ref[_Group] | None = None  # the earliest prefetched group
         self._now = self._task = -1
         self.held = 0
-        """Bytes that are on the device, too."""
+        """Bytes that are also on the device."""
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
@@ -114,10 +117,10 @@ class ActivationOffload:
 
     @contextmanager
     def around(self, stay: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Move what autograd saves inside of the block.
+        """Offload tensors that autograd saves inside the block.
 
         Args:
-            stay: further tensors that are alive anyway, such as the inputs of a model.
+            stay: further tensors that stay alive anyway, such as the inputs of a model.
         """
         pair = self._begin(stay)
         try:
@@ -130,7 +133,7 @@ class ActivationOffload:
     def _begin(self, stay: Iterable[torch.Tensor]) -> _Pair | None:
         outer = saved_hooks_in_force(True)
         owner = getattr(outer[0], "__self__", None) if outer is not None else None
-        # Other pairs (a checkpoint around this block) keep tensors in a way of their own, or keep none.
+        # Other hook pairs (a checkpoint around this block) keep tensors themselves, or keep none.
         foreign = outer is not None and not hasattr(owner, "lets_go")
         if foreign or transforming() or reason_against_saved_hooks() is not None:
             return None
@@ -139,13 +142,13 @@ class ActivationOffload:
         return _Pair(self, outer, {**self._stay, **_storages_of(stay)})
 
     def keep_buffers(self) -> None:
-        """Keep memory of the host from pass to pass from now on."""
+        """Keep host buffers from pass to pass from now on."""
         self._keeps = True
         for lane in self._lanes.values():
             lane.buffers.keep = True
 
     def close(self) -> None:
-        """Give back what is kept for further passes. What graphs still hold goes with them."""
+        """Free the host buffers kept for further passes. Buffers of live graphs are freed with the graphs."""
         with self._lock:
             for lane in self._lanes.values():
                 lane.buffers.close()
@@ -153,13 +156,8 @@ class ActivationOffload:
     # -- saving --------------------------------------------------------------------------------------------------------
 
     def moves(self, tensor: torch.Tensor, stay: _Storages) -> bool:
-        """Whether a tensor is an activation that is worth moving.
-
-        Args:
-            tensor: that autograd saves.
-            stay: memory that is not moved.
-        """
-        # Parameters and other subclasses have types of their own.
+        """Return True if a tensor that autograd saves is an activation to offload; `stay` is memory to keep."""
+        # Parameters and other subclasses have other types.
         if type(tensor) is not torch.Tensor and type(tensor) is not fake_tensor():
             return False
         if tensor.device.type != self._kind or tensor.layout is not torch.strided or tensor.is_quantized:
@@ -177,7 +175,7 @@ class ActivationOffload:
         return self.accountant is None or not self.accountant.claims(tensor)
 
     def move(self, tensor: torch.Tensor) -> _Saved:
-        """Begin to copy a tensor to the host, unless that has been done, and return what stands for it."""
+        """Start the copy of a tensor to the host, unless done, and return its placeholder."""
         with self._lock, torch.no_grad():
             moved, group = self._moved(tensor), self._group()
             group.add(moved)
@@ -208,7 +206,6 @@ class ActivationOffload:
         return self._lanes[device]
 
     def _group(self) -> _Group:
-        """Return the group of the node that is being made on this thread."""
         last = self._last() if self._last is not None else None
         node = threading.get_ident(), number_now()
         if last is not None and last.node == node:
@@ -219,7 +216,7 @@ class ActivationOffload:
         return group
 
     def _make_room(self, group: _Group) -> None:
-        """Let go of the groups that came first, until the others fit."""
+        """Free the device memory of the oldest groups until the others fit."""
         group.hold()
         for other in self._near():
             if self.held <= group.room:
@@ -244,7 +241,7 @@ class ActivationOffload:
         return tensor
 
     def _go_to(self, group: _Group, task: int) -> None:
-        """Have the values of a group and of those before it on the device or on their way."""
+        """Hold a group on the device and prefetch earlier groups."""
         if task != self._task:
             self._task = task
             at_end_of_backward(self._settle)
@@ -253,7 +250,7 @@ class ActivationOffload:
         self._now = group.number
         for other in self._near():
             if other.number > group.number:
-                other.let_go()  # it has been read: later nodes run first
+                other.let_go()  # already used: later nodes run first
         front = self._front() if self._front is not None else None
         if front is None or not front.near or not group.near or front.number > group.number:
             front = group
@@ -268,7 +265,7 @@ class ActivationOffload:
         self._front = weakref.ref(front)
 
     def _settle(self) -> None:
-        """End a backward pass: nothing is kept for nodes that it has not run."""
+        """End a backward pass: free the device memory of nodes that it has not run."""
         with self._lock:
             self._now = self._task = -1
             for group in self._near():
@@ -283,20 +280,20 @@ def offload_activations(
     keep_buffers: bool | None = None,
     stay: Iterable[torch.Tensor] = (),
 ) -> ActivationOffload:
-    """Keep on the host what autograd saves inside of the block, and bring it back ahead of the backward pass.
+    """Offload tensors that autograd saves inside the block to the host, and prefetch them in the backward pass.
 
-    Results are the same, bit for bit; the backward pass may lie outside of the block. Parameters stay, and so do
-    tensors that require a gradient themselves. With activation checkpointing the inputs of checkpointed functions are
-    what is saved. Any model, with or without an engine (whose configuration has `activation_offload`).
+    Results are bitwise equal; the backward pass may be outside of the block. Parameters and other leaves that require a
+    gradient stay. With activation checkpointing the saved inputs of checkpointed functions are offloaded. Any model
+    works, with or without an engine (whose configuration has `activation_offload`).
 
     Args:
-        min_bytes: memory of at least this size is moved.
-        device: whose tensors are moved; None: those of CUDA devices where there are any, else those of the CPU, which
-            are copied to other memory of the host: for tests and plans.
-        accountant: is told of the bytes on the host, such as `engine.accountant`.
-        keep_buffers: keep memory of the host for the next block of the same object; None: where it is pinned, which
-            takes time.
-        stay: tensors that are alive anyway, so that moving them frees nothing: the batch, buffers of the model.
+        min_bytes: minimum bytes of offloaded memory.
+        device: device of offloaded tensors; None: CUDA if available, else the CPU, whose tensors are copied to other
+            host memory for tests and plans.
+        accountant: counts the bytes on the host, such as `engine.accountant`.
+        keep_buffers: keep host buffers for the next block of the same object; None: if pinned, because pinning takes
+            time.
+        stay: tensors that stay alive anyway, whose offload frees nothing: the batch, buffers of the model.
 
     Raises:
         UsageError: `min_bytes` is negative or no integer.
@@ -316,7 +313,7 @@ def offload_activations(
 
 
 _Storages = dict[int, "weakref.ref[torch.UntypedStorage]"]
-"""Storages by their id()."""
+"""Storages by id()."""
 
 
 def _storages_of(tensors: Iterable[torch.Tensor]) -> _Storages:
@@ -325,7 +322,7 @@ def _storages_of(tensors: Iterable[torch.Tensor]) -> _Storages:
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage of a tensor, None if it has none that can be seen (sparse tensors, some subclasses)."""
+    """Return a tensor's storage; None without an accessible one (sparse tensors, some subclasses)."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
@@ -333,16 +330,13 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 class _Pair:
-    """The hooks of one block (see `shardwise.zero.passes.saved` for those that may be around it, or inside).
+    """Saved-tensor hooks of one block (`shardwise.zero.passes.saved` has the hooks that may enclose or be inside it).
 
-    Args:
-        offload: moves.
-        outer: the pair in force around the block, which keeps what is not moved.
-        stay: memory that is not moved.
+    `outer` is the enclosing pair, which keeps tensors that are not offloaded.
     """
 
     activations_only = True
-    """Hooks inside of these need not ask for places in the memory of parameters."""
+    """Inner hooks need not check for locations in parameter memory."""
 
     def __init__(self, offload: ActivationOffload, outer: tuple[Pack, Unpack] | None, stay: _Storages) -> None:
         self.offload = offload
@@ -353,14 +347,14 @@ class _Pair:
 
     @never_compiled
     def end(self) -> None:
-        """Take the hooks off, and those inside of the block that an interruption has left in force."""
+        """Remove the hooks, and inner hooks that an interruption has left active."""
         while (innermost := saved_hooks_in_force(True)) is not None:
             saved_tensors_hooks(*innermost).__exit__()
             if getattr(innermost[0], "__self__", None) is self:
                 break
 
     def lets_go(self, tensor: torch.Tensor) -> bool:
-        """Whether a pair inside of this one may keep a tensor in its own way."""
+        """Return True if an inner pair of hooks may keep the tensor itself."""
         return self._asked is None or bool(self._asked.lets_go(tensor))
 
     @never_compiled
@@ -369,7 +363,7 @@ class _Pair:
             return self.offload.move(tensor)
         if self._outer is not None:
             return _Handed(self._outer[0](tensor))
-        # Detached, because a node that held its own output would never die.
+        # Detached, because a node holding its own output would never be freed.
         kept = tensor.detach() if tensor.requires_grad else tensor
         return kept, kept._version
 
@@ -386,15 +380,13 @@ class _Pair:
 
 
 class _Open(threading.local):
-    """The blocks that a thread is in; None for those that do nothing."""
+    """Active blocks of a thread; None for blocks without effect."""
 
     def __init__(self) -> None:
         self.pairs: list[_Pair | None] = []
 
 
 class _Handed:
-    """What the pair around a block has made of a tensor."""
-
     __slots__ = ("content",)
 
     def __init__(self, content: Any) -> None:
@@ -402,8 +394,6 @@ class _Handed:
 
 
 class _Lane:
-    """The streams of one device, and the memory of the host that goes with it."""
-
     def __init__(self, device: torch.device, keep_buffers: bool | None) -> None:
         self.device = device
         self.out = staging.copy_stream(device)
@@ -412,14 +402,9 @@ class _Lane:
 
 
 class _Moved:
-    """A range of bytes of one storage, on the host; on the device, too, while a group near the pass has it.
+    """A byte range of one storage on the host, and on the device while a group near the pass holds it.
 
-    Args:
-        offload: whose.
-        lane: of the device.
-        tensor: lies in the range.
-        start: first byte of the range in the storage.
-        stop: behind its last byte.
+    The range is from `start` (inclusive) to `stop` (exclusive); `tensor` is inside the range.
     """
 
     def __init__(self, offload: ActivationOffload, lane: _Lane, tensor: torch.Tensor, start: int, stop: int) -> None:
@@ -431,7 +416,7 @@ class _Moved:
         self.start = start
         self.size = stop - start
         self.holds = 0
-        """Groups near the pass that have it."""
+        """Number of groups near the pass that hold the range."""
         self._arrived: Copied | None = None
         self._copied: Copied | None = None
         self._near: torch.Tensor | None = None
@@ -451,9 +436,9 @@ class _Moved:
         self._copied = lane.out.mark()
 
     def has(self, storage: torch.UntypedStorage, tensor: torch.Tensor, start: int, stop: int, alignment: int) -> bool:
-        """Return True if the bytes `start` to `stop` of a storage are here as `tensor`, which lies in it, has them now.
+        """Return True if the bytes `start` to `stop` of `storage` are here with the current values of `tensor`.
 
-        Because tensors of one storage may count changes separately, theirs must be one counter.
+        Because tensors of one storage may have separate version counters, their counter must be the same.
         """
         if self._storage() is not storage or self.start % alignment or self.size % alignment:
             return False
@@ -461,11 +446,7 @@ class _Moved:
         return inside and tensor._version == self._version and share_version_counter(self._counter, tensor)
 
     def stay_near(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep the memory in which a tensor has just been saved on the device, until no group near the pass has it.
-
-        Returns:
-            The bytes there.
-        """
+        """Keep the device memory of a tensor just saved until no group holds it; return its bytes."""
         if self._near is not None:
             return self._near
         size = tensor.element_size()
@@ -473,13 +454,13 @@ class _Moved:
         return self._set_near(flat.view(torch.uint8))
 
     def bring(self) -> torch.Tensor:
-        """Begin to copy the bytes back, unless they are there; return where."""
+        """Start the copy back to the device, unless done; return its target."""
         near = self._near
         if near is None:
             assert self._copied is not None
             lane = self._lane
             near = torch.empty(self.size, dtype=torch.uint8, device=lane.device)
-            lane.back.follow()  # what has used this memory before
+            lane.back.follow()  # after earlier uses of this memory
             lane.back.come_behind(self._copied)
             lane.back.copy(near, self._values)
             self._arrived = lane.back.mark()
@@ -505,9 +486,9 @@ class _Moved:
         return near
 
     def leave(self) -> None:
-        """Let go of the memory on the device when it has been copied, unless a group near the pass has it."""
+        """Free the device memory after its copies, unless a group holds it."""
         if self._near is not None and not self.holds:
-            # Memory goes back to the stream on which it was taken, which must come behind the copies from or to it.
+            # Memory returns to its owner stream, which must wait for the copies from and to it.
             for copied in (self._copied, self._arrived):
                 if copied is not None:
                     copied.hold_up(self._owner)
@@ -519,20 +500,16 @@ class _Moved:
             with self._offload._lock:
                 self.holds = 0
                 self.leave()
-                # Memory of the host is taken for copies out: these come behind the last copy back.
+                # Host buffers are reused by copies out, which must wait for the last copy back.
                 if self._arrived is not None:
                     self._lane.out.come_behind(self._arrived)
                 self._lane.buffers.give_back(self._buffer, self._arrived or self._copied)
 
 
 class _Group:
-    """What one node has saved, in as far as it has been moved. It lives as long as the node has it.
+    """The offloaded tensors of one graph node; it lives as long as the node.
 
-    Args:
-        offload: whose.
-        number: in the order of saving.
-        node: thread, and number of the node that follows.
-        before: the group before it.
+    `node` is the thread and the number of the next node; `before` is the preceding group.
     """
 
     def __init__(self, offload: ActivationOffload, number: int, node: tuple[int, int], before: _Group | None) -> None:
@@ -543,7 +520,7 @@ class _Group:
         self._members: list[weakref.ref[_Moved]] = []
         self._pair = self._size = 0
         self.room = 0
-        """Most bytes that two groups have which follow one another, up to this one."""
+        """Maximum bytes of two consecutive groups, up to this one."""
         self._before = self._after = None
         if before is not None:
             self._before, before._after = weakref.ref(before), weakref.ref(self)
@@ -554,14 +531,14 @@ class _Group:
 
     @property
     def before(self) -> _Group | None:
-        """The group before it among those that live."""
+        """The preceding live group."""
         return self._before() if self._before is not None else None
 
     def _moved(self) -> list[_Moved]:
         return [moved for moved in (member() for member in self._members) if moved is not None]
 
     def add(self, moved: _Moved) -> None:
-        """Take in what the node has saved."""
+        """Add an offloaded range of the node."""
         if moved in self._moved():
             return
         before = self.before
@@ -574,11 +551,11 @@ class _Group:
             moved.holds += 1
 
     def missing(self) -> int:
-        """Return the bytes of it that are not on the device."""
+        """Return the bytes of the group that are not on the device."""
         return sum(moved.missing for moved in self._moved())
 
     def hold(self) -> None:
-        """Have it on the device, or on the way there."""
+        """Hold the group on the device, copying it back if needed."""
         if not self.near:
             self.near = True
             self._offload._window[self.number] = weakref.ref(self)
@@ -587,7 +564,7 @@ class _Group:
                 moved.bring()
 
     def let_go(self) -> None:
-        """Have it on the host only."""
+        """Free the group's device memory."""
         if self.near:
             self.near = False
             self._offload._window.pop(self.number, None)
@@ -609,8 +586,6 @@ class _Group:
 
 
 class _Saved:
-    """What stands for a saved tensor in the graph."""
-
     __slots__ = ("_view", "counter", "group", "moved", "version")
 
     def __init__(self, moved: _Moved, group: _Group, tensor: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
-"""A disk as a place: the values of each tensor have an extent of the rank's file, in which nobody else writes.
+"""Disk tier (NVMe offload): each tensor has an extent of the rank's swap file.
 
-What is used on the host is read straight into the memory that the tensor has while it is lent, and written from there.
-What a device uses goes through page-locked memory of the host. Reading begins with `start` (or `look_ahead`) and ends
-with `finish`; what was given back written has its memory until it has been stored.
+Tensors used on the host are read directly into their memory, and written from it. Tensors used on a device pass through
+page-locked host memory. Reads begin with `start` (or `look_ahead`) and end with `finish`; a released dirty tensor keeps
+its memory until the write ends.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 class _Transfer(Protocol):
     def wait(self) -> None:
-        """Block until it has ended."""
+        """Wait for the end of the transfer."""
 
     def settle(self) -> None:
-        """The same; it is no matter how it has ended."""
+        """Wait for the end of the transfer, ignoring errors."""
 
 
 class Files(Protocol):
-    """What is asked of the file of a rank (`shardwise.offload.files.SwapFile`)."""
+    """Interface of a rank's swap file (`shardwise.offload.files.SwapFile`)."""
 
     def reserve(self, size: int) -> Any:
-        """Take space."""
+        """Reserve space."""
 
     def read(self, extent: Any, memory: torch.Tensor) -> _Transfer:
-        """Begin to read into memory of the host."""
+        """Start a read into host memory."""
 
     def write(self, extent: Any, memory: torch.Tensor) -> _Transfer:
-        """Begin to write memory of the host."""
+        """Start a write from host memory."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all space."""
 
 
 class _Nothing:
@@ -66,10 +66,10 @@ class _Nothing:
 
 
 class Imagined(_Nothing):
-    """The file of a rank that is not there.
+    """Fake swap file of a dry run, which stores nothing.
 
     Attributes:
-        size: bytes that it would have.
+        size: bytes that the real file would have.
     """
 
     def __init__(self) -> None:
@@ -77,13 +77,13 @@ class Imagined(_Nothing):
         self._taken = 0
 
     def reserve(self, size: int) -> _Imagined:
-        """Take space."""
+        """Reserve space."""
         from shardwise.offload.unnamed import padded
 
         return _Imagined(self, padded(size))
 
     def take(self, room: int) -> None:
-        """Take note of space that is taken, or given back."""
+        """Count reserved space, or released space if negative."""
         self._taken += room
         self.size = max(self.size, self._taken)
 
@@ -99,14 +99,14 @@ class _Imagined:
 
 @dataclass
 class Disks:
-    """Makes the places of one engine that are on disks; those of one directory share a file.
+    """The disk tiers of one engine; tiers in one directory share a file.
 
     Attributes:
-        optimizer: directory of what belongs to the optimizer; None: it is on no disk.
-        parameters: the same of the parameters.
-        options: how disks are used; None: as they are by default.
-        label: whose files they are, for errors.
-        imagined: nothing is stored (dry runs).
+        optimizer: directory of optimizer state; None: not on disk.
+        parameters: directory of parameters; None: not on disk.
+        options: disk options; None: the defaults.
+        label: name of the files for errors.
+        imagined: True in a dry run, which stores nothing.
     """
 
     optimizer: Path | None = None
@@ -119,14 +119,14 @@ class Disks:
         self.files: dict[Path, Files] = {}
 
     def _file(self, directory: Path) -> Files:
-        # It loads NumPy, which an engine without disks need not have.
+        # The import loads NumPy, which an engine without disks does not need.
         from shardwise.offload.files import DiskOptions, SwapFile
 
         return SwapFile(directory, self.options or DiskOptions(), label=self.label)
 
     @classmethod
     def of(cls, config: Config, rank: int, *, imagined: bool = False) -> Disks:
-        """Return the disks that a configuration names, for one rank."""
+        """Return the disks of a configuration, for one rank."""
         zero, aio = config.zero_optimization, config.aio
         optimizer, parameters = (
             Path(section.nvme_path).expanduser() if section is not None and section.nvme_path else None
@@ -141,14 +141,14 @@ class Disks:
 
     @property
     def sizes(self) -> dict[Path, int]:
-        """Bytes of the files, by directory, where they are imagined."""
+        """Bytes of the files by directory, in a dry run."""
         return {directory: file.size for directory, file in self.files.items() if isinstance(file, Imagined)}
 
     def place(self, directory: Path | None, device: torch.device, used_on: torch.device | None) -> DiskPlace:
-        """Return a place in a directory; its file is made now.
+        """Return the tier of a directory, creating its file.
 
         Raises:
-            OffloadError: no file can be made there.
+            OffloadError: the file cannot be created.
         """
         assert directory is not None
         if directory not in self.files:
@@ -157,12 +157,10 @@ class Disks:
 
 
 class DiskPlace(StateHome):
-    """See the module docstring and `shardwise.memory.places.StateHome`.
+    """Disk tier (`shardwise.memory.places.StateHome`).
 
     Args:
-        file: the rank's.
-        device: the engine's.
-        used_on: where what lives here is used; None: on the engine's device.
+        used_on: device on which tensors of this tier are used; None: the engine's.
     """
 
     tier = Tier.DISK
@@ -176,7 +174,7 @@ class DiskPlace(StateHome):
         self._copies = copy_stream(device) if used_on is None and is_far(device) else None
 
     def keep(self, tensor: torch.Tensor) -> _Kept:
-        """See `StateHome.keep`.
+        """Store a tensor's values on the disk.
 
         Raises:
             OffloadError: the disk has too little space.
@@ -189,8 +187,6 @@ class DiskPlace(StateHome):
 
 
 class _Kept(Stored):
-    """The values of one tensor on a disk (`shardwise.memory.places.Stored`)."""
-
     def __init__(self, file: Files, copies: CopyStream | None, tensor: torch.Tensor) -> None:
         self._file = file
         self._copies = copies
@@ -200,22 +196,22 @@ class _Kept(Stored):
         self.staged = self._size if copies is not None else 0
         self._reading: _Transfer | None = None
         self._writing: _Transfer | None = None
-        self._leaving: torch.Tensor | None = None  # what is being written
+        self._leaving: torch.Tensor | None = None  # memory of the pending write
         self._near: torch.Tensor | None = None
         self._extent: Any = None
         self._extent = file.reserve(self._size)
 
     def __del__(self) -> None:
-        # Memory that threads still use must not go. When Python ends, modules may have gone before.
+        # Memory in use by threads must not be freed. At interpreter exit, modules may be gone already.
         for transfer in (self._reading, self._writing):
             if transfer is not None:
                 transfer.settle()
-        if self._extent is not None:  # there was space for it
+        if self._extent is not None:  # space was reserved
             self._extent.free()
 
     @override
     def start(self, *, read: bool) -> None:
-        if self._storage.nbytes() != self._size:  # nobody has left some for it
+        if self._storage.nbytes() != self._size:  # no memory was handed over
             self._storage.resize_(self._size)
         if read:
             self.look_ahead()
@@ -268,11 +264,11 @@ class _Kept(Stored):
                 self._storage.resize_(0)
 
     def in_place(self) -> torch.Tensor:
-        """Nothing can be worked on there."""
+        """Raise: the host cannot access values on a disk in place."""
         raise NotImplementedError("what lives on a disk has to be lent")
 
     def shared(self) -> torch.Tensor:
-        """Nor shared."""
+        """Raise, as `in_place`."""
         return self.in_place()
 
     @override
@@ -283,7 +279,7 @@ class _Kept(Stored):
         else:
             self.look_ahead()
             near = self._arrived()
-            if near.untyped_storage()._cdata != flat.untyped_storage()._cdata:  # it was not read into the target
+            if near.untyped_storage()._cdata != flat.untyped_storage()._cdata:  # not read into the target directly
                 self._copy(flat, near)
 
     def _copy(self, target: torch.Tensor, near: torch.Tensor) -> None:
@@ -292,7 +288,6 @@ class _Kept(Stored):
             self._copies.keep_host(near)
 
     def _arrived(self) -> torch.Tensor:
-        """Return what was read, when it is there."""
         reading, near = self._reading, self._near
         self._reading = self._near = None
         assert reading is not None and near is not None
@@ -304,7 +299,6 @@ class _Kept(Stored):
             self._arrived()
 
     def _drop_near(self) -> None:
-        """Wait for what is being read, which nobody wants."""
         if self._reading is not None:
             self._reading.settle()
             self._reading = self._near = None

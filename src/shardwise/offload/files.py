@@ -1,7 +1,7 @@
-"""State on a disk: one file of a rank that has no name, and in it the places of values.
+"""Swap file: one unnamed file of a rank, with extents for values.
 
-The file is gone with its process, however that ends. Its space is taken before anything is written, so that a disk that
-is too small says so at the beginning.
+The file disappears with its process, whatever its end. Space is reserved before any write, so that a too small disk
+fails early.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shardwise.offload.unnamed import open_unnamed, padded, take_space
 
 @dataclass(frozen=True)
 class DiskOptions:
-    """How a disk is used: the section `aio` of the configuration.
+    """Disk options: section `aio` of the configuration.
 
     Attributes:
-        block_size: bytes of one request; brought up to a multiple of 4096. Memory that the disk does not take as it is
-            (not from `aligned_bytes`, nor pinned) goes by way of buffers, of as many bytes for each request in flight.
-            Of smaller ones many begin or end within a huge page of new memory, for which two requests wait then.
+        block_size: bytes of one request, rounded up to a multiple of 4096. Memory unsuitable for direct I/O (neither
+            from `aligned_bytes` nor pinned) is copied through buffers of as many bytes for each request in flight.
+            Smaller blocks often begin or end within a huge page of new memory, for which two requests then wait.
         queue_depth: requests in flight for each of `threads`.
         threads: `intra_op_parallelism`.
     """
@@ -37,28 +37,25 @@ class DiskOptions:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are with the disk at the same time, at most; each has a thread."""
+        """Maximum number of concurrent requests; each has a thread."""
         return self.queue_depth * self.threads
 
 
 class SwapFile:
-    """A file without a name in a directory, read and written by threads, past the page cache where that is possible.
+    """Unnamed file in a directory, read and written by threads, with direct I/O where possible.
 
-    Values are written into an extent and read from it, in any order, by any number of transfers at the same time.
-    Those of one extent are made one after the other: a read sees the write that was asked for before it.
+    Any number of transfers may be concurrent, in any order of extents. Transfers of one extent are serialized: a read
+    sees the write requested before it.
 
     Args:
-        directory: made if it is not there, for this user only.
-        options: how it is read and written.
-        label: whose file it is, for errors, as "rank 3's swap file".
+        directory: created if missing, for this user only.
+        label: name of the file for errors, as "rank 3's swap file".
 
     Attributes:
-        directory: where it is.
-        direct: whether the page cache is passed by. If not, the pages of what has been moved are given up at once.
-        size: bytes of the file.
+        direct: True if I/O bypasses the page cache. Otherwise transferred pages are dropped at once.
 
     Raises:
-        OffloadError: no file can be made there.
+        OffloadError: the file cannot be created.
 
     Example:
         >>> import tempfile
@@ -80,31 +77,28 @@ class SwapFile:
         self.size = 0
         self._descriptor = file.descriptor
         self._threads = Threads(file, block, options.in_flight, f"{label} in {directory}")
-        self._free: list[tuple[int, int]] = []  # places and sizes, in order, no two side by side
+        self._free: list[tuple[int, int]] = []  # (offset, size), sorted, never adjacent
         self._lock = threading.Lock()
         self._finalizer = weakref.finalize(self, self._threads.forget)
         self._finalizer.atexit = False
 
     @property
     def bytes_read(self) -> int:
-        """Values that have been read."""
+        """Bytes of finished reads."""
         return self._threads.bytes_read
 
     @property
     def bytes_written(self) -> int:
-        """Values that have been written."""
+        """Bytes of finished writes."""
         return self._threads.bytes_written
 
     @property
     def seconds(self) -> float:
-        """Time in which at least one transfer was under way; bytes by it is the bandwidth."""
+        """Seconds with at least one transfer in flight; bytes divided by it is the bandwidth."""
         return self._threads.seconds
 
     def reserve(self, size: int) -> Extent:
-        """Take space for values, which the disk has from then on.
-
-        Args:
-            size: bytes of the values at most.
+        """Allocate disk space for at most `size` bytes of values.
 
         Raises:
             OffloadError: the disk has too little space.
@@ -115,39 +109,37 @@ class SwapFile:
                 raise OffloadError(f"{self._threads.label}: it is closed")
             place = self._reuse(room)
             if place is None:
-                place = self.size  # what is free lies before: space at the end is not kept
+                place = self.size  # free extents are before the end: free space at the end is truncated
                 take_space(self._descriptor, self.directory, place, place + room, self._threads.label)
                 self.size = place + room
         return Extent(self, place, size)
 
     def read(self, extent: Extent, memory: torch.Tensor) -> Transfer:
-        """Begin to read the values of an extent.
+        """Start a read of an extent's values.
 
         Args:
-            extent: of this file.
-            memory: uint8, contiguous, on the host, as large as what was written last. What it holds is undefined until
-                the transfer has ended well.
+            memory: uint8, contiguous, on the host, as large as the last write. Its content is undefined until the
+                transfer has succeeded.
 
         Raises:
-            OffloadError: the file is closed; everything else is told by `Transfer.wait`.
+            OffloadError: the file is closed; `Transfer.wait` raises other errors.
         """
         return self._begin(extent, memory, writes=False)
 
     def write(self, extent: Extent, memory: torch.Tensor) -> Transfer:
-        """Begin to write values into an extent.
+        """Start a write of values into an extent.
 
         Args:
-            extent: of this file.
             memory: uint8, contiguous, on the host, no larger than the extent. It must not change until the transfer has
                 ended.
 
         Raises:
-            OffloadError: the file is closed; everything else is told by `Transfer.wait`.
+            OffloadError: the file is closed; `Transfer.wait` raises other errors.
         """
         return self._begin(extent, memory, writes=True)
 
     def close(self) -> None:
-        """Give the space back; transfers that have not ended fail. No thread is left when this returns."""
+        """Release the space and stop all threads; pending transfers fail."""
         self._finalizer.detach()
         self._threads.close()
 
@@ -161,7 +153,6 @@ class SwapFile:
         return self._threads.begin(extent.values, memory.detach(), writes=writes)
 
     def _reuse(self, room: int) -> int | None:
-        """Return a place that has been freed, one of just this size if there is one."""
         if not room:
             return 0
         fits = [number for number, (_, free) in enumerate(self._free) if free >= room]
@@ -173,7 +164,7 @@ class SwapFile:
         return place
 
     def give_back(self, place: int, room: int) -> None:
-        """Take note that a part is free; space at the end goes back to the disk."""
+        """Mark an extent as free; free space at the end returns to the disk."""
         with self._lock:
             if self._threads.closed or not room:
                 return
@@ -189,17 +180,10 @@ class SwapFile:
 
 
 class Extent:
-    """A part of a `SwapFile` that has been reserved; the file stays while there is one.
-
-    Args:
-        file: the file.
-        place: in it.
-        size: bytes that it has for values.
+    """A reserved part of a `SwapFile`, which keeps the file alive.
 
     Attributes:
-        size: bytes that it has for values.
-        offset: of the first one in the file.
-        freed: whether it can be used no more.
+        offset: offset of the first byte in the file.
     """
 
     def __init__(self, file: SwapFile, place: int, size: int) -> None:
@@ -211,7 +195,7 @@ class Extent:
         self.freed = False
 
     def free(self) -> None:
-        """Give the space back, when what is on its way has ended; again does nothing."""
+        """Release the space after pending transfers; a second call does nothing."""
         if not self.freed:
             self.freed = True
             last = self.values.last

@@ -1,4 +1,4 @@
-"""Which place each kind of an engine's state lives in."""
+"""Tier of each kind of an engine's state."""
 
 from __future__ import annotations
 
@@ -19,26 +19,20 @@ PLACES: dict[str, Callable[[torch.device], StateHome]] = {
     "host": HostPlace,
     "pageable": functools.partial(HostPlace, pinned=False),
 }
-"""What makes the place of a name, from which an engine's device is lent what lives there; those of disks apart."""
+"""Factory of the tier of each name, except disks."""
 
 
 def homes_of(where: Where, device: torch.device, disks: Disks) -> Homes:
-    """Return the places of an engine on a device.
+    """Return the tiers of an engine on a device.
 
-    What is stepped in segments is stepped by the processor: what lives on the host is never lent for it, and what lives
-    on a disk is lent to the host. Whole tensors are lent to the device, which multiplies matrices faster than copies
-    take.
-
-    Args:
-        where: which places.
-        device: the engine's.
-        disks: those that it has.
+    The CPU steps segments: it uses state on the host in place, and reads state on a disk to the host. Whole tensors are
+    copied to the device, because the device multiplies matrices faster than the copies take.
 
     Raises:
-        OffloadError: a disk cannot be used.
+        OffloadError: a disk is unusable.
     """
     made = {name: PLACES[name](device) for name in sorted(where.names - {"disk"})}
-    # Where the device is the processor itself, what is brought to the host is where it is used.
+    # If the device is the CPU, values read to the host are where they are used.
     there = None if is_far(device) else _CPU
 
     def stepped(name: str, used_on: torch.device | None) -> StateHome:

@@ -1,7 +1,7 @@
-"""The memory of the host as a place: exact-size buffers, pinned where a device copies from them.
+"""Host tier (CPU offload): buffers of exact size, pinned where a device copies from them.
 
-A tensor has memory on the device while it is lent. Its values travel on a stream of their own, behind what the current
-stream has been given before; the host does not wait.
+A tensor has device memory only while it is acquired. Its values travel on a copy stream, after earlier work of the
+current stream, without blocking the host.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from shardwise.memory.places import StateHome, Stored
 
 
 class HostPlace(StateHome):
-    """See the module docstring and `shardwise.memory.places.StateHome`.
+    """Host tier (`shardwise.memory.places.StateHome`).
 
     Args:
-        device: the engine's.
-        pinned: where it is a CUDA device, memory is page-locked: copies need not wait for the host.
+        pinned: page-lock the memory on a CUDA device, for asynchronous copies.
     """
 
     tier = Tier.HOST
@@ -45,8 +44,6 @@ class HostPlace(StateHome):
 
 
 class _Kept(Stored):
-    """The values of one tensor on the host (`shardwise.memory.places.Stored`)."""
-
     staged = 0
 
     def __init__(self, copies: CopyStream, tensor: torch.Tensor, *, pinned: bool) -> None:
@@ -77,7 +74,7 @@ class _Kept(Stored):
         self._copies.follow()
         if written:
             self._copies.copy(self._memory.bytes, self._bytes)
-            # What has not been lent before belongs to another stream, which must not take it again too early.
+            # Memory on its first release belongs to another stream, which must not reuse it before the copy.
             self._copies.keep(self._bytes)
         with self._copies.use():
             self._storage.resize_(0)
@@ -85,10 +82,10 @@ class _Kept(Stored):
         self._memory.used(self._moved)
 
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
-        """See `Stored.look_ahead`: it is near."""
+        """Do nothing, because host memory is near."""
 
     def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
-        """See `Stored.settle`: what comes behind it on the device has the memory."""
+        """Wait for the copy if the host shares the memory; on the device, stream order suffices."""
         if self._is_shared:
             self.in_place()
 

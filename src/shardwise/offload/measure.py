@@ -1,4 +1,4 @@
-"""How fast a disk is with which `aio` section, by moving values as training does, beside a plain loop."""
+"""Measurement of disk bandwidth by `aio` section, with the engine's transfers and with a plain loop."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from shardwise.offload.transfers import Threads, Values
 from shardwise.offload.unnamed import move_all, open_unnamed, padded, paged, take_space
 
 TOLERANCE = 0.03
-"""How much more time than the fastest setting a smaller one may take and be preferred: figures vary by as much."""
+"""Relative slowdown at which a smaller setting is preferred to the fastest; measurements vary by as much."""
 
 _STEP = 16 << 20
 
 
 class Speed(NamedTuple):
-    """Bytes in a second; None: not measured."""
+    """Bytes a second; None: not measured."""
 
     write: float | None
     read: float | None
 
     @property
     def time(self) -> float:
-        """Seconds for a byte that is moved in every way that was measured."""
+        """Seconds to transfer a byte in each measured direction."""
         return sum(1 / speed for speed in self if speed)
 
 
 class Way(NamedTuple):
-    """One way of moving the values of a file.
+    """One way of transferring a file's values.
 
     Attributes:
         block: bytes of a request.
-        in_flight: requests that are with the disk at the same time.
-        plain: by a loop in each of as many threads, which calls the system and nothing else, instead of a `SwapFile`.
+        in_flight: concurrent requests.
+        plain: use a loop of bare system calls in each of as many threads instead of a `SwapFile`.
     """
 
     block: int
@@ -51,7 +51,7 @@ class Way(NamedTuple):
 
 
 def settings(blocks: Iterable[int], depths: Iterable[int], threads: Iterable[int]) -> list[DiskOptions]:
-    """Return all combinations that are not the same to the disk.
+    """Return all combinations that differ for the disk.
 
     >>> [(one.queue_depth, one.threads) for one in settings([4096], [4, 8], [1, 2])]
     [(4, 1), (8, 1), (8, 2)]
@@ -64,12 +64,12 @@ def settings(blocks: Iterable[int], depths: Iterable[int], threads: Iterable[int
 
 
 def way(options: DiskOptions) -> Way:
-    """Return how values are moved with some options."""
+    """Return the transfer parameters of disk options."""
     return Way(padded(options.block_size), options.in_flight)
 
 
 def smallest(speeds: dict[DiskOptions, Speed]) -> DiskOptions:
-    """Return the setting with the fewest bytes in flight among those that are about as fast as the fastest.
+    """Return the setting with the fewest bytes in flight among those about as fast as the fastest.
 
     >>> slow, fast, faster = DiskOptions(queue_depth=1), DiskOptions(queue_depth=2), DiskOptions(queue_depth=4)
     >>> smallest({slow: Speed(1, 2), faster: Speed(2.02, 2), fast: Speed(2, 2)}) == fast
@@ -81,18 +81,17 @@ def smallest(speeds: dict[DiskOptions, Speed]) -> DiskOptions:
 
 
 class MeasuredFile:
-    """A file without a name whose values are moved in several ways, from and to the same memory.
+    """Unnamed file whose values are transferred in several ways, from and to the same memory.
 
     Args:
-        directory: where it is.
-        size: its bytes; memory is needed for as many.
-        block: bytes of the largest request to come.
+        size: bytes of the file, and of the memory.
+        block: bytes of the largest request.
 
     Attributes:
-        direct: whether the page cache is passed by.
+        direct: True if I/O bypasses the page cache.
 
     Raises:
-        OffloadError: no such file can be made there.
+        OffloadError: the file cannot be created.
     """
 
     def __init__(self, directory: Path, size: int, block: int) -> None:
@@ -106,12 +105,12 @@ class MeasuredFile:
         self._directory = directory
         self._memory = paged(size)
         source = np.random.default_rng(0)
-        for start in range(0, size, _STEP):  # no disk makes less of it
+        for start in range(0, size, _STEP):  # random data, which no disk compresses
             self._memory[start : start + _STEP] = np.frombuffer(source.bytes(min(_STEP, size - start)), np.uint8)
         self._written: dict[int, Values] = {}  # by the size of blocks
 
     def close(self) -> None:
-        """Give the space back."""
+        """Release the space."""
         os.close(self._file.descriptor)
 
     def speeds(
@@ -123,19 +122,18 @@ class MeasuredFile:
         read: bool = True,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Speed]:
-        """Measure ways of moving the values: in each round all, so that what else happens meets them alike.
+        """Measure each way once a round, so that other load affects all alike.
 
         Args:
-            ways: to be measured.
-            rounds: how often; the median counts.
-            write, read: what is measured.
-            progress: told how many of how many passes are done.
+            rounds: number of measurements; the median counts.
+            write, read: directions to measure.
+            progress: receives the number of finished passes and of all passes.
 
         Raises:
             OffloadError, OSError: the disk has failed.
         """
         for block in {one.block for one in ways if not one.plain}:
-            # The first pass over space that was only reserved is slower than any other; and reads need the sums.
+            # The first pass over reserved space is slower than later ones; and reads need the checksums.
             if block not in self._written:
                 self._move(Way(block, 8), True)
         kinds = [kind for kind, wanted in ((True, write), (False, read)) if wanted]
@@ -153,12 +151,11 @@ class MeasuredFile:
         return [Speed(speed(number, True), speed(number, False)) for number in range(len(ways))]
 
     def _move(self, one: Way, writes: bool) -> float:
-        """Return how long one pass takes by the threads of a `SwapFile`, with the sums that it makes and compares."""
         own = self._file._replace(descriptor=os.dup(self._file.descriptor))
         threads = Threads(own, one.block, one.in_flight, f"a file in {self._directory}")
         try:
             memory = torch.from_numpy(self._memory)
-            threads.begin(Values(0), memory[:0], writes=True).wait()  # starts them
+            threads.begin(Values(0), memory[:0], writes=True).wait()  # starts the threads
             begun = time.perf_counter()
             threads.begin(self._written.setdefault(one.block, Values(0)), memory, writes=writes).wait()
             return time.perf_counter() - begun
@@ -166,7 +163,6 @@ class MeasuredFile:
             threads.close()
 
     def _loop(self, one: Way, writes: bool) -> float:
-        """Return how long one pass takes by plain loops."""
         call = os.pwritev if writes else os.preadv
         whole = self._memory[: self._memory.size - self._memory.size % one.block]
         failures: list[BaseException] = []
@@ -189,7 +185,7 @@ class MeasuredFile:
             for loop in loops:
                 loop.join()
             seconds = time.perf_counter() - begun
-        finally:  # Ctrl-C, too: nobody may write to the file when it is closed
+        finally:  # also after Ctrl-C: no thread may write to the closed file
             ended.set()
             for loop in loops:
                 loop.join()

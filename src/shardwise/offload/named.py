@@ -1,6 +1,6 @@
-"""Tensors in files that have names: the handle that scripts use for their own swapping and saving.
+"""Named files of tensors: the I/O handle of scripts for their own swapping and saving.
 
-What engines keep on a disk is in files without names (`shardwise.offload.files`).
+Engines use unnamed swap files instead (`shardwise.offload.files`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from shardwise.offload.unnamed import ALIGNMENT, move_all
 
 
 class FileHandle:
-    """Reads and writes tensors from and to named files, in blocks that threads move side by side.
+    """Reads and writes tensors from and to named files, in blocks that threads transfer concurrently.
 
-    Transfers begin when they are asked for; those that are not waited for at once end with `wait`. A buffer must not
-    change before that. Tensors of a device go by way of the host. Files are read and written through the page cache,
-    and a file is as long as what was last written makes it at least: it is never cut.
+    Transfers start when requested; asynchronous ones end with `wait`. A buffer must not change before the end. Device
+    tensors are copied through the host. I/O uses the page cache. A write extends a file if needed and never truncates
+    it.
 
     Args:
         block_size: bytes of one request.
         queue_depth: requests in flight, of each of `intra_op_parallelism`.
-        single_submit, overlap_events: accepted; every request in flight has a thread of its own.
+        single_submit, overlap_events: accepted without effect; every request in flight has a thread of its own.
         intra_op_parallelism: factor on the requests in flight.
 
     Example:
@@ -62,49 +62,47 @@ class FileHandle:
 
         Args:
             buffer: on the host or on a device.
-            filename: the file.
-            validate: accepted; a file that is too short, and an error of the system, are told in any case.
-            asynchronous: return at once; `wait` ends it.
-            offset: place in the file.
+            validate: accepted without effect; too short files and system errors always raise.
+            asynchronous: return at once; `wait` ends the transfer.
 
         Returns:
-            Transfers that have ended: 1, or 0 if it is asynchronous.
+            Number of finished transfers: 1, or 0 if asynchronous.
 
         Raises:
-            OffloadError: the file cannot be read, or ends before the tensor is full; if asynchronous by `wait`.
+            OffloadError: the file is unreadable, or ends before the tensor is full; asynchronously raised by `wait`.
         """
         return self._take(_UnderWay(self._begin, buffer, filename, offset, writes=False), asynchronous)
 
     def pwrite(self, buffer: torch.Tensor, filename: str, validate: bool, asynchronous: bool, offset: int = 0) -> int:
-        """Write the bytes of a contiguous tensor into a file from `offset` on; see `pread`."""
+        """Write the bytes of a contiguous tensor into a file from `offset` on; arguments as of `pread`."""
         return self._take(_UnderWay(self._begin, buffer, filename, offset, writes=True), asynchronous)
 
     def read(self, buffer: torch.Tensor, filename: str, validate: bool = True, offset: int = 0) -> int:
-        """`pread`, and wait for it."""
+        """Read synchronously (`pread`)."""
         return self.pread(buffer, filename, validate, False, offset)
 
     def write(self, buffer: torch.Tensor, filename: str, validate: bool = True, offset: int = 0) -> int:
-        """`pwrite`, and wait for it."""
+        """Write synchronously (`pwrite`)."""
         return self.pwrite(buffer, filename, validate, False, offset)
 
     def sync_pread(self, buffer: torch.Tensor, filename: str, offset: int = 0) -> int:
-        """`pread`, and wait for it."""
+        """Read synchronously (`pread`)."""
         return self.pread(buffer, filename, True, False, offset)
 
     def sync_pwrite(self, buffer: torch.Tensor, filename: str, offset: int = 0) -> int:
-        """`pwrite`, and wait for it."""
+        """Write synchronously (`pwrite`)."""
         return self.pwrite(buffer, filename, True, False, offset)
 
     def async_pread(self, buffer: torch.Tensor, filename: str, offset: int = 0) -> int:
-        """`pread` that `wait` ends."""
+        """Read asynchronously (`pread`); `wait` ends the transfer."""
         return self.pread(buffer, filename, True, True, offset)
 
     def async_pwrite(self, buffer: torch.Tensor, filename: str, offset: int = 0) -> int:
-        """`pwrite` that `wait` ends."""
+        """Write asynchronously (`pwrite`); `wait` ends the transfer."""
         return self.pwrite(buffer, filename, True, True, offset)
 
     def wait(self) -> int:
-        """Wait for all transfers that have begun, and return how many they were.
+        """Wait for all asynchronous transfers, and return their number.
 
         Raises:
             OffloadError: one has failed; all have ended.
@@ -116,9 +114,9 @@ class FileHandle:
         return len(under_way)
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
-        """Return memory of the host for so many elements like those of another tensor, page-locked if CUDA is in use.
+        """Return host memory for `num_elem` elements of the example's dtype, page-locked if CUDA is in use.
 
-        It is there until `free_cpu_locked_tensor`.
+        It stays allocated until `free_cpu_locked_tensor`.
         """
         cuda = torch.cuda.is_initialized()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
@@ -128,7 +126,7 @@ class FileHandle:
         return made
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Let go of what `new_cpu_locked_tensor` has returned; return whether it was."""
+        """Free a tensor of `new_cpu_locked_tensor`; return True if it was one."""
         return self._locked.pop(tensor.data_ptr(), None) is not None
 
     def get_block_size(self) -> int:
@@ -140,11 +138,11 @@ class FileHandle:
         return self._settings[1]
 
     def get_single_submit(self) -> bool:
-        """Return what was given."""
+        """Return `single_submit`."""
         return self._settings[2]
 
     def get_overlap_events(self) -> bool:
-        """Return what was given."""
+        """Return `overlap_events`."""
         return self._settings[3]
 
     def get_intra_op_parallelism(self) -> int:
@@ -152,7 +150,7 @@ class FileHandle:
         return self._settings[4]
 
     def get_alignment(self) -> int:
-        """Return of what places in files and sizes are best multiples; all are taken."""
+        """Return the preferred alignment of offsets and sizes; any are accepted."""
         return ALIGNMENT
 
     def _take(self, transfer: _UnderWay, asynchronous: bool) -> int:
@@ -170,13 +168,11 @@ class FileHandle:
 
 
 class _UnderWay:
-    """A transfer that has begun."""
-
     def __init__(self, begin: Any, buffer: torch.Tensor, filename: str, offset: int, *, writes: bool) -> None:
         if not buffer.is_contiguous():
             raise ValueError(f"expected a contiguous tensor, found strides {buffer.stride()} of {tuple(buffer.shape)}")
         self._buffer = None if writes else buffer.detach()
-        self._host = buffer.detach().cpu()  # itself, if it is there
+        self._host = buffer.detach().cpu()  # no copy if on the host
         self._what = f"{'writing' if writes else 'reading'} {self._host.nbytes} bytes at offset {offset} of {filename}"
         self._error: OffloadError | None = None
         self._descriptor = -1
@@ -197,7 +193,7 @@ class _UnderWay:
             self._error = self._failed(error)
 
     def end(self) -> OffloadError | None:
-        """Wait for it; return what has gone wrong."""
+        """Wait for the transfer; return its error."""
         for part in self._parts:
             error = part.exception()
             if error is not None and self._error is None:

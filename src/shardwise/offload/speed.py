@@ -1,4 +1,4 @@
-"""How fast values go to a disk and to a device, measured before training."""
+"""Measurement of disk and host-device bandwidth before training."""
 
 from __future__ import annotations
 
@@ -13,31 +13,21 @@ from shardwise.offload.files import DiskOptions, SwapFile
 from shardwise.offload.unnamed import aligned_bytes
 
 MEASURED = 64 << 20
-"""Bytes that are written and read to find out."""
+"""Bytes of a measurement."""
 
 
 class Speed(NamedTuple):
-    """Bytes a second, of one rank.
-
-    Attributes:
-        read: brought to where they are used.
-        write: stored.
-    """
+    """Bytes a second of one rank: `read` to the device or host, `write` to the tier."""
 
     read: float
     write: float
 
 
 def disk_speed(directory: Path, options: DiskOptions, size: int = MEASURED) -> Speed:
-    """Write a file without a name in a directory, and read it. Ranks that share a disk measure at the same time.
-
-    Args:
-        directory: on the disk.
-        options: as in training.
-        size: bytes.
+    """Measure writing and reading an unnamed file of `size` bytes. Ranks that share a disk must measure together.
 
     Raises:
-        OffloadError: there is no space, or no file can be made.
+        OffloadError: the disk has no space, or the file cannot be created.
 
     Example:
         >>> import tempfile
@@ -60,12 +50,7 @@ def disk_speed(directory: Path, options: DiskOptions, size: int = MEASURED) -> S
 
 
 def copy_speed(device: torch.device, size: int = MEASURED) -> Speed:
-    """Copy page-locked memory of the host to a device, and back.
-
-    Args:
-        device: which.
-        size: bytes.
-    """
+    """Measure copying `size` bytes of page-locked host memory to a device and back."""
     copies = copy_stream(device)
     near, far = copies.host_bytes(size), torch.empty(size, dtype=torch.uint8, device=device)
     copies.follow()

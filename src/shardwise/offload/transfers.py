@@ -1,14 +1,12 @@
-"""Values on their way between memory and a file, in blocks that threads move side by side.
+"""Transfers between memory and a file, in blocks that threads move concurrently.
 
-Whoever asks for a transfer goes on at once. Its blocks stand in a queue, from which each thread takes the next: so
-as many requests are with the disk as there are threads. Where there is something to read and something to write, one
-is taken after the other: most disks do both at once, in less time than one after the other takes. (Taken by all threads
-together: if each took its own in turn, all would read at the same time, and then write.) A block that was written is
-remembered by a sum over its bytes, which is compared when it is read.
+A transfer starts asynchronously. Its blocks enter a queue; each thread takes the next block, so that as many requests
+are in flight as there are threads. Reads and writes alternate, because most disks do both at once in less time than one
+after the other. (All threads share the alternation; with one for each thread, all would read together and then write
+together.) Each written block has a checksum, which is compared on reading.
 
-Transfers of the same values are made one after the other, in the order in which they were asked for: a read sees the
-write before it, a write does not overtake the read before it. The blocks of the later one come into the queue when the
-earlier one has ended, so that no thread ever waits for another.
+Transfers of the same values run in request order: a read sees the write before it, a write waits for the read before
+it. Blocks of the later transfer enter the queue when the earlier one has ended, so that no thread waits for another.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ from shardwise.offload.unnamed import ALIGNMENT, Bytes, Unnamed, move_all, padde
 
 @dataclass(eq=False)
 class Values:
-    """What is known of the values in a part of a file.
+    """State of the values in a part of a file.
 
     Attributes:
-        place: of the first byte in the file.
-        size: bytes that were written last; -1: none, or not all of them.
-        sums: of each block of them.
-        last: the transfer that was asked for last, while it has not ended.
+        place: offset of the first byte in the file.
+        size: bytes of the last write; -1: none, or incomplete.
+        sums: checksum of each block.
+        last: last requested transfer, until it ends.
     """
 
     place: int
@@ -48,7 +46,7 @@ class Values:
 
 
 class Transfer:
-    """Values on their way; made by `Threads.begin`. The memory must not change before the end."""
+    """A pending transfer, created by `Threads.begin`. Its memory must not change before the end."""
 
     def __init__(self, threads: Threads, values: Values, memory: torch.Tensor, writes: bool) -> None:
         self._label = threads.label
@@ -64,19 +62,19 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True if the transfer has ended, with or without error."""
         return self._ended.is_set()
 
     @property
     def failed(self) -> bool:
-        """Whether a part of it has failed."""
+        """True if a block has failed."""
         return self._failure is not None
 
     def wait(self) -> None:
-        """Block until it has ended; no thread reads or writes the memory then.
+        """Wait for the end of the transfer; afterwards no thread uses the memory.
 
         Raises:
-            OffloadError: a part of it has failed.
+            OffloadError: a block has failed.
         """
         self._ended.wait()
         if self._failure is not None:
@@ -84,16 +82,16 @@ class Transfer:
             raise OffloadError(f"{self._label}: {text}. Check the disk, or name another one in nvme_path") from cause
 
     def settle(self) -> None:
-        """Block until it has ended, well or not."""
+        """Wait for the end of the transfer, ignoring errors."""
         self._ended.wait()
 
     def fail(self, text: str, cause: BaseException | None = None) -> None:
-        """Take note of a failure; the first one counts."""
+        """Record a failure; the first one counts."""
         if self._failure is None:
             self._failure = text, cause
 
     def end(self) -> None:
-        """Let go of the memory, and whoever waits."""
+        """Release the memory and all waiters."""
         self.memory, self._tensor = np.empty(0, np.uint8), None
         self._ended.set()
 
@@ -102,7 +100,7 @@ _Block = tuple[Transfer, int]
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Return the memory of a tensor, which has to be kept; after `Tensor.numpy` it could not be given back."""
+    """Return a tensor's memory, which the caller keeps alive; unlike `Tensor.numpy`, the storage stays resizable."""
     if not tensor.numel():
         return np.empty(0, np.uint8)
     pointer = ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
@@ -110,18 +108,17 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 
 class Threads:
-    """The threads of one file. They start with the first transfer, and end when they are told to.
+    """I/O threads of one file, from the first transfer until `close` or `forget`.
 
-    They know nothing of whoever has the file, so that it can be forgotten while they are idle.
+    They hold no reference to the file's owner, so that it can be freed while they are idle.
 
     Args:
-        file: whose blocks they move; closed with the last thread.
+        file: file of the transfers; closed with the last thread.
         block: bytes of a block, a multiple of `ALIGNMENT`.
-        count: how many requests are in flight at most.
-        label: what errors call the file.
+        count: maximum number of requests in flight.
 
     Attributes:
-        bytes_read, bytes_written: values of transfers that have ended well.
+        bytes_read, bytes_written: bytes of successful transfers.
     """
 
     def __init__(self, file: Unnamed, block: int, count: int, label: str) -> None:
@@ -132,34 +129,32 @@ class Threads:
         self.bytes_written = 0
         self._count = count
         self._lock = threading.Lock()
-        self._queue: SimpleQueue[_End | None] = SimpleQueue()  # None: of one of the blocks
+        self._queue: SimpleQueue[_End | None] = SimpleQueue()  # None: one block is queued
         self._blocks: tuple[deque[_Block], deque[_Block]] = deque(), deque()  # to be read, to be written
-        self._wrote = True  # the block that was taken last was one to be written
+        self._wrote = True  # the last taken block was a write
         self._threads: list[threading.Thread] = []
         self._alive = 0
-        self._closing = False  # blocks in the queue are let go
+        self._closing = False  # queued blocks are discarded
         self._under_way = 0
         self._since = 0.0
         self._seconds = 0.0
 
     @property
     def seconds(self) -> float:
-        """Time in which at least one transfer was under way."""
+        """Seconds with at least one transfer in flight."""
         with self._lock:
             return self._seconds + (time.perf_counter() - self._since if self._under_way else 0.0)
 
     @property
     def closed(self) -> bool:
-        """Whether no transfer can be asked for any more."""
+        """True if new transfers are refused."""
         return self._closing
 
     def begin(self, values: Values, memory: torch.Tensor, *, writes: bool) -> Transfer:
-        """Begin a transfer, or have it begin when the one before it of the same values has ended.
+        """Start a transfer, after the pending one of the same values.
 
         Args:
-            values: what is read or written.
             memory: uint8, contiguous, on the host.
-            writes: whether values go to the file.
 
         Raises:
             OffloadError: the file is closed.
@@ -169,7 +164,7 @@ class Threads:
             if self._closing:
                 raise OffloadError(f"{self.label}: it is closed")
             if not self._threads:
-                bounce = paged(self._count * self.block)  # costs nothing until it is used
+                bounce = paged(self._count * self.block)  # allocated by the system on first use
                 self._threads = [
                     threading.Thread(target=self._work, args=(one,), name=f"shardwise-disk-{number}", daemon=True)
                     for number, one in enumerate(bounce.reshape(self._count, self.block))
@@ -186,9 +181,9 @@ class Threads:
         return transfer
 
     def forget(self) -> None:
-        """Have the threads end soon, and the file be closed; transfers under way fail. Nothing is waited for.
+        """Stop the threads and close the file soon, without waiting; pending transfers fail.
 
-        It takes no lock: it may be called wherever Python throws objects away.
+        Because a finalizer may call it anywhere, it takes no lock.
         """
         if not self._closing:
             self._closing = True
@@ -198,14 +193,14 @@ class Threads:
                 os.close(self.file.descriptor)
 
     def close(self) -> None:
-        """End the threads and close the file, which is done when this returns; transfers under way fail."""
+        """Stop the threads and close the file before returning; pending transfers fail."""
         with self._lock:
             self.forget()
         for thread in self._threads:
             thread.join()
 
     def _start(self, transfer: Transfer | None) -> None:
-        """Put the blocks of a transfer into the queue; where there are none, end it and go on with the next one."""
+        """Queue the blocks of a transfer; end transfers without blocks and continue with the next one."""
         while transfer is not None:
             values, size = transfer.values, transfer.memory.size
             if not self._under_way:
@@ -227,7 +222,7 @@ class Threads:
             transfer = None if transfer.left else self._end(transfer)
 
     def _end(self, transfer: Transfer) -> Transfer | None:
-        """End a transfer whose blocks have all been moved, or failed; return the one that comes after it."""
+        """End a transfer without pending blocks; return its successor."""
         values, size = transfer.values, transfer.memory.size
         if not transfer.failed:
             if transfer.writes:
@@ -245,15 +240,15 @@ class Threads:
         return after
 
     def _work(self, bounce: Bytes) -> None:
-        """Move one block after the other, with a buffer for those that the disk does not take as they are."""
+        """Transfer blocks, with a bounce buffer for memory unsuitable for direct I/O."""
         while True:
             found = self._queue.get()
             if found is None:
                 transfer, number = self._next()
                 self._take(transfer, number, bounce)
-                del transfer  # while nothing is to be done, nothing is kept
+                del transfer  # an idle thread keeps no transfer alive
             elif found.first:
-                with self._lock:  # whoever was putting blocks into the queue has done so
+                with self._lock:  # wait for a caller that is queueing blocks
                     for _ in self._threads:
                         self._queue.put(_End())
             else:
@@ -264,7 +259,7 @@ class Threads:
                 os.close(self.file.descriptor)
 
     def _next(self) -> _Block:
-        """Return the next block: one to be read after one to be written and so on, as long as there are both."""
+        """Return the next block, alternating reads and writes while both are queued."""
         with self._lock:
             block = (self._blocks[not self._wrote] or self._blocks[self._wrote]).popleft()
             self._wrote = block[0].writes
@@ -293,8 +288,8 @@ class Threads:
     def _move(self, transfer: Transfer, number: int, bounce: Bytes) -> None:
         """Read or write one block.
 
-        Where the page cache is passed by, memory that the disk does not take, and the end of values, go by way of the
-        buffer. numpy copies and adds up without holding other threads up, and without threads of its own.
+        With direct I/O, unaligned memory and the tail of values pass through the bounce buffer. numpy copies and sums
+        without the GIL and without threads of its own.
         """
         start = number * self.block
         mine = transfer.memory[start : start + self.block]
@@ -311,7 +306,7 @@ class Threads:
         else:
             count = move_all(os.preadv, self.file.descriptor, moved, values.place + start)
         if not self.file.direct:
-            # Begins to send to the disk what was written, and drops what has been read.
+            # Starts the write-back of written pages, and drops read pages.
             os.posix_fadvise(self.file.descriptor, values.place + start, moved.size, os.POSIX_FADV_DONTNEED)
         if count < moved.size:
             what = "written" if transfer.writes else "read: the file ends there, it was cut short"
@@ -329,14 +324,14 @@ _RUNNING: weakref.WeakSet[Threads] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End all threads before Python ends: it would end them inside of numpy, which takes the process with it."""
+    """Stop all threads before interpreter exit, which would kill them inside numpy and crash the process."""
     for threads in list(_RUNNING):
         threads.close()
 
 
 @dataclass(frozen=True)
 class _End:
-    """Tells a thread to end; the first one has as many put behind all blocks as there are threads."""
+    """Stop message of a thread; the first one queues a stop for each thread after all blocks."""
 
     first: bool = False
 
@@ -345,7 +340,7 @@ _CLOSED = "it was closed before the transfer had ended"
 
 
 def _sum(data: Bytes) -> int:
-    """Return the sum of bytes taken as 64-bit numbers, without what goes beyond 64 bits."""
+    """Return the sum of the bytes as 64-bit numbers, modulo 2^64."""
     whole = data.size - data.size % 8
     found = int(np.add.reduce(data[:whole].view(np.uint64)))
     return (found + int.from_bytes(data[whole:].tobytes(), "little")) % 2**64

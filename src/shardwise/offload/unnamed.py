@@ -1,8 +1,7 @@
-"""Files without a name, which are gone with the process, and what the disk below them can do.
+"""Unnamed files (O_TMPFILE), which disappear with the process, and detection of direct I/O.
 
-Past the page cache (O_DIRECT) a disk moves values at its own speed, and nothing that other programs need is driven out
-of the memory of the host. It demands that memory, places and sizes are multiples of something: of `ALIGNMENT` all are
-taken; many devices take memory that begins at less.
+Direct I/O (O_DIRECT) runs at the disk's speed and does not evict other programs' pages from the page cache. It needs
+aligned memory, offsets and sizes: every device accepts `ALIGNMENT`; many accept less for memory.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ import torch
 from shardwise.errors import OffloadError
 
 ALIGNMENT = 4096
-"""Places and sizes in files are multiples of it: no device demands more."""
+"""Alignment of offsets and sizes in files; no device needs more."""
 
 _MEMORY_ALIGNMENTS = (64, 512)
-"""What may be enough for memory, tried in this order; torch's own begins at multiples of the first."""
+"""Smaller memory alignments, tried in this order; torch's allocations have the first."""
 
 _NO_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
-"""How file systems and old kernels say that they have no files without a name."""
+"""Errors of file systems and old kernels without unnamed files."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_TAKEN = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
-"""How file systems say that they cannot take space beforehand."""
+"""Errors of file systems that cannot preallocate space."""
 
 _HUGE_PAGE = 2 << 20
 
@@ -42,12 +41,12 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Unnamed(NamedTuple):
-    """An open file without a name.
+    """An open unnamed file.
 
     Attributes:
-        descriptor: of the file; empty, to be closed by whoever has it.
-        direct: whether the page cache is passed by.
-        memory_alignment: what addresses of memory must be multiples of; 1 if the page cache is not passed by.
+        descriptor: descriptor of the empty file, closed by its owner.
+        direct: True if I/O bypasses the page cache.
+        memory_alignment: required alignment of memory addresses; 1 without direct I/O.
     """
 
     descriptor: int
@@ -56,24 +55,24 @@ class Unnamed(NamedTuple):
 
 
 def paged(size: int) -> Bytes:
-    """Return memory that begins with a page, of zeros; it goes back to the system as soon as nobody has it.
+    """Return page-aligned zeroed memory, which returns to the system when the last reference ends.
 
-    Large memory lies in huge pages if there are any: a disk is given one of them at a time, and pages that are
-    scattered over the memory of the host cost half of its speed.
+    Large memory uses huge pages if available: a disk receives one page at a time, and scattered pages cost half of its
+    speed.
     """
     large = size >= _HUGE_PAGE
     memory = mmap.mmap(-1, max(1, size + _HUGE_PAGE * large), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     found = np.frombuffer(memory, np.uint8)
     if not large:
         return found[:size]
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     first = -found.ctypes.data % _HUGE_PAGE
     return found[first : first + size]
 
 
 def aligned_bytes(size: int) -> torch.Tensor:
-    """Return memory of the host that is read and written directly on every disk, of zeros.
+    """Return zeroed host memory suitable for direct I/O on every disk.
 
     Example:
         >>> aligned_bytes(10).data_ptr() % ALIGNMENT
@@ -83,25 +82,25 @@ def aligned_bytes(size: int) -> torch.Tensor:
 
 
 def padded(size: int) -> int:
-    """Return a size or a place, brought up to the next multiple of `ALIGNMENT`."""
+    """Round a size or an offset up to a multiple of `ALIGNMENT`."""
     return size + -size % ALIGNMENT
 
 
 def bytes_free(directory: Path) -> int:
-    """Return how many bytes the disk of a directory has for this user."""
+    """Return the free bytes of a directory's disk for this user."""
     found = os.statvfs(directory)
     return found.f_bavail * found.f_frsize
 
 
 def open_unnamed(directory: Path, block: int) -> Unnamed:
-    """Open a file in a directory that no name leads to, and find out what its disk can do.
+    """Open an unnamed file in a directory and test it for direct I/O.
 
     Args:
-        directory: made if it is not there, for this user only.
-        block: bytes of the transfers to come, a multiple of `ALIGNMENT`: the disk is tried with this size.
+        directory: created if missing, for this user only.
+        block: bytes of later transfers, a multiple of `ALIGNMENT`, used for the test.
 
     Raises:
-        OffloadError: the directory cannot be made, or no file in it.
+        OffloadError: the directory or the file cannot be created.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,7 +115,6 @@ def open_unnamed(directory: Path, block: int) -> Unnamed:
 
 
 def _open(directory: Path) -> int:
-    """Open a file that only this user can read, and that has no name when this returns."""
     if hasattr(os, "O_TMPFILE"):
         try:
             return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
@@ -129,10 +127,10 @@ def _open(directory: Path) -> int:
 
 
 def _try(descriptor: int, block: int) -> int:
-    """Pass the page cache by if that works; return what memory must be aligned to then, or 0.
+    """Enable direct I/O if it works; return the required memory alignment, or 0.
 
-    File systems that say yes to the flag may still refuse every transfer, and what memory is taken depends on the
-    device and the size: only transfers tell.
+    Because file systems may accept the flag and still refuse transfers, and because the alignment depends on device and
+    size, only test transfers tell.
     """
     if not _pass_by(descriptor, True):
         return 0
@@ -141,7 +139,7 @@ def _try(descriptor: int, block: int) -> int:
     found = 0
     for alignment in (*_MEMORY_ALIGNMENTS, ALIGNMENT):
         with contextlib.suppress(OSError):
-            # Memory that is a multiple of this one, and of no larger one.
+            # Memory aligned to this value and to no larger one.
             there = slice(alignment % ALIGNMENT, alignment % ALIGNMENT + block)
             move_all(os.pwritev, descriptor, sent[there], 0)
             move_all(os.preadv, descriptor, back[there], 0)
@@ -155,7 +153,7 @@ def _try(descriptor: int, block: int) -> int:
 
 
 def _pass_by(descriptor: int, wanted: bool) -> bool:
-    """Pass the page cache by from now on, or no more; return whether the file system has agreed."""
+    """Enable or disable direct I/O; return True if the file system agrees."""
     flag = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
@@ -166,17 +164,10 @@ def _pass_by(descriptor: int, wanted: bool) -> bool:
 
 
 def take_space(descriptor: int, directory: Path, before: int, end: int, label: str) -> None:
-    """Make a file larger, with space that the disk really has; if it has not enough, the file stays as it was.
-
-    Args:
-        descriptor: of the file.
-        directory: where it is.
-        before: bytes that it has.
-        end: bytes that it will have.
-        label: what errors call it.
+    """Extend a file from `before` to `end` bytes of allocated disk space; on failure the file stays unchanged.
 
     Raises:
-        OffloadError: the disk has too little space, or cannot say.
+        OffloadError: the disk has too little space, or cannot tell.
     """
     try:
         try:
@@ -185,7 +176,7 @@ def take_space(descriptor: int, directory: Path, before: int, end: int, label: s
         except OSError as error:
             if error.errno not in _NOT_TAKEN:
                 raise
-            # Then this is all that can be done beforehand.
+            # Fallback without preallocation.
             if bytes_free(directory) < end - before:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             os.ftruncate(descriptor, end)
@@ -201,16 +192,14 @@ def take_space(descriptor: int, directory: Path, before: int, end: int, label: s
 
 
 def move_all(call: Callable[[int, list[Any], int], int], descriptor: int, memory: Bytes, place: int) -> int:
-    """Read or write all of some memory, in as many calls as the system needs.
+    """Read or write all of the memory, in as many system calls as needed.
 
     Args:
-        call: `os.preadv` or `os.pwritev`; both let other threads go on.
-        descriptor: of the file.
+        call: `os.preadv` or `os.pwritev`; both release the GIL.
         memory: contiguous.
-        place: in the file.
 
     Returns:
-        How many bytes were moved; fewer than there are only where a file ends.
+        Number of bytes transferred; less than the memory only at the end of a file.
 
     Raises:
         OSError: of the system.

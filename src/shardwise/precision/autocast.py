@@ -1,8 +1,8 @@
-"""torch.autocast around the forward pass: parameters stay fp32, and chosen operations compute in 16 bits.
+"""torch.autocast around the forward pass: parameters stay fp32, selected operators compute in 16 bits.
 
-Gradients of fp32 parameters are then fp32, though those of matrix products and convolutions have no more than 16 bits'
-worth of digits: they were computed from 16-bit values. They may be sent in 16 bits; the sums are fp32 all the same.
-Gradients of other modules (normalisations, embeddings) travel in fp32.
+Gradients of fp32 parameters are then fp32. Because matrix products and convolutions compute them from 16-bit values,
+these gradients have at most 16 bits of precision and may be communicated in 16 bits; sums stay fp32. Gradients of other
+modules (normalisations, embeddings) are communicated in fp32.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from shardwise.config import Config
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
-"""Classes whose parameters' gradients travel in the autocast type, if the configuration does not say."""
+"""Default module classes whose gradients are communicated in the autocast dtype."""
 
 _KEY = "torch_autocast.lower_precision_safe_modules"
 
 
 def autocast_dtype(config: Config) -> torch.dtype | None:
-    """Return the type in which autocast computes, bf16 if the configuration leaves it open; None without autocast."""
+    """Return the autocast dtype (bf16 by default), or None without autocast."""
     section = config.torch_autocast
     if not section.enabled:
         return None
@@ -36,7 +36,7 @@ def autocast_dtype(config: Config) -> torch.dtype | None:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of a forward pass: none without a dtype, or where the caller is already under autocast.
+    """Return the autocast context of a forward pass; a null context without a dtype or under the caller's autocast.
 
     >>> with autocast(torch.device("cpu"), torch.bfloat16):
     ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
@@ -44,18 +44,19 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
     """
     if dtype is None or torch.is_autocast_enabled(device.type):
         return contextlib.nullcontext()
-    # Casts are remembered for the backward pass. Without one they would only keep all weights a second time.
+    # The cache holds casts for the backward pass. Without a backward pass it would only keep a second copy of all
+    # weights.
     remembers = torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
     return torch.autocast(device.type, dtype=dtype, cache_enabled=remembers)
 
 
 def wire_dtypes(module: nn.Module, config: Config) -> dict[int, torch.dtype]:
-    """Return `id(parameter)` and the type in which its gradient travels, for fp32 parameters of safe modules.
+    """Return the communication dtype of gradients by `id(parameter)`, for fp32 parameters of safe modules.
 
-    A parameter that is also another module's (a tied embedding) is not among them.
+    Parameters shared with another module (a tied embedding) are excluded.
 
     Raises:
-        ConfigError: a class is named that does not exist.
+        ConfigError: the configuration names a class that does not exist.
     """
     dtype = autocast_dtype(config)
     if dtype is None:
@@ -71,10 +72,7 @@ def wire_dtypes(module: nn.Module, config: Config) -> dict[int, torch.dtype]:
 
 
 def _class(name: str) -> type[nn.Module]:
-    """Return the class of a dotted name.
-
-    A module of the model has been imported; nothing is imported here because a configuration names it.
-    """
+    """Return the class of a dotted name, only from modules already imported: a configuration must not cause imports."""
     path, _, last = name.rpartition(".")
     found = getattr(sys.modules.get(path), last, None)
     if isinstance(found, type) and issubclass(found, nn.Module):
@@ -94,7 +92,7 @@ def _hint(path: str, last: str) -> str:
 
 
 def described(dtypes: Iterable[torch.dtype]) -> str:
-    """Name dtypes for a log: `bf16, fp32`.
+    """Return short dtype names for a log.
 
     >>> described([torch.float32, torch.bfloat16, torch.float32])
     'bf16, fp32'

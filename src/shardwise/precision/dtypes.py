@@ -1,8 +1,7 @@
-"""Which number type is used for what: computing, sending, accumulating, and the weights that are stepped.
+"""Dtypes of computation, communication, accumulation and master weights.
 
-Mixed precision (Micikevicius et al., 2018) computes in 16 bits and keeps fp32 master weights. The rule that
-all code asks is here: fp16 and bf16 parameters that are trained have fp32 master weights, and gradients are
-accumulated and summed in fp32, unless the user decides otherwise.
+Mixed precision (Micikevicius et al., 2018) computes in 16 bits and keeps fp32 master weights. By default trained fp16
+and bf16 parameters have fp32 master weights, and gradients are accumulated and summed in fp32.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def parse_dtype(name: str | torch.dtype, key: str = "dtype") -> torch.dtype:
-    """Return the floating-point type that a name means.
+    """Return the floating-point dtype of a name.
 
     Args:
-        name: fp16, float16, half, bf16, bfloat16, fp32, float32, float, fp64, float64 or double, in any
-            case, with or without "torch."; or one of these torch.dtype objects.
-        key: what the value was given for, for the error.
+        name: fp16, float16, half, bf16, bfloat16, fp32, float32, float, fp64, float64 or double, in any case, with or
+            without "torch."; or one of these torch.dtype objects.
+        key: configuration key for the error message.
 
     Raises:
-        ConfigError: there is no such name, or the type is not one of these four.
+        ConfigError: the name is unknown, or the type is not one of these four.
 
     >>> parse_dtype("bf16"), parse_dtype("torch.half")
     (torch.bfloat16, torch.float16)
@@ -56,15 +55,15 @@ def parse_dtype(name: str | torch.dtype, key: str = "dtype") -> torch.dtype:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The number types of a run.
+    """The dtypes of a run.
 
     Attributes:
-        compute_dtype: type of parameters in forward and backward. None: each parameter keeps its own.
-        wire_dtype: type in which gradients are sent. None: the type in which they were computed.
-        accumulate_dtype: type in which gradients are added up, over micro-batches and over ranks; fp64
-            gradients never lose precision there (see `accumulation_dtype`).
-        buffer_dtype: type of floating-point buffers. None: each buffer keeps its own.
-        masters: whether fp16 and bf16 parameters have fp32 master weights; else they are stepped themselves.
+        compute_dtype: dtype of parameters in forward and backward. None: each parameter keeps its own.
+        wire_dtype: communication dtype of gradients. None: the dtype in which they were computed.
+        accumulate_dtype: dtype of gradient sums over micro-batches and ranks; fp64 gradients stay fp64
+            (`accumulation_dtype`).
+        buffer_dtype: dtype of floating-point buffers. None: each buffer keeps its own.
+        masters: True if fp16 and bf16 parameters have fp32 master weights; else the optimizer steps them directly.
     """
 
     compute_dtype: torch.dtype | None = None
@@ -74,12 +73,12 @@ class PrecisionPolicy:
     masters: bool = True
 
     def master_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
-        """Return the type of the weights that the optimizer steps, for a trained parameter of `param_dtype`.
+        """Return the dtype of the weights that the optimizer steps.
 
-        fp32 for fp16 and bf16, if they have master weights; others are their own.
+        fp16 and bf16 parameters with master weights step in fp32, other parameters in their own dtype.
 
         Raises:
-            ConfigError: parameters of this type cannot be trained.
+            ConfigError: parameters of this dtype cannot be trained.
 
         >>> PrecisionPolicy().master_dtype(torch.bfloat16)
         torch.float32
@@ -95,7 +94,7 @@ class PrecisionPolicy:
         )
 
     def accumulation_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
-        """Return the type in which gradients of a parameter of `param_dtype` are added up.
+        """Return the dtype of gradient sums of a parameter of `param_dtype`.
 
         >>> [PrecisionPolicy().accumulation_dtype(dtype) for dtype in (torch.bfloat16, torch.float64)]
         [torch.float32, torch.float64]
@@ -104,14 +103,13 @@ class PrecisionPolicy:
 
 
 def policy_from_config(config: Config) -> PrecisionPolicy:
-    """Return the policy that a validated configuration describes.
+    """Return the precision policy of a validated configuration.
 
-    fp16.enabled or bf16.enabled sets the compute type; without them data_types.param_dtype does, and
-    without that parameters keep their own. The peers' keys for master weights and gradients in 16 bits also set the
-    type of the accumulator, unless it is given.
+    fp16.enabled or bf16.enabled sets the compute dtype, else data_types.param_dtype; without it parameters keep their
+    own. DeepSpeed's keys for 16-bit master weights and gradients also set the accumulation dtype, unless it is given.
 
     Raises:
-        ConfigError: a name is not that of a floating-point type.
+        ConfigError: a name is not that of a floating-point dtype.
     """
     types = config.data_types
     compute = _optional(types.param_dtype, "data_types.param_dtype")

@@ -1,4 +1,4 @@
-"""Where values became infinite or NaN first: a module, its phase, a rank and a micro-batch."""
+"""Origin of infinite or NaN values: the first module, phase, rank and micro-batch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,26 @@ What = Literal[
 ]
 
 LARGE = 1e4
-"""Finite values beyond this are near the end of fp16, and unusual in any type."""
+"""Finite values above this are near the fp16 limit, and unusual in any dtype."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The first values of a window that were not finite, though what they were computed from was.
+    """The first non-finite values of an accumulation window that were computed from finite ones.
 
     Attributes:
-        what: "batch": the inputs of the model. "parameter": a parameter, before it was used. "output": what a module
-            made of finite inputs. "code": what the code of a module made between the calls of its own modules. "loss":
-            what the script made of the model's outputs. In the backward pass, "loss_gradient": the gradient that came
-            into the model. "input_gradient": what a module made of finite gradients. "code_gradient": the same of code
-            between calls. "own_gradient": the gradient of a parameter, where all that modules handed on was finite.
-        phase: "forward" or "backward".
-        module: its name in the model; "" is the model itself, None what is outside of it.
-        of_class: name of the module's class.
+        what: "batch": the inputs of the model. "parameter": a parameter, before its use. "output": a module's output
+            from finite inputs. "code": the result of a module's own code between calls of its submodules. "loss": the
+            script's loss from the model's outputs. Backward pass: "loss_gradient": the gradient that enters the model.
+            "input_gradient": a module's input gradient from finite gradients. "code_gradient": a gradient of code
+            between calls. "own_gradient": a parameter's gradient, while all gradients between modules were finite.
+        module: its name in the model; "" is the model itself, None is outside of the model.
         parameter: its name, for "parameter" and "own_gradient".
-        beside: for code: the module that was given, or had made, the value in question.
-        kind: "NaN" or "infinite".
-        ranks: where it was so.
+        beside: for code: the module that received or produced the value.
+        ranks: ranks with such values.
         micro_batch: number of the micro-batch in its accumulation window.
-        line: `file:line` from which the module was called.
-        largest: largest absolute value that went into it; None if it is not known.
+        line: `file:line` of the module's call.
+        largest: largest absolute input value; None if unknown.
     """
 
     what: What
@@ -48,7 +45,7 @@ class Origin:
     largest: float | None = None
 
     def __str__(self) -> str:
-        """Return it in words.
+        """Return a sentence for a message.
 
         >>> print(Origin("output", "forward", "blocks.1.up", "Linear", ranks=(2,), micro_batch=0, largest=3.5))
         It began in the forward pass of micro-batch 0 on rank 2: module 'blocks.1.up' (Linear) made NaN values of \
@@ -82,13 +79,13 @@ finite ones, of which the largest was 3.5
 
     @property
     def named(self) -> str:
-        """The module in words."""
+        """Name of the module for a message."""
         of_class = f" ({self.of_class})" if self.of_class else ""
         return f"module {self.module!r}{of_class}" if self.module else f"the model{of_class}"
 
     @property
     def advice(self) -> str:
-        """What to try."""
+        """Recommended remedies."""
         if self.what == "batch":
             return "look for such values in the data of this micro-batch"
         if self.what == "parameter":

@@ -1,4 +1,4 @@
-"""What is known of a step whose gradients are not finite: where the first one is, on which rank, how it came about."""
+"""Overflow report of a step with non-finite gradients: first parameter, ranks and cause."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ Phase = Literal["forward", "backward", "reduce", "gradients"]
 
 @dataclass(frozen=True)
 class Found:
-    """What one rank finds in its part of a parameter's gradient (JSON values).
+    """Number of infinite and NaN elements in one rank's part of a parameter's gradient (JSON values).
 
-    Attributes:
-        infinite: elements that are plus or minus infinity.
-        nan: elements that are not a number.
-        largest: largest absolute value of the others; 0 if there are none.
+    `largest` is the largest absolute value of the finite elements, 0 if there are none.
     """
 
     infinite: int = 0
@@ -29,7 +26,7 @@ class Found:
 
     @classmethod
     def of(cls, runs: Sequence[torch.Tensor]) -> Found:
-        """Look through runs of a gradient.
+        """Count non-finite elements in runs of a gradient.
 
         >>> Found.of([torch.tensor([1.0, float("inf")]), torch.tensor([float("nan"), -3.0])])
         Found(infinite=1, nan=1, largest=3.0)
@@ -47,13 +44,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Extent:
-    """Which parameters have gradients that are not finite, in the order of the model.
+    """Parameters with non-finite gradients, in the order of the model.
 
     Attributes:
-        count: how many.
-        total: how many there are.
-        last: name of the last one.
-        following: name of the next one, whose gradient is finite; None if there is none.
+        count: number of such parameters.
+        total: number of all parameters.
+        last: name of the last such parameter.
+        following: name of the next parameter, whose gradient is finite, or None.
     """
 
     count: int
@@ -63,7 +60,7 @@ class Extent:
 
     @classmethod
     def of(cls, sums: torch.Tensor, names: Sequence[str]) -> Extent | None:
-        """Look through a number for each parameter that is not finite if its gradient is not.
+        """Return the extent from one number a parameter, non-finite if its gradient is.
 
         >>> Extent.of(torch.tensor([float("nan"), float("inf"), 1.0]), ["low", "middle", "high"])
         Extent(count=2, total=3, last='middle', following='high')
@@ -75,7 +72,7 @@ class Extent:
         return cls(len(places), len(names), names[places[-1]], following)
 
     def told(self, phase: Phase) -> str:
-        """Return it in words. A backward pass goes from the last parameters to the first, and so do its NaN.
+        """Return a sentence for a message. In a backward pass NaN spreads from the last parameters to the first.
 
         >>> print(Extent(3, 8, "layers.1.bias", "layers.2.weight").told("backward"))
         3 of 8 parameters have such gradients, the last 'layers.1.bias'; that of the next, 'layers.2.weight', is \
@@ -97,27 +94,24 @@ finite, so in the order of the model it began between them
 
 @dataclass(frozen=True)
 class OverflowReport:
-    """Why gradients of a step are not finite: the same on every rank.
+    """Cause of non-finite gradients in a step, the same on every rank.
 
     Attributes:
-        phase: "forward": a loss was not finite. "backward": the losses were finite, and a rank's own gradient was not,
-            in the type in which it is sent. "reduce": what each rank sent was finite, and the sum was not, which sums
-            in 16 bits can bring about. "gradients": either of these two; not every gradient had been looked at before
-            it was sent, and those of the following steps are.
-        ranks: ranks of the data-parallel group with such a loss, or with such a gradient in the unit; none for
-            "reduce" and "gradients".
-        parameter: the first parameter in registration order whose gradient is not finite. None if each parameter's
-            gradient is finite and only the global norm of all is not.
-        unit: the unit that it belongs to.
-        numel: its elements.
-        loss_scale: what the losses were multiplied by.
-        infinite: elements of its summed gradient that are infinite. This and the next two are None where the gradient
-            was not there any more when it was looked at.
-        nan: elements that are not a number.
-        largest: largest finite absolute value of its gradient, as the step would have seen it.
-        origin: the module in which it began; None if nobody has watched modules (`anomaly_watch.trace`).
-        extent: which parameters have such gradients; None if none has.
-        watched_for: steps for which modules are watched from now on, so that what recurs is traced to one.
+        phase: "forward": a loss was non-finite. "backward": losses were finite, a rank's own gradient was not, in its
+            communication dtype. "reduce": all communicated gradients were finite, their sum was not, as sums in 16 bits
+            can be. "gradients": "backward" or "reduce"; not every gradient was checked before communication; in the
+            following steps each is.
+        ranks: ranks of the data-parallel group with such a loss or such a gradient in the unit; empty for "reduce" and
+            "gradients".
+        parameter: first parameter in registration order with a non-finite gradient. None if only the global norm is
+            non-finite.
+        loss_scale: factor of the losses.
+        infinite: infinite elements of its summed gradient. `infinite`, `nan` and `largest` are None if the gradient had
+            been freed.
+        largest: largest finite absolute value of its gradient, as the step would use it.
+        origin: module of the first non-finite value; None if modules were not watched (`anomaly_watch.trace`).
+        extent: parameters with such gradients, or None.
+        watched_for: number of following steps in which modules are watched, to trace a recurrence to its module.
     """
 
     phase: Phase
@@ -134,7 +128,7 @@ class OverflowReport:
     watched_for: int | None = None
 
     def __str__(self) -> str:
-        """Return it in words.
+        """Return a sentence for a message.
 
         >>> print(OverflowReport("backward", (1,), "up.weight", "blocks.1", 8, 256.0, 2, 1, 0.5))
         backward: gradients on rank 1 were not finite. First parameter: 'up.weight' (unit 'blocks.1'), of whose 8 \
@@ -170,7 +164,7 @@ elements 2 are infinite and 1 NaN; the largest other is 0.5 (128 with the loss s
 
 
 def first_not_finite(sums: torch.Tensor) -> int | None:
-    """Return the first parameter whose sum of squares is not finite; `sums` as all ranks have it.
+    """Return the first parameter with a non-finite sum of squares, from the `sums` over all ranks.
 
     >>> first_not_finite(torch.tensor([1.0, float("nan"), float("inf")]))
     1

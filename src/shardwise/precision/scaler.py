@@ -1,12 +1,11 @@
-"""Loss scaling for fp16 (Micikevicius et al., 2018): keeping small gradients above the smallest fp16 number.
+"""Loss scaling for fp16 (Micikevicius et al., 2018), which keeps small gradients above the smallest fp16 number.
 
-The loss is multiplied by a scale before the backward pass and the gradients are divided by it before the
-step. A dynamic scale searches for the largest value that does not overflow: after an overflow the step is
-skipped and, once the tolerance for overflows (`hysteresis`) is used up, the scale is halved; after a window
-of steps without overflow it is doubled.
+The loss is multiplied by a scale before the backward pass; the gradients are divided by it before the step. A dynamic
+scale searches for the largest value without overflow. After an overflow the step is skipped; when the tolerance for
+overflows (`hysteresis`) is used up, the scale is halved. After a window of steps without overflow the scale is doubled.
 
-Invariant: a state machine in plain numbers. What it does depends only on its settings and on the sequence of
-`update` calls, so ranks that agree on each overflow agree on the scale without communication.
+Invariant: the scaler depends only on its settings and the sequence of `update` calls. Ranks that agree on each overflow
+agree on the scale without communication.
 """
 
 from __future__ import annotations
@@ -31,29 +30,28 @@ _LARGEST = torch.finfo(torch.float32).max
 class LossScaler:
     """A static or dynamic loss scale.
 
-    The rules of the dynamic scale, in order, for each step:
+    Rules of the dynamic scale, in order, for each step:
 
     - Overflow, tolerance above 1: the tolerance falls by one; the scale stays.
-    - Overflow, tolerance 1: the scale is halved, but not below `min_loss_scale`. If it is there already,
-      `LossScaleError` ends the run.
+    - Overflow, tolerance 1: the scale is halved, but not below `min_loss_scale`. At `min_loss_scale`, `LossScaleError`
+      ends the run.
     - No overflow: with `consecutive_hysteresis` the tolerance is restored. After `loss_scale_window` such steps in a
-      row the scale is doubled, the tolerance restored and the count begins anew.
+      row the scale is doubled, the tolerance restored and the count reset.
 
     Args:
         loss_scale: the static scale; 0 means dynamic.
         initial_scale_power: the dynamic scale starts at 2 to this power.
-        loss_scale_window: steps without overflow after which the scale is doubled.
+        loss_scale_window: steps without overflow before the scale is doubled.
         hysteresis: the tolerance; the overflow with this number halves the scale.
-        consecutive_hysteresis: whether each step without overflow restores the tolerance. If not, only a
-            doubling does.
+        consecutive_hysteresis: True: each step without overflow restores the tolerance; False: only a doubling does.
         min_loss_scale: smallest dynamic scale.
 
     Attributes:
-        reference_weight: the power of two by which weights of micro-batches are divided before they multiply a loss
-            (see `shardwise.engine.window`); None until ranks have agreed on one.
+        reference_weight: power of two that divides micro-batch weights before they multiply a loss (see
+            `shardwise.engine.window`); None until ranks have agreed on one.
 
     Raises:
-        ConfigError: a value has no meaning, or the scale would start below its minimum.
+        ConfigError: a value is invalid, or the initial scale is below the minimum.
 
     >>> scaler = LossScaler(initial_scale_power=4, hysteresis=2)
     >>> scaler.update(overflow=True)   # tolerated
@@ -90,7 +88,7 @@ class LossScaler:
 
     @classmethod
     def from_config(cls, fp16: FP16) -> LossScaler:
-        """Build the scaler that the `fp16` section of the configuration describes."""
+        """Build the scaler of the configuration's `fp16` section."""
         return cls(
             loss_scale=fp16.loss_scale,
             initial_scale_power=fp16.initial_scale_power,
@@ -102,20 +100,20 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What the loss of the next backward pass is multiplied by."""
+        """Factor of the loss in the next backward pass."""
         return self._scale
 
     @property
     def exhausted(self) -> bool:
-        """Whether another overflow would not be a step of the search for a scale."""
+        """True if another overflow would not be a step of the search for a scale."""
         return not self.dynamic or (self._scale <= self._minimum and self._tolerance <= 1)
 
     def update(self, overflow: bool, reason: object = "") -> None:
         """Advance by one step.
 
         Args:
-            overflow: whether any gradient on any rank was infinite or not a number; that step was skipped.
-            reason: what is known of the overflow, for the error.
+            overflow: True if a gradient on any rank was infinite or NaN and the step was skipped.
+            reason: known cause of the overflow, for the error message.
 
         Raises:
             LossScaleError: overflow while the dynamic scale is at its minimum and no tolerance is left.
@@ -135,12 +133,12 @@ class LossScaler:
         if self._clean_steps == self._window:
             self._clean_steps = 0
             self._tolerance = self._hysteresis
-            # The scale multiplies fp32 numbers; gradients that are all zero would double it beyond them.
+            # The scale multiplies fp32 numbers. All-zero gradients would otherwise double it beyond their range.
             if self._scale <= _LARGEST / 2:
                 self._scale *= 2.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to go on exactly, as JSON types."""
+        """Return the exact state for `load_state_dict`, as JSON types."""
         return {
             "dynamic": self.dynamic,
             "scale": self._scale,
@@ -150,13 +148,13 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Restore a saved state.
 
-        The settings stay those of this scaler. If it is static, or the saved one was, or a saved value lies
-        outside these settings, the settings win and that is logged.
+        The settings stay those of this scaler. If either scaler is static, or a saved value lies outside these
+        settings, the settings win, with a log entry.
 
         Raises:
-            CheckpointError: an entry is missing or is not what `state_dict` gives.
+            CheckpointError: an entry is missing or invalid.
         """
         expected = {"dynamic": bool, "scale": float, "tolerance": int, "clean_steps": int}
         for name, kind in expected.items():

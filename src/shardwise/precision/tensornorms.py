@@ -1,8 +1,8 @@
-"""Norms of whole tensors for optimizers that step parts of them, the same to the fp32 bit however the parts are cut.
+"""Norms of whole tensors for optimizers that step parts of them, equal in fp32 for any sharding.
 
-Layer-wise optimizers (LARS, You et al., 2017; LAMB, You et al., 2020) are elementwise but for one number a tensor. Here
-that number is formed as the global gradient norm is: squares are summed in fp64, each rank over its own runs of each
-tensor, and added over ranks in rank order in one small all-reduce for all tensors and quantities of a step.
+Layer-wise optimizers (LARS, You et al., 2017; LAMB, You et al., 2020) are elementwise except for one number a tensor.
+As in the global gradient norm, each rank sums squares in fp64 over its runs of each tensor. One small all-reduce a step
+adds the sums of all tensors and quantities in rank order.
 """
 
 from __future__ import annotations
@@ -16,42 +16,35 @@ import torch
 from shardwise.precision.norms import Squares
 
 NORMS = "shardwise_norms"
-"""Attribute of an optimizer under which an engine leaves the norms of the tensors that it has cut."""
+"""Optimizer attribute to which the engine assigns the norms of sharded tensors."""
 
 
 @dataclass(frozen=True)
 class TensorRun:
-    """Elements `[start, stop)` of a flat parameter of the optimizer that belong to one tensor.
-
-    Attributes:
-        tensor: number of the tensor.
-        start: first element.
-        stop: end (exclusive).
-    """
+    """Elements `[start, stop)` of an optimizer's flat parameter that belong to the tensor with number `tensor`."""
 
     tensor: int
     start: int
     stop: int
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the view of the run in values that are laid out as the parameter is."""
+        """Return the view of the run in values with the parameter's layout."""
         return values if self.stop - self.start == values.numel() else values.view(-1)[self.start : self.stop]
 
 
 class TensorNorms:
-    """Which tensors the parameters of an optimizer are made of, and the norms of these tensors over all ranks.
+    """The tensors inside an optimizer's parameters, and the norms of these tensors over all ranks.
 
     Tensors are numbered in registration order, the same on every rank.
 
     Args:
-        groups: for each parameter group the numbers of all its tensors, wherever they are.
-        runs: what lies in each parameter that the optimizer steps on this rank; what belongs to no run is padding.
-        counted: the runs whose squares this rank contributes: over all ranks each element once.
-        count: how many numbers there are; None: as many as `groups` have.
-        wide: numbers of the tensors whose norms are kept in fp64; the others are rounded to fp32.
-        device: of the parameters.
-        add: adds a small fp64 tensor up over ranks, in place.
-        overwrites: whether gradients are not needed after the step, which may then write over them.
+        groups: for each parameter group the numbers of all its tensors, on any rank.
+        runs: the runs in each parameter that the optimizer steps on this rank; elements outside all runs are padding.
+        counted: the runs whose squares this rank contributes; over all ranks each element counts once.
+        count: number of tensors; None: as many as `groups` have.
+        wide: numbers of the tensors with fp64 norms; other norms are rounded to fp32.
+        add: in-place sum of a small fp64 tensor over ranks.
+        overwrites: True if the step may overwrite gradients.
 
     Example:
         >>> weight, bias = torch.tensor([[3.0], [4.0]]), torch.zeros(2)
@@ -79,7 +72,7 @@ class TensorNorms:
         self._counted = list(counted)
         self._squares = Squares([(run.tensor, run.stop - run.start) for _, run in counted], self.count, device)
         self._add = add
-        # On the device from the beginning: copying indices in every step would wait for it.
+        # Allocated on the device once, because copying indices in every step would wait for it.
         self._members = [_indices(numbers, device) for numbers in groups]
         self._numbers = {
             parameter: _indices([run.tensor for run in found], device) for parameter, found in self._runs.items()
@@ -89,12 +82,7 @@ class TensorNorms:
 
     @classmethod
     def local(cls, groups: Sequence[Mapping[str, Any]], *, overwrites: bool = False) -> TensorNorms:
-        """Return the norms of parameters that nobody has cut: each is a tensor.
-
-        Args:
-            groups: the parameter groups of an optimizer. Parameters without a gradient have a number and no run.
-            overwrites: see above.
-        """
+        """Return the norms of unsharded parameters: each is one tensor. Parameters without a gradient have no run."""
         every = [parameter for group in groups for parameter in group["params"]]
         number = {id(parameter): place for place, parameter in enumerate(every)}
         present = [p for p in every if p.grad is not None or not p.requires_grad]
@@ -109,7 +97,7 @@ class TensorNorms:
         )
 
     def alone(self, groups: Sequence[Mapping[str, Any]]) -> TensorNorms:
-        """Return norms of other parameters, which nobody has cut, for a step that is only tried."""
+        """Return norms of other, unsharded parameters for a trial step."""
         return TensorNorms.local(groups, overwrites=self.overwrites)
 
     def members(self, group: int) -> torch.Tensor:
@@ -117,7 +105,7 @@ class TensorNorms:
         return self._members[group]
 
     def runs(self, parameter: torch.Tensor) -> tuple[TensorRun, ...]:
-        """Return what lies in a parameter of the optimizer."""
+        """Return the runs in a parameter of the optimizer."""
         return self._runs[parameter]
 
     def numbers(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -125,12 +113,12 @@ class TensorNorms:
         return self._numbers[parameter]
 
     def of(self, *quantities: Mapping[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the norms of all tensors for each of some quantities, in fp64; zero for tensors that have no run.
+        """Return the fp64 norms of all tensors for each quantity; zero for tensors without a run.
 
-        Every rank calls this once a step, with all that it wants to know: there is one all-reduce a call.
+        Every rank calls this once a step with all its quantities, because each call is one all-reduce.
 
         Args:
-            quantities: by parameter of the optimizer, values that are laid out as it is.
+            quantities: by parameter of the optimizer, values with the parameter's layout.
         """
         sums = torch.stack(
             [
@@ -141,7 +129,7 @@ class TensorNorms:
         if self._add is not None:
             self._add(sums)
         norms = sums.sqrt()
-        # What differs in the fp64 bits, because the runs were others, then differs nowhere.
+        # Rounding to fp32 removes the differences in fp64 bits between layouts of runs.
         rounded = norms.float().double()
         if self._wide is not None:
             rounded[:, self._wide] = norms[:, self._wide]

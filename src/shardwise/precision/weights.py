@@ -1,4 +1,4 @@
-"""Losses with the weight 0: their gradient is zero, also where the loss is NaN (the mean over no tokens is 0/0)."""
+"""Losses with weight 0, whose gradient is zero even if the loss is NaN (the mean over no tokens is 0/0)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shardwise.compat import result_shapes
 
 
 def ignore_nonfinite(loss: torch.Tensor, absent: torch.Tensor | None = None) -> list[Any]:
-    """Replace by zero what is not finite among the gradients that a loss of weight 0 passes on.
+    """Replace the non-finite gradients of a loss with weight 0 by zero.
 
-    Because other ranks exchange gradients with this one in its backward pass, that pass has to run, and in its usual
-    order. All that a loss multiplied by 0 contributes are zeros, and NaN where its arithmetic divides by a number of
-    tokens. Such gradients are replaced before they reach a layer with parameters.
+    Because other ranks exchange gradients with this rank in its backward pass, the pass must run in its usual order. A
+    loss multiplied by 0 contributes zeros, and NaN from divisions by a number of tokens. Hooks replace the NaN before
+    they reach a layer with parameters.
 
     Args:
         loss: a scalar that requires a gradient.
-        absent: a tensor with one element; gradients are replaced where it is true, and only while they are scalars,
-            which costs little in passes in which it is false. None: in any case.
+        absent: one-element tensor; gradients are replaced where it is true, and only while they are scalars, which is
+            cheap if it is false. None: always.
 
     Returns:
         Handles of hooks, each with a method `remove`.
@@ -42,9 +42,9 @@ def _finite(gradient: torch.Tensor, absent: torch.Tensor | None) -> torch.Tensor
 
 
 def _nodes_of_loss(loss: torch.Tensor, scalar: bool) -> Iterator[Any]:
-    """Yield the nodes of a graph from the loss down to the first ones with parameters; or those with scalar results.
+    """Yield the graph's nodes from the loss down to the first ones with parameters; or only nodes with scalar results.
 
-    Functions written in Python (`torch.autograd.Function`) are yielded, and not passed: they may exchange gradients.
+    Functions written in Python (`torch.autograd.Function`) end the walk, because they may exchange gradients.
     """
     waiting: list[Any] = [loss.grad_fn]
     seen = set()
@@ -62,5 +62,4 @@ def _nodes_of_loss(loss: torch.Tensor, scalar: bool) -> Iterator[Any]:
 
 
 def _is_parameter(node: Any) -> bool:
-    """Return True for the node of a leaf, or of a view of one."""
     return all(following is None or not following.next_functions for following, _ in node.next_functions)

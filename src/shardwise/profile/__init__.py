@@ -1,4 +1,4 @@
-"""What a model computes and how long it takes: floating-point operations by module, times of a step's parts, rates."""
+"""Profiling: FLOPs by module, times of a step's parts, training throughput, timelines."""
 
 from shardwise.profile.profiler import FlopsProfiler, get_model_profile
 from shardwise.profile.tree import ModuleProfile

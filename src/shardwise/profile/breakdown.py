@@ -1,4 +1,4 @@
-"""Times of the parts of a step: on a CUDA device those of its events, for which the host waits when they are read."""
+"""Times of a step's parts, from CUDA events on a GPU (read after a host wait), from the host's clock on a CPU."""
 
 from __future__ import annotations
 
@@ -13,18 +13,11 @@ from shardwise.device.ranges import Listener, listening
 FORWARD, BACKWARD, INNER, REDUCE, STEP = "fwd", "bwd", "bwd_inner", "bwd_allreduce", "step"
 
 _PENDING = 4096
-"""Intervals of a device that are kept before they are added up."""
+"""Maximum number of CUDA intervals before they are summed."""
 
 
 class Breakdown(Listener):
-    """Adds up the time of each part.
-
-    Args:
-        cuda: parts run on the current CUDA device.
-
-    Attributes:
-        ranges: see `shardwise.device.ranges.Listener`.
-    """
+    """Sums the time of each part; `cuda`: parts run on the current CUDA device."""
 
     ranges: frozenset[str] | None = frozenset({"reduce", "wait for reduction"})
 
@@ -34,14 +27,14 @@ class Breakdown(Listener):
         self._pending: list[Interval] = []
 
     def part(self, name: str) -> Timed:
-        """Time the block as a part of this name."""
-        if len(self._pending) > _PENDING:  # the older half has been reached long ago
+        """Time the block as a part."""
+        if len(self._pending) > _PENDING:  # the device has passed the older half long ago
             self._fold(_PENDING // 2)
         return Timed(name, self._pending, self._cuda)
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Time the block as a backward pass, and what reductions take of it."""
+        """Time the block as a backward pass, and the reductions in it."""
         with listening(self), self.part(BACKWARD):
             yield
 
@@ -50,7 +43,7 @@ class Breakdown(Listener):
         return self.part(REDUCE)
 
     def flight(self, what: str, unit: str, size: int) -> Callable[[], None]:
-        """See `shardwise.device.ranges.Listener`: nobody waits for it here."""
+        """Ignore asynchronous operations, which the host does not wait for."""
         return lambda: None
 
     def _fold(self, count: int) -> None:
@@ -58,7 +51,7 @@ class Breakdown(Listener):
         del self._pending[:count]
 
     def read(self) -> dict[str, float]:
-        """Return the seconds of each part that there was, and begin anew; waits for the device.
+        """Return the seconds of each recorded part and reset, waiting for the device.
 
         Example:
             >>> times = Breakdown(cuda=False)

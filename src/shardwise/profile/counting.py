@@ -1,11 +1,11 @@
-"""Counting floating-point operations by the module that does them, in the forward pass, the backward pass, and again.
+"""FLOP counts by module: forward pass, backward pass and recomputation.
 
-Operators are counted by torch's FlopCounterMode where they run. In a forward pass they belong to the innermost module
-that is being called. Autograd numbers the nodes of its graph in the order in which they are made, so that an operator
-of a backward pass belongs to the module in whose call its node was made. Nothing is put into the graph.
+torch's FlopCounterMode counts operators. In a forward pass an operator belongs to the innermost called module. Because
+autograd numbers graph nodes in creation order, an operator of a backward pass belongs to the module whose call created
+its node. Nothing is added to the graph.
 
-What runs in a backward pass inside of a module's call, or with gradients switched on, is recomputation (activation
-checkpointing), and is counted apart.
+Operators of a backward pass inside a module's call, or with gradients enabled, count as recomputation (activation
+checkpointing).
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 
 
 class _Call(NamedTuple):
-    """A call of a module that is running."""
+    """A running call of a module. `again`: it began in a backward pass."""
 
     module: nn.Module
     again: bool
-    """It has begun in a backward pass."""
     begun: Instant
 
 
 class _Untracked:
-    """In the place of the modules that torch's counter would follow by hooks in the graph."""
+    """Replaces the module tracker of torch's counter, whose hooks would change the graph."""
 
     parents = ()
 
@@ -51,15 +50,14 @@ class _Untracked:
 
 
 class FlopCount:
-    """Counts what a model computes, between `start` and `stop`.
+    """Counts a model's FLOPs between `start` and `stop`, with hooks on its modules.
 
     Args:
-        model: hooks are put on its modules meanwhile.
-        ignored: modules of these classes are left out, with all that is in them.
+        ignored: module classes to exclude, with their submodules.
 
     Attributes:
-        flops: by module and phase, of what each has computed itself; None: outside of all modules.
-        calls: of each module in forward passes.
+        flops: by module and phase, without submodules; None: outside of all modules.
+        calls: number of each module's calls in forward passes.
     """
 
     def __init__(self, model: nn.Module, ignored: Iterable[type[nn.Module]] = ()) -> None:
@@ -74,19 +72,19 @@ class FlopCount:
         self._handles: list[Any] = []
         self._running: list[_Call] = []
         self._thread = 0
-        # From which number of autograd's on nodes are made by which module.
+        # First autograd node number of each module call, and the module.
         self._starts: list[int] = []
         self._makers: list[nn.Module | None] = []
 
     def start(self) -> None:
-        """Put the hooks on."""
+        """Register the hooks."""
         self._thread = threading.get_ident()
         for module in self.model.modules():
             self._handles.append(module.register_forward_pre_hook(self._enter))
             self._handles.append(module.register_forward_hook(self._leave, prepend=True, always_call=True))
 
     def stop(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -95,21 +93,19 @@ class FlopCount:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count operators inside of the block. Compiled modules are run as they were written: their kernels are none
-        of torch's operators.
-        """
-        from torch.utils.flop_counter import FlopCounterMode  # not before somebody counts
+        """Count operators inside the block. Compiled modules run eagerly: compiled kernels are no torch operators."""
+        from torch.utils.flop_counter import FlopCounterMode  # imported only for counting
 
         counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
         counter.mod_tracker = _Untracked()  # type: ignore[assignment]
         eager: AbstractContextManager[Any] = contextlib.nullcontext()
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
             eager = torch.compiler.set_stance("force_eager")
         with eager, counter:
             yield
 
     def seconds(self) -> dict[nn.Module, float]:
-        """Return how long forward calls of each module have taken, waiting for the device."""
+        """Return the time of each module's forward calls, waiting for the device."""
         found: dict[nn.Module, float] = {}
         for module, start, end in self._spans:
             found[module] = found.get(module, 0.0) + seconds_between(start, end)
@@ -121,12 +117,12 @@ class FlopCount:
             self._record(flops)
             return flops
 
-        count._get_raw = True  # type: ignore[attr-defined]  # it is given tensors, not shapes
+        count._get_raw = True  # takes tensors, not shapes
         return count
 
     def _record(self, flops: int) -> None:
         if backward_pass() is None or (self._running and not self._running[0].again):
-            phase = FORWARD  # derivatives inside of a module's call are a part of what it computes
+            phase = FORWARD  # derivatives inside a module's call are part of its forward computation
         elif self._running or torch.is_grad_enabled():
             phase = RECOMPUTE
         else:
@@ -136,13 +132,13 @@ class FlopCount:
             self.flops[module, phase] += flops
 
     def _maker(self) -> nn.Module | None:
-        """Return the module that has made the node which a backward pass runs now."""
+        """Return the module that created the graph node of the running backward step."""
         node = current_node()
         place = 0 if node is None else bisect_right(self._starts, number_of(node))
         return self._makers[place - 1] if place else None
 
     def _mark(self) -> None:
-        # Each thread numbers its own nodes, and a device's thread runs only what is recomputed.
+        # Autograd numbers nodes by thread, and a device's backward thread runs only recomputation.
         if threading.get_ident() == self._thread:
             self._starts.append(number_now())
             self._makers.append(self._running[-1].module if self._running else None)

@@ -1,7 +1,7 @@
-"""FLOPs of operators that torch's counter does not know, or not in every version: products of matrices all the same.
+"""FLOP formulas of matrix-product operators that torch's counter lacks, in some or all versions.
 
-A multiplication and an addition are two operations, as there. Attention computes every score, masked or not; its
-backward pass in a fused kernel forms the scores again, so that it has five products where the forward pass has two.
+As in torch, a multiplication and an addition are two operations. Attention counts every score, masked or not. Because a
+fused backward kernel recomputes the scores, it has five products where the forward pass has two.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _product(one: Shape, other: Shape, *_: Any, **__: Any) -> int:
 
 
 def _grouped_product(one: Shape, other: Shape, *_: Any, **__: Any) -> int:
-    # Where the second one is divided among the groups by columns, each group's matrix meets only its own.
+    # If the second matrix is split among the groups by columns, each group multiplies only its own part.
     groups = one[0] if len(one) == 3 and len(other) == 2 else 1
     return 2 * math.prod(one) // groups * other[-1]
 
@@ -69,8 +69,8 @@ _FORMULAS: dict[str, Formula] = {
 
 
 def formulas() -> dict[Any, Formula]:
-    """Return the formula of each operator that is counted; each is called with shapes or tensors and `out_val`."""
-    from torch.utils.flop_counter import FlopCounterMode  # not before somebody counts
+    """Return the formula of each counted operator; formulas take shapes or tensors, and `out_val`."""
+    from torch.utils.flop_counter import FlopCounterMode  # imported only for counting
 
     known = FlopCounterMode(display=False).flop_registry
     more = {

@@ -1,4 +1,4 @@
-"""How much devices can compute, from their makers' data sheets: dense products of matrices, without sparsity."""
+"""Peak throughput of devices for dense matrix products without sparsity, from vendors' data sheets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ import torch
 
 
 class Peak(NamedTuple):
-    """What a device can compute at most.
-
-    Attributes:
-        tflops: 10^12 floating-point operations in a second.
-        said: device and number type.
-    """
+    """Peak throughput in 10^12 FLOPs a second, and a label with device and number type."""
 
     tflops: float
     said: str
@@ -31,15 +26,15 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     ("V100-SXM2", {"16-bit": 125.0, "FP32": 15.7}),
     ("T4", {"16-bit": 65.0, "FP32": 8.1}),
 )
-"""Part of the name that the driver gives -> TFLOP/s; the first that fits counts."""
+"""Part of the driver's device name -> TFLOP/s; the first match counts."""
 
 
 def peak_of(name: str, dtype: torch.dtype) -> Peak | None:
-    """Return the peak of a device, or None where none is known.
+    """Return the peak of a device, or None if unknown.
 
     Args:
-        name: as the driver gives it.
-        dtype: in which products of matrices are computed; fp32 is TF32 where torch may use it.
+        name: device name from the driver.
+        dtype: dtype of matrix products; fp32 means TF32 if torch may use it.
 
     Example:
         >>> peak_of("NVIDIA H100 80GB HBM3", torch.bfloat16)
@@ -49,6 +44,6 @@ def peak_of(name: str, dtype: torch.dtype) -> Peak | None:
     kind = "16-bit" if dtype.itemsize == 2 else "FP32" if torch.get_float32_matmul_precision() == "highest" else "TF32"
     for part, peaks in _PEAKS:
         if part in name:
-            kind = "FP32" if kind == "TF32" and kind not in peaks else kind  # it has no such units
+            kind = "FP32" if kind == "TF32" and kind not in peaks else kind  # no TF32 units
             return Peak(peaks[kind], f"{part}, {kind}") if dtype.itemsize in (2, 4) and kind in peaks else None
     return None

@@ -1,4 +1,4 @@
-"""Profiles of a model without an engine: `get_model_profile` for a call, `FlopsProfiler` for anything between two."""
+"""FLOP profiles without an engine: `get_model_profile` for one call, `FlopsProfiler` for any code between two calls."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from shardwise.profile.words import duration_to_string, flops_to_string, macs_to
 
 
 class FlopsProfiler:
-    """Counts what a model computes between `start_profile` and `stop_profile`, and times it.
+    """Counts and times a model's FLOPs between `start_profile` and `stop_profile`.
 
-    Meanwhile hooks are on its modules, and operators are counted on this thread and in backward passes that it starts.
+    Hooks are on the modules meanwhile. Operators are counted on this thread and in backward passes that it starts.
 
     Args:
-        model: the model. Inside of an engine it is `engine.module`.
-        ds_engine: the engine, which knows how large parameters are of which ranks hold parts.
-        recompute_fwd_factor: forward passes that are taken to be run again, for the rule in the report; what was
-            recomputed is counted in any case.
+        model: the model. With an engine, `engine.module`.
+        ds_engine: the engine, for the sizes of sharded parameters.
+        recompute_fwd_factor: assumed number of recomputed forward passes, for the rule in the report; actual
+            recomputation is counted in any case.
 
     Raises:
         UsageError: `model` is no module, or the factor is below 0.
@@ -61,23 +61,23 @@ class FlopsProfiler:
 
     @property
     def profile(self) -> ModuleProfile:
-        """What was counted last.
+        """The last profile.
 
         Raises:
-            UsageError: nothing has been.
+            UsageError: no profile exists.
         """
         if self._profile is None:
             raise UsageError("nothing has been profiled: call start_profile(), run the model, and call stop_profile()")
         return self._profile
 
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
-        """Begin to count, and forget what was counted before.
+        """Discard earlier counts and start counting.
 
         Args:
-            ignore_list: classes of modules that are left out, with all that is in them.
+            ignore_list: module classes to exclude, with their submodules.
 
         Raises:
-            UsageError: it has been started, or the list has something else than classes of modules.
+            UsageError: the profiler runs already, or the list contains something other than module classes.
         """
         if self._count is not None:
             raise UsageError("start_profile(): it has been started; call stop_profile() first")
@@ -87,7 +87,7 @@ class FlopsProfiler:
         self._begun = time.perf_counter()
 
     def stop_profile(self) -> None:
-        """Stop counting, and take the hooks off; nothing happens if it has not been started."""
+        """Stop counting and remove the hooks; do nothing if not started."""
         if self._count is None:
             return
         count, self._count = self._count, None
@@ -97,14 +97,14 @@ class FlopsProfiler:
         self._duration = time.perf_counter() - self._begun
 
     def reset_profile(self) -> None:
-        """Forget what was counted, and stop counting."""
+        """Stop counting and discard the profile."""
         self.stop_profile()
         self._profile = None
 
     end_profile = reset_profile
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Return the floating-point operations of forward passes."""
+        """Return the FLOPs of forward passes."""
         flops = self.profile.forward
         return flops_to_string(flops) if as_string else flops
 
@@ -114,7 +114,7 @@ class FlopsProfiler:
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Return the seconds of forward passes; if the model itself was not called, of everything between."""
+        """Return the seconds of the model's forward passes, or of the whole profile if the model was not called."""
         seconds = self.profile.seconds or self._duration
         return duration_to_string(seconds) if as_string else seconds
 
@@ -131,14 +131,14 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print what was counted.
+        """Print the profile.
 
         Args:
-            profile_step: named in the first line.
-            module_depth: the deepest module that is listed; -1: all.
-            top_modules: classes of modules that are listed for each depth.
+            profile_step: step number in the first line.
+            module_depth: maximum depth of listed modules; -1: all.
+            top_modules: number of module classes listed for each depth.
             detailed: list every module.
-            output_file: file to be written instead of standard output.
+            output_file: file to write instead of standard output.
         """
         head = summary(
             self.profile,
@@ -149,20 +149,15 @@ class FlopsProfiler:
         write(lines, output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print the classes of modules that have or take most, for each depth.
-
-        Args:
-            module_depth: the deepest; -1: all.
-            top_modules: how many classes are listed.
-        """
+        """Print the most expensive module classes of each depth; arguments as of `print_model_profile`."""
         write(aggregated(self.profile, module_depth, top_modules), None)
 
 
 def classes_in(given: Collection[Any] | None, where: str) -> tuple[type[nn.Module], ...]:
-    """Check classes of modules.
+    """Return module classes as a tuple.
 
     Raises:
-        UsageError: something is none; it names `where`.
+        UsageError: an element is no module class; the message names `where`.
     """
     found = tuple(given or ())
     for one in found:
@@ -186,28 +181,25 @@ def get_model_profile(
     ignore_modules: Collection[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Run a model once and tell what that computes, without gradients.
+    """Run a model once without gradients and return its FLOPs, multiply-accumulate operations (MACs) and parameters.
 
     Args:
-        model: the model, in evaluation or training mode as it is.
-        input_shape: of the only argument, which is then made of ones in the type and on the device of the parameters.
-        args: the arguments, without a shape.
-        kwargs: the keyword arguments, without a shape.
+        model: the model, in its current evaluation or training mode.
+        input_shape: shape of the only argument, a tensor of ones in the dtype and on the device of the parameters.
+        args: the arguments, without `input_shape`.
+        kwargs: the keyword arguments, without `input_shape`.
         print_profile: print the profile.
         detailed: list every module.
-        module_depth: the deepest module that is listed; -1: all.
-        top_modules: classes of modules that are listed for each depth.
-        warm_up: calls before the one that is profiled.
+        module_depth: maximum depth of listed modules; -1: all.
+        top_modules: number of module classes listed for each depth.
+        warm_up: calls before the profiled one.
         as_string: return strings with units, not numbers.
-        output_file: file to be written instead of standard output.
-        ignore_modules: classes of modules that are left out.
-        mode: "forward" calls the model, "generate" its method of this name.
-
-    Returns:
-        Floating-point operations, multiply-accumulate operations, parameters.
+        output_file: file to write instead of standard output.
+        ignore_modules: module classes to exclude.
+        mode: "forward" calls the model, "generate" its method `generate`.
 
     Raises:
-        UsageError: arguments are wrong, missing or given twice.
+        UsageError: arguments are invalid, missing or given twice.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""How fast training goes: samples, tokens and floating-point operations in a second."""
+"""Training throughput: samples, tokens and FLOPs a second."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _TOKENS = "input_ids"
 
 
 def tokens_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a module is called with, padding included; None where that is not known.
+    """Return the number of tokens in a module call, padding included, or None if unknown.
 
-    They are the elements of `input_ids`, as an argument or a key of one; without, of the first argument that is a
-    tensor of integers with two dimensions, (sequences, tokens).
+    Tokens are the elements of `input_ids`, an argument or a key of one. Without it, they are the elements of the first
+    2-D integer tensor (sequences, tokens).
 
     >>> tokens_in((), {"input_ids": torch.zeros(2, 5, dtype=torch.int64)})
     10
@@ -34,16 +34,14 @@ def tokens_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
 
 
 class Rates:
-    """Counts what is trained, and divides it by the time of the clock.
+    """Throughput over wall-clock time between two reports.
 
-    The first step is left out, because much is made then. Everything between two lines counts: waiting for data,
-    evaluation, saving.
+    The first step is excluded because of its one-time allocations. Waiting for data, evaluation and saving count.
 
     Args:
-        ranks: of the job; each has as many tokens as this one.
-        synchronized: wait for the device before the clock is read. Otherwise it may be behind.
-        device: of the model.
-        peak: of the device; None: it is not known.
+        ranks: ranks of the job; each has as many tokens as this one.
+        synchronized: wait for the device before reading the clock, which is otherwise ahead of the device.
+        peak: peak of the device; None: unknown.
     """
 
     def __init__(self, ranks: int, synchronized: bool, device: torch.device, peak: Peak | None) -> None:
@@ -56,16 +54,12 @@ class Rates:
         self._tokens: int | None = 0
 
     def saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward pass of training begins."""
+        """Count the tokens of a training forward pass."""
         found = tokens_in(args, kwargs)
         self._tokens = None if found is None or self._tokens is None else self._tokens + found
 
     def stepped(self, samples: int) -> None:
-        """A step has ended.
-
-        Args:
-            samples: of all ranks that went into it.
-        """
+        """Count a step with the samples of all ranks."""
         if self._since is None:
             self.restart()
             return
@@ -73,7 +67,7 @@ class Rates:
         self._samples += samples
 
     def restart(self) -> None:
-        """Begin anew."""
+        """Reset the counts."""
         self._since = self._now()
         self._steps = self._samples = self._tokens = 0
 
@@ -83,10 +77,10 @@ class Rates:
         return time.perf_counter()
 
     def read(self, flops: int | None) -> str:
-        """Return the rates since the last time, and begin anew; empty if there was no step.
+        """Return the throughput since the last call and reset; empty without a step.
 
         Args:
-            flops: floating-point operations of a step on this device, without what is recomputed; None: not known.
+            flops: FLOPs of a step on this device, without recomputation; None: unknown.
         """
         if self._since is None or not self._steps:
             return ""

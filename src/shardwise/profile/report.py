@@ -1,4 +1,4 @@
-"""A profile as text."""
+"""Text report of a profile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEASURES: dict[str, tuple[Callable[[ModuleProfile], float], Callable[[float], s
     "forward MACs": (lambda module: module.macs, macs_to_string),
     "forward time": (lambda module: module.seconds, duration_to_string),
 }
-"""By what modules are compared: how it is read, and how it is written."""
+"""Measures for comparing modules: name -> getter and formatter."""
 
 
 def report(
@@ -31,10 +31,8 @@ def report(
     """Return all lines of a profile.
 
     Args:
-        profile: of the model.
-        head: lines about it as a whole.
-        depth: the deepest module that is listed; -1: all.
-        top: classes of modules that are listed for each depth.
+        depth: maximum depth of listed modules; -1: all.
+        top: number of module classes listed for each depth.
         detailed: list every module.
     """
     lines = [*head, "", *aggregated(profile, depth, top)]
@@ -45,9 +43,10 @@ def report(
 
 
 def write(lines: Iterable[str], output_file: str | os.PathLike[str] | None) -> None:
-    """Write a profile: to a file, which replaces the last one, or to standard output.
+    """Write a profile to standard output, or to a file, replacing the file.
 
-    A file that cannot be written is told in the log, and standard output is taken instead: a profile stops no training.
+    If the file cannot be written, a warning is logged and standard output is used, because a profile must not stop
+    training.
     """
     text = "\n".join(lines)
     if output_file is not None:
@@ -64,14 +63,12 @@ def write(lines: Iterable[str], output_file: str | os.PathLike[str] | None) -> N
 def summary(
     profile: ModuleProfile, *, title: str, backward_s: float = 0.0, step_s: float = 0.0, recompute_factor: float = 0.0
 ) -> list[str]:
-    """Return the lines about the model as a whole.
+    """Return the summary lines of the model.
 
     Args:
-        profile: of the model.
-        title: the first line.
-        backward_s: seconds of its backward passes; 0: there were none, or they were not timed.
-        step_s: of the optimizer's step.
-        recompute_factor: forward passes that are taken to be run again, for the rule; 0: the rule is not told.
+        backward_s: seconds of its backward passes; 0: none, or not timed.
+        step_s: seconds of the optimizer's step.
+        recompute_factor: assumed number of recomputed forward passes, for the rule; 0: omit the rule.
     """
     lines = [title, f"parameters:    {params_to_string(profile.parameters)}"]
     rows = [("forward", profile.forward, profile.seconds), ("backward", profile.backward, backward_s)]
@@ -99,13 +96,7 @@ def summary(
 
 
 def aggregated(profile: ModuleProfile, depth: int = -1, top: int = 1) -> list[str]:
-    """Return, for each depth, the classes of modules that have or take most.
-
-    Args:
-        profile: of the model.
-        depth: the deepest; -1: all.
-        top: how many classes are listed.
-    """
+    """Return the `top` most expensive module classes of each depth up to `depth` (-1: all)."""
     levels: dict[int, dict[str, list[ModuleProfile]]] = defaultdict(lambda: defaultdict(list))
     for module in profile.walk():
         if depth < 0 or module.depth <= depth:
@@ -122,12 +113,7 @@ def aggregated(profile: ModuleProfile, depth: int = -1, top: int = 1) -> list[st
 
 
 def table(profile: ModuleProfile, depth: int = -1) -> list[str]:
-    """Return one line for each module, with its share of the model.
-
-    Args:
-        profile: of the model.
-        depth: the deepest that has a line; -1: all.
-    """
+    """Return one line for each module up to `depth` (-1: all), with its share of the model."""
     shown = [module for module in profile.walk() if depth < 0 or module.depth <= depth]
     rows = [["module", "params", "forward", "backward", "recomputed", "forward time"]]
     rows += [list(_cells(module, profile)) for module in shown]

@@ -1,8 +1,8 @@
-"""One rank's timeline: what is written down while steps run, and the trace that is made of it afterwards.
+"""Timeline of one rank: recording of ranges and collectives during steps, and conversion to a trace.
 
-While it records, a `Recorder` keeps the ends of each range (`shardwise.device.ranges`) and records of the ledger; on a
-CUDA device events on the streams, which are read after the last step. All the rest comes later: times of rank 0's
-clock, tracks, what was idle. Memory is bounded: from `most` spans on nothing is kept, and the trace says so.
+A `Recorder` keeps the ends of each range (`shardwise.device.ranges`) and the flight recorder's records; on a CUDA
+device, CUDA events that it reads after the last step. The conversion computes times of rank 0's clock, tracks and idle
+gaps. Memory is bounded: after `most` spans nothing is kept, and the trace notes it.
 
 The trace has the JSON object format of the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 """
@@ -42,7 +42,7 @@ TRACKS: dict[str, tuple[int, str]] = {
     "move": (70, "moves"),
     "idle": (90, "idle"),
 }
-"""Category -> number and name of its (first) track; what overlaps without lying inside lies on the ones after it."""
+"""Category -> number and name of its first track; overlapping events that are not nested use the next tracks."""
 
 FLIGHTS_TRACK = (80, "moves under way")
 
@@ -63,7 +63,7 @@ CATEGORIES: dict[str, str] = {
     "bring": "move",
     "take": "move",
 }
-"""What a range is of -> its category. Launching a gather or a reduction is the host's work: it is part of computing."""
+"""Range name -> category. Launches of all-gathers and reductions are host work and belong to compute."""
 
 _SHOWN = {"gather": "launch gather of", "reduce": "launch reduction of", "boundary": "end of the window"}
 _PHASES = ("forward", "backward", "step")
@@ -72,7 +72,7 @@ _LEAST_IDLE_US = 1.0
 
 
 class Span(NamedTuple):
-    """A range that has ended, or something that was under way."""
+    """A finished range, or a finished asynchronous operation."""
 
     what: str
     unit: str
@@ -85,8 +85,6 @@ class Span(NamedTuple):
 
 
 class _Around:
-    """The context around one range."""
-
     __slots__ = ("_begun", "_line", "_recorder", "_size", "_step", "_unit", "_what")
 
     def __init__(self, recorder: Recorder, what: str, unit: str, size: int) -> None:
@@ -102,18 +100,16 @@ class _Around:
 
 
 class Recorder(Listener, Watcher):
-    """Listens to ranges and to the ledger; see the module docstring.
+    """Records ranges and the flight recorder's collectives.
 
     Args:
-        cuda: what is recorded runs on the current CUDA device.
-        most: spans and collectives that are kept.
-        step: returns the number of the step.
+        cuda: True if the recorded work runs on the current CUDA device.
+        most: maximum number of spans and collectives.
         sizes: bytes of each unit, by its name.
-        memory: returns bytes by category; asked at the end of each phase.
+        memory: returns bytes by category; called at the end of each phase.
 
     Attributes:
-        left_out: how many spans and collectives have come after `most`.
-        ranges: see `shardwise.device.ranges.Listener`.
+        left_out: number of spans and collectives beyond `most`.
     """
 
     ranges: frozenset[str] | None = None
@@ -134,7 +130,7 @@ class Recorder(Listener, Watcher):
         self.most = most
         self._memory = memory
         self._spans: list[Span] = []
-        self._records: dict[int, tuple[Record, int, Instant]] = {}  # by sequence: with its step, and when it was opened
+        self._records: dict[int, tuple[Record, int, Instant]] = {}  # by sequence: with its step and opening time
         self._ends: dict[int, Instant] = {}
         self._counters: list[tuple[Instant, Mapping[str, int]]] = []
         self._lock = threading.Lock()
@@ -144,7 +140,7 @@ class Recorder(Listener, Watcher):
         self.ended = self.begun
 
     def _anchor(self, instant: Instant) -> tuple[float, Instant]:
-        """Return the host's time of an instant now; waits for the device."""
+        """Return an instant with the host's time now, waiting for the device."""
         if isinstance(instant, float):
             return instant, instant
         instant.synchronize()
@@ -177,7 +173,7 @@ class Recorder(Listener, Watcher):
             self._ends[record.sequence] = now(self.cuda)
 
     def keep(self, span: Span) -> None:
-        """Keep a span, and how much memory there is if it was a phase."""
+        """Keep a span; at the end of a phase, also the memory by category."""
         with self._lock:
             if self._room():
                 self._spans.append(span)
@@ -191,7 +187,7 @@ class Recorder(Listener, Watcher):
         return False
 
     def finish(self) -> None:
-        """Nothing is recorded any more; waits for the device."""
+        """Stop recording, waiting for the device."""
         self.ended = now(self.cuda)
         self._last = self._anchor(self.ended)
 
@@ -203,11 +199,9 @@ class Recorder(Listener, Watcher):
         """Return the events of the trace, after `finish`.
 
         Args:
-            rank: number of this process among all.
-            host: its machine.
-            members: the ranks of each group of the ledger.
-            clock: against rank 0's, at the beginning.
-            later: the same at the end, if it was measured.
+            members: ranks of each group in the flight recorder.
+            clock: offset to rank 0's clock at the beginning.
+            later: offset at the end, if measured.
         """
 
         def told(instant: Instant) -> float:
@@ -250,7 +244,7 @@ class Recorder(Listener, Watcher):
         whole = first.elapsed_time(last) / 1e3
         return start + since * (
             (end - start) / whole if whole > 0 else 1.0
-        )  # clocks of host and device differ a little
+        )  # corrects the drift between host and device clocks
 
     def _of_span(self, span: Span, told: Callable[[Instant], float]) -> Event:
         args = {"unit": span.unit, "bytes": span.size or self.sizes.get(span.unit, 0), "line": span.line}
@@ -301,7 +295,7 @@ class Recorder(Listener, Watcher):
         }
 
     def _other_waits(self, told: Callable[[Instant], float]) -> list[Event]:
-        """Return the waits of the host in collectives around which there is no range: norms, agreements."""
+        """Return host waits in collectives without a range: norms, agreements."""
         found = []
         for record, step, _ in self._records.values():
             other = category_of(record.kind) == "collective" and record.label != LABEL
@@ -323,7 +317,7 @@ class Recorder(Listener, Watcher):
 
 
 def _blame_streams(events: Sequence[Event]) -> None:
-    """Say of each gather and reduction how long the stream that computes has stood still for it."""
+    """Set the time that the compute stream waited for each all-gather and reduction."""
     stood: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         if event["cat"] == "wait":
@@ -338,12 +332,11 @@ def _blame_streams(events: Sequence[Event]) -> None:
 
 
 def category_of(kind: str) -> str:
-    """Return the category of a collective's track."""
+    """Return the track category of a collective."""
     return "gather" if kind in _OF_GATHERS else "reduce" if kind in _OF_REDUCTIONS else "collective"
 
 
 def _idle(events: Iterable[Event], begun: float, ended: float) -> list[Event]:
-    """Return the gaps between what this rank does: the time of the script, of data, of other programs."""
     busy = sorted(
         (event["ts"], event["ts"] + event["dur"])
         for event in events
@@ -361,7 +354,7 @@ def _idle(events: Iterable[Event], begun: float, ended: float) -> list[Event]:
 
 
 def _lay_out(events: list[Event]) -> dict[int, str]:
-    """Give each event its track and return their names; on a track events lie side by side or in one another.
+    """Assign each event a track and return the track names; events of a track are disjoint or nested.
 
     Times are rounded to nanoseconds.
     """
@@ -378,7 +371,7 @@ def _lay_out(events: list[Event]) -> dict[int, str]:
                 ends.pop()
             if not ends or stop <= ends[-1] or place == first + 8:
                 break
-        if ends and stop > ends[-1]:  # as many as this are under way nowhere
+        if ends and stop > ends[-1]:  # practically unreachable number of concurrent events
             event["dur"] = round(ends[-1] - start, 3)
         ends.append(round(start + event["dur"], 3))
         event["tid"] = place
@@ -387,7 +380,6 @@ def _lay_out(events: list[Event]) -> dict[int, str]:
 
 
 def _named(rank: int, host: str, tracks: Mapping[int, str]) -> list[Event]:
-    """Return the events that name a process and its tracks."""
 
     def said(name: str, tid: int, /, **args: Any) -> Event:
         return {"name": name, "ph": "M", "pid": rank, "tid": tid, "args": args}
@@ -399,7 +391,7 @@ def _named(rank: int, host: str, tracks: Mapping[int, str]) -> list[Event]:
 
 
 def file_of(rank: int) -> str:
-    """Return the name of a rank's file.
+    """Return the file name of a rank's timeline.
 
     >>> file_of(3)
     'timeline-00003.json'
@@ -408,15 +400,10 @@ def file_of(rank: int) -> str:
 
 
 def write(path: Path, events: Sequence[Event], **about: Any) -> None:
-    """Write a trace, under another name until it is whole.
-
-    Args:
-        path: of the file.
-        events: of the trace.
-        about: what is said of it.
+    """Write a trace atomically, with the metadata `about`.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,6 +1,6 @@
-"""Timers that a script starts and stops, with the names and the interface that scripts for DeepSpeed use.
+"""Timers of scripts, with DeepSpeed's names and interface.
 
-On a CUDA device that is in use times are those of its events; the host waits where a time is read.
+Times come from CUDA events if a CUDA device is in use; reading a time waits for the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
 STEP_MICRO_TIMER = "step_microstep"
 STEP_GLOBAL_TIMER = "step"
 TIME_EPSILON = 1e-6
-"""Seconds: intervals that are shorter are taken to be as long where something is divided by them."""
+"""Minimum seconds of an interval used as a divisor."""
 
 
 def _on_cuda() -> bool:
@@ -35,11 +35,7 @@ def _on_cuda() -> bool:
 
 
 class Timer:
-    """Adds up intervals.
-
-    Args:
-        name: for messages.
-    """
+    """Sum of intervals; `name` is for messages."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -50,7 +46,7 @@ class Timer:
         """Begin an interval.
 
         Raises:
-            UsageError: one has begun.
+            UsageError: an interval is open already.
         """
         if self._begun is not None:
             raise UsageError(f"timer {self.name!r}: start() is called twice; call stop() in between")
@@ -60,11 +56,11 @@ class Timer:
         """End the interval.
 
         Args:
-            reset: forget those before it.
-            record: False: it does not count.
+            reset: discard earlier intervals.
+            record: False: discard this interval.
 
         Raises:
-            UsageError: none has begun.
+            UsageError: no interval is open.
         """
         if self._begun is None:
             raise UsageError(f"timer {self.name!r}: stop() without start()")
@@ -75,26 +71,22 @@ class Timer:
             self._intervals.append((begun, now(not isinstance(begun, float))))
 
     def reset(self) -> None:
-        """Forget all intervals, and one that has begun."""
+        """Discard all intervals, including an open one."""
         self._begun, self._intervals = None, []
 
     def milliseconds(self) -> list[float]:
-        """Return the intervals that have ended, waiting for the device."""
+        """Return the finished intervals, waiting for the device."""
         return [1e3 * seconds_between(*interval) for interval in self._intervals]
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the milliseconds of all intervals together.
-
-        Args:
-            reset: forget them.
-        """
+        """Return the sum of all intervals in milliseconds; `reset` discards them."""
         found = sum(self.milliseconds())
         if reset:
             self._intervals = []
         return found
 
     def mean(self) -> float:
-        """Return the mean of the intervals without the longest and the shortest tenth, in milliseconds."""
+        """Return the mean of the intervals in milliseconds, without the longest and the shortest tenth."""
         return trim_mean(self.milliseconds(), 0.1)
 
 
@@ -113,7 +105,7 @@ class SynchronizedWallClockTimer:
         self.timers: dict[str, Timer] = {}
 
     def __call__(self, name: str) -> Timer:
-        """Return the timer of a name, which is made when it is first asked for."""
+        """Return the timer of a name, creating it on first use."""
         return self.timers.setdefault(name, Timer(name))
 
     def get_timers(self) -> dict[str, Timer]:
@@ -121,7 +113,7 @@ class SynchronizedWallClockTimer:
         return self.timers
 
     def has_timer(self, name: str) -> bool:
-        """Whether there is a timer of this name."""
+        """Return True if a timer of this name exists."""
         return name in self.timers
 
     def log(
@@ -135,11 +127,11 @@ class SynchronizedWallClockTimer:
         """Log times in milliseconds.
 
         Args:
-            names: of timers; those that there are not are left out.
-            normalizer: what they are divided by.
-            reset: begin anew.
+            names: names of timers; missing timers are skipped.
+            normalizer: divisor of the times.
+            reset: reset the timers.
             memory_breakdown: also log the device's memory.
-            ranks: that log; None: the first.
+            ranks: ranks that log; None: the first.
 
         Raises:
             UsageError: the divisor is not above 0.
@@ -154,17 +146,7 @@ class SynchronizedWallClockTimer:
     def get_mean(
         self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, *, mean: bool = True
     ) -> dict[str, float]:
-        """Return mean times in milliseconds.
-
-        Args:
-            names: of timers; those that there are not are left out.
-            normalizer: what they are divided by.
-            reset: begin anew.
-            mean: False: their sums.
-
-        Raises:
-            UsageError: the divisor is not above 0.
-        """
+        """Return mean times in milliseconds (`mean=False`: sums); other arguments and errors as of `log`."""
         if normalizer <= 0:
             raise UsageError(f"timers: normalizer={normalizer!r}; expected a number above 0")
         found = {}
@@ -178,10 +160,10 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer:
-    """In the place of timers where nothing is to be timed."""
+    """Timer interface without effect."""
 
     def __call__(self, name: str) -> NoopTimer:
-        """Return itself, which is also the timer."""
+        """Return itself as the timer."""
         return self
 
     def start(self) -> None:
@@ -201,14 +183,14 @@ class NoopTimer:
         return 0.0
 
     def has_timer(self, name: str) -> bool:
-        """Whether there is a timer: all are this one."""
+        """Return True: every name maps to this timer."""
         return True
 
     def log(self, *_: Any, **__: Any) -> None:
         """Do nothing."""
 
     def get_mean(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Return nothing."""
+        """Return an empty dict."""
         return {}
 
 
@@ -218,10 +200,10 @@ class ThroughputTimer:
     Args:
         config: has `enabled` and `synchronized` (the section `timers.throughput`).
         batch_size: samples of all ranks in a step.
-        start_step: the steps before this one are not counted.
-        steps_per_output: log each so many steps; None: never.
+        start_step: first counted step.
+        steps_per_output: steps between log lines; None: never.
         monitor_memory: also log the device's memory.
-        logging_fn: is given what is logged; None: the log, on rank 0.
+        logging_fn: receives log lines; None: the log, on rank 0.
 
     Raises:
         UsageError: `batch_size` is below 1.
@@ -252,7 +234,7 @@ class ThroughputTimer:
         self._told_time = 0.0
 
     def update_epoch_count(self) -> None:
-        """A pass over the data has ended."""
+        """Count the end of an epoch."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
@@ -262,18 +244,18 @@ class ThroughputTimer:
         return time.perf_counter()
 
     def start(self) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         if self.config.enabled:
             self.started = True
             if self.global_step_count >= self.start_step:
                 self._begun = self._now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """A micro-batch has ended; nothing happens if none has begun.
+        """End a micro-batch; do nothing if none has begun.
 
         Args:
-            global_step: a step has ended with it.
-            report_speed: log, if it is due.
+            global_step: True if it ends a step.
+            report_speed: log, if due.
         """
         if not self.config.enabled or not self.started:
             return
@@ -303,18 +285,14 @@ class ThroughputTimer:
         self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Return samples per second of all steps that were counted; minus infinity before there is one."""
+        """Return samples per second of all counted steps; minus infinity without one."""
         if not self._counted:
             return float("-inf")
         return self._counted * self.batch_size / max(self.total_elapsed_time, TIME_EPSILON)
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Return the mean without a share of the largest and as many of the smallest values; 0 of nothing.
-
-    Args:
-        data: the values.
-        trim_percent: that share, from 0 to 1.
+    """Return the mean without a share `trim_percent` (0 to 1) of the largest and of the smallest values; 0 if empty.
 
     Raises:
         UsageError: the share is below 0 or above 1.

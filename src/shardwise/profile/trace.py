@@ -1,7 +1,7 @@
-"""Timelines of all ranks in one: the merged trace, and a table of where each rank's time went.
+"""Merged timeline of all ranks, and a time breakdown of each rank.
 
-The time of a rank is divided up: each moment belongs to what stands first in `SHARES` and is going on then. Waiting
-counts before moving, moving before stepping and computing, in which both lie; what is left is idle.
+Each moment of a rank belongs to the first active entry of `SHARES`. Waiting therefore precedes moving, and moving
+precedes the step and compute ranges that contain both; the rest is idle.
 """
 
 from __future__ import annotations
@@ -18,24 +18,17 @@ from shardwise.errors import TimelineError
 from shardwise.profile.timeline import FLIGHTS_TRACK, FORMAT, Event, write
 
 SHARES = ("gather waits", "reduction waits", "other waits", "moves", "step", "compute", "idle")
-"""What a rank's time is divided into."""
+"""Categories of a rank's time breakdown, in order of precedence."""
 
 LEAST_WAIT_US = 50.0
-"""Ranks that have waited for another one for this long are connected with it by an arrow."""
+"""Minimum wait for another rank that is drawn as an arrow."""
 
 Interval = tuple[float, float]
 
 
 @dataclass
 class Timeline:
-    """What one rank has written.
-
-    Attributes:
-        rank: its number.
-        host: its machine.
-        about: what else its file says of itself.
-        events: of the trace.
-    """
+    """The timeline file of one rank: its machine, metadata and events."""
 
     rank: int
     host: str
@@ -45,16 +38,15 @@ class Timeline:
 
 @dataclass
 class RankTimes:
-    """Where one rank's time went, in seconds.
+    """Time breakdown of one rank, in seconds.
 
     Attributes:
-        rank: its number.
-        whole: from the first to the last moment of the recording.
+        whole: duration of the recording.
         shares: by the names of `SHARES`; their sum is `whole`.
-        under_way: while gathers or reductions were under way: launched, and not waited for yet.
-        hidden: of that, while the rank did not wait for them.
-        moved: while state was brought from or taken to other tiers.
-        moves_hidden: of that, while the rank did not wait for it.
+        under_way: time with all-gathers or reductions in flight: launched, not yet waited for.
+        hidden: part of `under_way` in which the rank did not wait for them.
+        moved: time with state transfers between tiers.
+        moves_hidden: part of `moved` in which the rank did not wait for it.
     """
 
     rank: int
@@ -68,26 +60,21 @@ class RankTimes:
 
 @dataclass
 class Summary:
-    """What a merged trace says in numbers.
-
-    Attributes:
-        ranks: where the time of each rank went.
-        stragglers: who has waited for whom.
-    """
+    """Time breakdown of each rank, and the stragglers, from a merged trace."""
 
     ranks: list[RankTimes]
     stragglers: Stragglers
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the summary as JSON values."""
         return {"ranks": [asdict(times) for times in self.ranks], "stragglers": self.stragglers.as_dict()}
 
 
 def read(directory: str | Path) -> list[Timeline]:
-    """Return the timelines in a directory, in the order of ranks.
+    """Return the timelines in a directory, in rank order.
 
     Raises:
-        TimelineError: there is none, or a file is no timeline.
+        TimelineError: the directory has none, or a file is no timeline.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -120,7 +107,7 @@ def _checked(file: Path) -> Timeline:
 
 
 def merge(timelines: Sequence[Timeline]) -> list[Event]:
-    """Return the events of all ranks, with arrows from who came last to a collective to those blocked by it."""
+    """Return the events of all ranks, with arrows from the last rank in a collective to the ranks it blocked."""
     found = [event for timeline in timelines for event in timeline.events]
     number = 0
     for together in _met(timelines):
@@ -147,13 +134,12 @@ def write_merged(timelines: Sequence[Timeline], path: str | Path) -> None:
     """Write one trace of all ranks.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     write(Path(path), merge(timelines), ranks=[timeline.rank for timeline in timelines])
 
 
 def _met(timelines: Sequence[Timeline]) -> Iterator[dict[int, Event]]:
-    """Yield the events of each collective that more than one rank has, by rank."""
     met: dict[str, dict[int, Event]] = defaultdict(dict)
     for timeline in timelines:
         for event in _complete(timeline.events):
@@ -172,7 +158,7 @@ def _part(event: Event) -> Part:
 
 
 def summarize(timelines: Sequence[Timeline]) -> Summary:
-    """Return where the time of each rank went, and who has waited for whom."""
+    """Return the time breakdown of each rank, and the stragglers."""
     parts = {
         timeline.rank: [_part(event) for event in _complete(timeline.events) if event["args"].get("id")]
         for timeline in timelines
@@ -212,7 +198,6 @@ def _times(timeline: Timeline) -> RankTimes:
 
 
 def _share(event: Event) -> str:
-    """Return what a moment of this event belongs to; of collectives under way, their category."""
     category = event["cat"]
     if category == "wait":
         what = event["args"].get("what", "")
@@ -221,7 +206,7 @@ def _share(event: Event) -> str:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the moments of any of some intervals, as intervals in order that do not touch.
+    """Return the union of intervals, as sorted disjoint intervals.
 
     >>> union([(3, 4), (0, 2), (1, 3)])
     [(0, 4)]
@@ -236,7 +221,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Return the moments that two unions have in common.
+    """Return the intersection of two unions.
 
     >>> common([(0, 4), (6, 9)], [(3, 7)])
     [(3, 4), (6, 7)]
@@ -257,7 +242,7 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 
 def rows(summary: Summary) -> Iterator[list[str]]:
-    """Yield the cells of a table, its header first."""
+    """Yield the rows of a table, its header first."""
     late: Mapping[int, Shares] = summary.stragglers.ranks
     yield ["rank", *(f"{share} (s)" for share in SHARES), "whole (s)", "hidden", "waited for others (s)", "caused (s)"]
     for times in summary.ranks:

@@ -1,4 +1,4 @@
-"""What was counted, as a tree of modules."""
+"""Module tree of FLOP counts."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ Numel = Callable[[nn.Parameter], int]
 
 @dataclass(frozen=True)
 class ModuleProfile:
-    """What a module and all in it have computed.
+    """FLOPs of a module and its submodules.
 
     Attributes:
         name: path from the model, as in `named_modules`; empty for the model itself.
-        kind: name of its class.
-        parameters: elements of its parameters, shared ones counted once.
-        forward: floating-point operations of forward passes; of the model also those around it, such as a loss that was
-            computed while counting.
-        backward: of backward passes, without what was recomputed.
-        recompute: of what backward passes have computed again.
-        seconds: of its forward calls.
-        calls: in forward passes.
-        children: its modules; each module is in one place, the first.
+        parameters: number of parameter elements, shared ones counted once.
+        forward: FLOPs of forward passes; for the model, including operators outside of modules, such as a loss.
+        backward: FLOPs of backward passes, without recomputation.
+        recompute: FLOPs of recomputation in backward passes.
+        seconds: time of its forward calls.
+        calls: number of calls in forward passes.
+        children: submodules; a shared module appears only at its first place.
     """
 
     name: str
@@ -42,38 +40,37 @@ class ModuleProfile:
 
     @property
     def macs(self) -> int:
-        """Multiply-accumulate operations of forward passes: all that is counted are products of matrices."""
+        """Multiply-accumulate operations of forward passes; all counted operators are matrix products."""
         return self.forward // 2
 
     @property
     def depth(self) -> int:
-        """How many modules are around it."""
+        """Number of enclosing modules."""
         return self.name.count(".") + 1 if self.name else 0
 
     @property
     def flops(self) -> int:
-        """Of forward and backward passes, without what was recomputed."""
+        """FLOPs of forward and backward passes, without recomputation."""
         return self.forward + self.backward
 
     def walk(self) -> Iterator[ModuleProfile]:
-        """Yield this module and all in it, each before what is in it."""
+        """Yield this module and its submodules, depth-first."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the profile as JSON values."""
         own = ("name", "kind", "parameters", "forward", "backward", "recompute", "seconds", "calls", "macs")
         return {**{key: getattr(self, key) for key in own}, "children": [child.as_dict() for child in self.children]}
 
 
 def profile_of(count: FlopCount, numel: Numel = nn.Parameter.numel, *, timed: bool = True) -> ModuleProfile:
-    """Return what has been counted; waits for the device if there are times of it.
+    """Return the profile of a stopped count, waiting for the device if it was timed.
 
     Args:
-        count: has been stopped.
-        numel: tells how many elements a parameter has, where ranks hold parts of it.
-        timed: False: nothing has really been computed, so times mean nothing.
+        numel: returns the number of elements of a parameter, for sharded parameters.
+        timed: False in a dry run, whose times are meaningless.
     """
     seconds = count.seconds() if timed else {}
     return _profile("", count.model, count, seconds, numel, {count.model})

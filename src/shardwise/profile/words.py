@@ -1,4 +1,4 @@
-"""Numbers in words, with the units that people read."""
+"""Formatting of numbers with units."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ _UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """Write a number with a unit of thousands.
+    """Format a number with a decimal unit.
 
     Args:
         num: the number.
-        units: "T", "G", "M", "K", "", "m" or "u"; None: the one that suits it.
-        precision: digits behind the point.
+        units: "T", "G", "M", "K", "", "m" or "u"; None: the best fit.
+        precision: digits after the decimal point.
 
     Raises:
-        KeyError: another unit.
+        KeyError: the unit is unknown.
 
     >>> number_to_string(25_557_032), number_to_string(1234.5, "M", 4)
     ('25.56 M', '0.0012 M')
@@ -31,25 +31,25 @@ def _of(what: str, num: float, units: str | None, precision: int) -> str:
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Write a number of floating-point operations, as "1.23 GFLOPS"."""
+    """Format FLOPs, as "1.23 GFLOPS"."""
     return _of("FLOPS", flops, units, precision)
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Write a number of multiply-accumulate operations, as "1.23 GMACs"."""
+    """Format multiply-accumulate operations, as "1.23 GMACs"."""
     return _of("MACs", macs, units, precision)
 
 
 def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
-    """Write a number of bytes in units of thousands, as "1.23 GB"."""
+    """Format bytes in decimal units, as "1.23 GB"."""
     return _of("B", b, units, precision)
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Write a number of parameters, as "25.56 M"."""
+    """Format a number of parameters, as "25.56 M"."""
     return number_to_string(params_num, units, precision).rstrip()
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Write a number of seconds, as "1.23 ms"."""
+    """Format seconds, as "1.23 ms"."""
     return _of("s", duration, units if units is not None or duration < 1e3 else "", precision)

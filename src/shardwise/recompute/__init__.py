@@ -1,8 +1,8 @@
-"""Activation checkpointing: activations of a function are computed again in the backward pass instead of being kept.
+"""Activation checkpointing: the backward pass recomputes activations of a function instead of keeping them.
 
-The inputs may live on the host meanwhile. As `shardwise.checkpointing` and `deepspeed.checkpointing` it has the names
-that existing scripts call. A model calls `checkpoint` around its blocks, at any ZeRO stage; an engine only says what
-its configuration asks for besides.
+The saved inputs may be offloaded to the host. `shardwise.checkpointing` and `deepspeed.checkpointing` have the names
+that existing scripts call. A model calls `checkpoint` around its blocks, at any ZeRO stage; an engine's configuration
+only adds options.
 """
 
 from shardwise.recompute.checkpoint import checkpoint, non_reentrant_checkpoint

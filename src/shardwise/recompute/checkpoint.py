@@ -1,4 +1,4 @@
-"""Calling a function so that its activations are computed again in the backward pass."""
+"""Activation checkpointing of a function call."""
 
 from __future__ import annotations
 
@@ -19,24 +19,23 @@ from shardwise.recompute.timing import TIMER
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function and keep its inputs instead of its activations; the backward pass calls it again.
 
-    It is torch's checkpointing without a second autograd graph (`use_reentrant=False`): inputs need no gradient,
-    arguments and results may be nested, other tensors may be used from within, and `torch.autograd.grad` works. Random
-    numbers are drawn again as they were (dropout), on the CPU and on the devices of the arguments, and autocast is as
-    it was.
+    This is torch's non-reentrant checkpointing (`use_reentrant=False`): inputs need no gradient, arguments and results
+    may be nested, closures may use other tensors, and `torch.autograd.grad` works. Recomputation restores the RNG state
+    (dropout), on the CPU and on the devices of the arguments, and autocast.
 
-    `configure` and the section `activation_checkpointing` of an engine's configuration may have the inputs kept on the
-    host, and the calls timed.
+    `configure` and an engine's section `activation_checkpointing` can offload the inputs to the host and time the
+    calls.
 
     Args:
-        function: a module or any other callable; it does the same each time it is called with the same arguments.
+        function: a module or other callable, deterministic for equal arguments.
         args: its arguments.
         kwargs: its keyword arguments, of any name.
 
     Returns:
-        What the function returns.
+        The function's result.
 
     Raises:
-        UsageError: `function` cannot be called.
+        UsageError: `function` is not callable.
 
     Example:
         >>> import torch
@@ -61,7 +60,8 @@ def _checkpointed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     )
     if not kwargs:
         return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **contexts)
-    # torch has keyword arguments of its own, and looks for devices, whose generators it saves, among the others only.
+    # torch's checkpoint has keyword arguments of its own. It saves the RNG state only for devices of positional
+    # arguments.
     names = tuple(kwargs)
     count = len(args)
 
@@ -72,12 +72,10 @@ def _checkpointed(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def _drawing(states: dict[str, torch.Tensor]) -> tuple[Any, Any]:
-    """Return contexts of the call and of its repetition, which draws the same numbers from the tracker's states."""
     return nullcontext(), drawing_again(states)
 
 
 def _attended(settings: Settings, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make a checkpointed call with what the settings ask for around it."""
     waits = settings.synchronize and torch.cuda.is_available() and torch.cuda.is_initialized()
     moved: Any = nullcontext()
     if settings.checkpoint_in_cpu:
@@ -87,7 +85,7 @@ def _attended(settings: Settings, function: Callable[..., Any], args: tuple[Any,
         moved = offload.around()
     if waits:
         torch.cuda.synchronize()
-    # Inside of the function torch's own hooks are in force, so that no more than the inputs is moved.
+    # Inside the function torch's own saved-tensor hooks apply, so only the inputs are offloaded.
     with moved, dividing(sharing() if settings.partition_activations else None):
         if settings.profile:
             name = type(function).__name__ if isinstance(function, torch.nn.Module) else _name_of(function)
@@ -100,11 +98,10 @@ def _attended(settings: Settings, function: Callable[..., Any], args: tuple[Any,
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function, a method, or what `functools.partial` has made of one."""
     inner = getattr(function, "func", function)
     return str(getattr(inner, "__qualname__", type(inner).__name__))
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`checkpoint`, which is non-reentrant in any case."""
+    """Alias of `checkpoint`, which is always non-reentrant."""
     return checkpoint(function, *args, **kwargs)

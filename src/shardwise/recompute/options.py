@@ -1,4 +1,4 @@
-"""What scripts tell activation checkpointing."""
+"""Script options of activation checkpointing."""
 
 from __future__ import annotations
 
@@ -23,27 +23,26 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Take the settings of a script, in place of what it has said before. `checkpoint` works without this call.
+    """Set a script's options, replacing earlier ones. `checkpoint` works without this call.
 
-    In the forward pass of an engine options are on that the script or the engine's configuration switches on.
+    In an engine's forward pass an option is on if the script or the engine's configuration enables it.
 
     Args:
-        mpu_: model-parallel unit; None without model parallelism, or where an engine or `tp_model_init` has the groups.
-        deepspeed_config: configuration (dict, path or text) whose section `activation_checkpointing` says the same
-            where an argument is None.
-        partition_activations: divide saved inputs over the ranks that have a copy of the model among them.
-        contiguous_checkpointing: keep memory of the host for saved inputs from pass to pass, with `checkpoint_in_cpu`
-            (where it is pinned, it always is). Without that there is nothing to do: the device's allocator uses the
-            same memory in each pass.
-        num_checkpoints: for how many checkpoints that memory is; it is not needed.
-        checkpoint_in_cpu: keep saved inputs of 1 MiB and more (in an engine: `activation_offload.min_bytes`) on the
-            host until the backward pass comes near them.
-        synchronize: wait for the CUDA device before and after each checkpointed call; nothing on a CPU.
-        profile: time the functions; `times` has the result, and an engine logs it each `steps_per_print` steps, or
+        mpu_: model-parallel unit; None without model parallelism, or if an engine or `tp_model_init` has the groups.
+        deepspeed_config: configuration (dict, path or text) whose section `activation_checkpointing` supplies arguments
+            that are None.
+        partition_activations: partition saved inputs over the tensor-parallel group.
+        contiguous_checkpointing: with `checkpoint_in_cpu`, keep host buffers of saved inputs from pass to pass (pinned
+            buffers are always kept). Otherwise no effect: the device's allocator reuses memory anyway.
+        num_checkpoints: number of checkpoints in these buffers; not needed.
+        checkpoint_in_cpu: offload saved inputs of 1 MiB and more (in an engine: `activation_offload.min_bytes`) to the
+            host until the backward pass prefetches them.
+        synchronize: wait for the CUDA device before and after each checkpointed call; no effect on a CPU.
+        profile: time the functions; `times` returns the result, and an engine logs it each `steps_per_print` steps, or
             else each step.
 
     Raises:
-        ConfigError: the configuration is wrong.
+        ConfigError: the configuration is invalid.
     """
     global _configured
     section = ActivationCheckpointing()
@@ -66,19 +65,18 @@ def _data_parallel_size(mpu: Any) -> int:
 
 
 def is_configured() -> bool:
-    """Whether `configure` has been called."""
+    """Return True if `configure` has been called."""
     return _configured
 
 
 def reset() -> None:
-    """Free what checkpoints without a backward pass have left behind.
+    """Free the host buffers that are kept for further passes; scripts call this between evaluation passes.
 
-    Saved inputs belong to the autograd graph and go with it. What there may be is memory of the host that is kept for
-    the next pass. Scripts call this between passes of evaluation.
+    Saved inputs belong to the autograd graph and are freed with it.
     """
     let_go()
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Divide saved inputs over the ranks that have a copy of the model among them from now on, or not."""
+    """Enable or disable the partitioning of saved inputs over the tensor-parallel group."""
     set_script(replace(of_script(), partition_activations=bool(partition_activation)), unit_of_script())

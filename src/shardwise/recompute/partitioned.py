@@ -1,7 +1,7 @@
-"""Saved inputs that ranks with one copy of a model divide among them (`partition_activations`).
+"""Partitioning of saved inputs over the tensor-parallel group (`partition_activations`).
 
-Outside of divided layers all of these ranks have the same activations. Each keeps a part of what is saved for the
-recomputation, and they put the parts together when the backward pass comes to it: exact, for one all-gather a tensor.
+Outside of tensor-parallel layers all ranks of the group have the same activations. Each rank keeps one part of a saved
+input; one exact all-gather a tensor restores it for the recomputation.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from shardwise.errors import DesyncError
 from shardwise.parallel.tensor.group import TensorGroup, fingerprint
 
 LEAST = 1024
-"""Elements of a tensor that is divided; smaller ones stay whole."""
+"""Minimum elements of a partitioned tensor; smaller ones are saved whole."""
 
 _COMPARED = 32
-"""Tensors of a group that are compared over ranks before they are taken to be the same everywhere."""
+"""Number of a group's first tensors whose equality over ranks is verified."""
 
 
 class _Part(NamedTuple):
@@ -36,12 +36,7 @@ class _Whole(NamedTuple):
 
 
 class _Divided:
-    """The hooks of one checkpointed call.
-
-    Args:
-        group: the ranks.
-        outer: the hooks around the call, which get what is kept here; or None.
-    """
+    """Saved-tensor hooks of one checkpointed call; `outer` are the enclosing hooks, which receive the kept parts."""
 
     activations_only = True
 
@@ -50,7 +45,7 @@ class _Divided:
         self._asked = getattr(outer[0], "__self__", None) if outer is not None else None
 
     def lets_go(self, tensor: torch.Tensor) -> bool:
-        """Whether a pair inside of this one may keep a tensor in its own way."""
+        """Return True if an inner pair of hooks may keep the tensor itself."""
         return self._asked is None or bool(self._asked.lets_go(tensor))
 
     @never_compiled
@@ -96,7 +91,7 @@ class _Divided:
 
 @contextmanager
 def dividing(group: TensorGroup | None) -> Iterator[None]:
-    """Divide what autograd saves inside of the block over the ranks of a group; None, or one rank: nothing."""
+    """Partition tensors that autograd saves inside the block over a group; no effect without a group or on one rank."""
     outer = saved_hooks_in_force(True)
     foreign = outer is not None and not hasattr(getattr(outer[0], "__self__", None), "lets_go")
     if group is None or group.size == 1 or foreign or transforming():

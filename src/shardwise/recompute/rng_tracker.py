@@ -1,8 +1,7 @@
-"""Random numbers of ranks that have a copy of a model among them, for layers that say themselves where they differ.
+"""RNG state tracker of a tensor-parallel group, with Megatron's interface.
 
-Megatron's interface: outside of `fork()` all ranks of a copy draw the same numbers, inside each draws its own. Models
-that shardwise divides need none of it. States are those of the device's generator: of CUDA where it is used, else of
-the CPU.
+Outside of `fork()` all ranks of the group draw the same numbers; inside, each rank draws its own. Models that shardwise
+shards itself do not need it. States are of the CUDA generator if CUDA is in use, else of the CPU generator.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from shardwise.parallel import current_tensors
 from shardwise.recompute.settings import unit_of_script
 
 MODEL_PARALLEL = "model-parallel-rng"
-"""Name of the state with numbers of each rank's own."""
+"""Name of the rank-specific state."""
 
 _APART = 2718
-"""Between the seeds of all ranks and those of each rank, as Megatron has it."""
+"""Offset between the common seed and the rank-specific seeds, as in Megatron."""
 
 
 def _on_device() -> bool:
@@ -40,7 +39,7 @@ def _seed(seed: int) -> None:
 
 
 class CudaRNGStatesTracker:
-    """States of the generator, by name; `fork` draws from one of them.
+    """Named RNG states; `fork` draws from one of them.
 
     Example:
         >>> tracker = CudaRNGStatesTracker()
@@ -54,7 +53,7 @@ class CudaRNGStatesTracker:
         self._seeds: set[int] = set()
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Remove all states."""
         self._states, self._seeds = {}, set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
@@ -62,14 +61,14 @@ class CudaRNGStatesTracker:
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Take states in place of all that there are."""
+        """Replace all states."""
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Make a state from a seed; the generator stays as it is.
+        """Add a state from a seed, without changing the generator.
 
         Raises:
-            UsageError: there is a state of this name, or from this seed.
+            UsageError: the name or the seed exists already.
         """
         if name in self._states or seed in self._seeds:
             what = f"a state named {name!r}" if name in self._states else f"a state from the seed {seed}"
@@ -82,10 +81,10 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
-        """Draw numbers from a state inside of the block, and go on where it was in the next one.
+        """Draw numbers from a state inside the block; the next block continues the sequence.
 
         Raises:
-            UsageError: there is no state of this name.
+            UsageError: no state has this name.
         """
         if name not in self._states:
             raise UsageError(
@@ -105,17 +104,17 @@ _TRACKER = CudaRNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """Return that of this process. `checkpoint` draws again from it what has been drawn before."""
+    """Return this process's tracker. `checkpoint` restores its states for the recomputation."""
     return _TRACKER
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the generator alike on all ranks of a copy of the model, and the tracker's state differently.
+    """Seed the generator equally on all ranks of the tensor-parallel group, and the tracker's state differently.
 
-    Which place this rank has is known from `configure(mpu_)`, from an engine, or from `tp_model_init`.
+    This rank's place comes from `configure(mpu_)`, an engine, or `tp_model_init`.
 
     Args:
-        seed: of ranks that have a copy of the model among them; other copies may have others.
+        seed: seed of the tensor-parallel group; other groups may have others.
     """
     _TRACKER.reset()
     _seed(seed)
@@ -123,7 +122,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Seed the tracker's state anew; the generator stays as it is."""
+    """Seed the tracker's state anew, without changing the generator."""
     before = _state()
     _seed(seed + _place())
     _TRACKER.set_states({**_TRACKER.get_states(), MODEL_PARALLEL: _state()})
@@ -141,7 +140,7 @@ def _place() -> int:
 
 @contextmanager
 def drawing_again(states: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Have the tracker be in these states inside of the block."""
+    """Set the tracker to the given states inside the block."""
     now = _TRACKER.get_states()
     _TRACKER.set_states(states)
     try:

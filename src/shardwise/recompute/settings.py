@@ -1,7 +1,6 @@
-"""What checkpointed calls do besides: move their inputs, synchronize, tell times.
+"""Options of checkpointed calls: offload of inputs, synchronization, timing, partitioning.
 
-The script says it (`configure`), or the configuration of the engine in whose forward pass they are made. An option is
-on if either says so.
+An option is on if the script (`configure`) or the configuration of the engine in its forward pass enables it.
 """
 
 from __future__ import annotations
@@ -23,15 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """Options, named as those of `configure`.
-
-    Attributes:
-        checkpoint_in_cpu: inputs are kept on the host.
-        contiguous_checkpointing: memory of the host for them is kept from pass to pass.
-        synchronize: the host waits for the device before and after each call.
-        profile: calls are timed.
-        partition_activations: inputs are divided over the ranks that have a copy of the model among them.
-    """
+    """Options, named as the arguments of `configure`."""
 
     checkpoint_in_cpu: bool = False
     contiguous_checkpointing: bool = False
@@ -41,7 +32,7 @@ class Settings:
 
     @classmethod
     def of(cls, section: ActivationCheckpointing) -> Settings:
-        """Return what a section of a configuration says."""
+        """Return the options of a configuration section."""
         return cls(
             section.cpu_checkpointing,
             section.contiguous_memory_optimization,
@@ -68,11 +59,11 @@ NOTHING = Settings()
 _script = NOTHING
 _unit: list[Any] = [None]
 _own: ActivationOffload | None = None
-"""Moves inputs of calls outside of an engine's forward pass."""
+"""Activation offload of calls outside of an engine's forward pass."""
 
 
 class _Scope(threading.local):
-    """What an engine's forward pass says on this thread."""
+    """Options and resources of the engine whose forward pass runs on this thread."""
 
     settings = NOTHING
     offload: ActivationOffload | None = None
@@ -83,12 +74,12 @@ _scope = _Scope()
 
 
 def of_script() -> Settings:
-    """Return what the script has said."""
+    """Return the script's options."""
     return _script
 
 
 def set_script(settings: Settings, unit: Any = None) -> None:
-    """Take what the script says, and its model-parallel unit."""
+    """Set the script's options and model-parallel unit."""
     global _script
     _script = settings
     _unit[0] = unit
@@ -100,12 +91,12 @@ def unit_of_script() -> Any:
 
 
 def in_force() -> Settings:
-    """Return what holds for a call that is made now."""
+    """Return the options of a call made now."""
     return _script | _scope.settings
 
 
 def mover() -> ActivationOffload:
-    """Return what moves the inputs of a call that is made now."""
+    """Return the activation offload of a call made now."""
     global _own
     if _scope.offload is not None:
         return _scope.offload
@@ -115,10 +106,10 @@ def mover() -> ActivationOffload:
 
 
 def sharing() -> TensorGroup | None:
-    """Return the ranks that have a copy of the model among them, for a call that is made now; None: there is one.
+    """Return the tensor-parallel group of a call made now, or None without tensor parallelism.
 
     Raises:
-        UsageError: the script's unit has several ranks, and there is no engine or group that connects them.
+        UsageError: the script's unit has several ranks, and no engine or group connects them.
     """
     group = _scope.group or current_tensors()
     if group is None and model_parallel_size(_unit[0]) > 1:
@@ -130,26 +121,20 @@ def sharing() -> TensorGroup | None:
 
 
 def model_parallel_size(unit: Any) -> int:
-    """Return how many ranks have a copy of the model among them, by a model-parallel unit or None."""
+    """Return the tensor-parallel size of a model-parallel unit; 1 for None."""
     names = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
     return next((int(getattr(unit, name)()) for name in names if hasattr(unit, name)), 1)
 
 
 def let_go() -> None:
-    """Give back memory of the host that is kept for further calls outside of engines."""
+    """Free the host buffers kept for calls outside of engines."""
     if _own is not None:
         _own.close()
 
 
 @contextmanager
 def following(settings: Settings, offload: ActivationOffload, group: TensorGroup | None = None) -> Iterator[None]:
-    """Have calls inside of the block follow an engine.
-
-    Args:
-        settings: of its configuration.
-        offload: moves the inputs.
-        group: the ranks that have a copy of the model among them.
-    """
+    """Apply an engine's options, activation offload and tensor-parallel group to calls inside the block."""
     before = _scope.settings, _scope.offload, _scope.group
     _scope.settings, _scope.offload, _scope.group = settings, offload, group
     try:

@@ -1,6 +1,6 @@
-"""How long checkpointed functions take: forward, computed again, and backward.
+"""Times of checkpointed functions: forward, recomputation and backward.
 
-On a CUDA device times are those of its events, which are read when somebody asks; on a CPU those of the clock.
+CUDA times come from CUDA events, which are read on request; CPU times from the host's clock.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from shardwise.trees import tensors_in
 Called = Callable[..., Any]
 
 _PENDING = 1024
-"""Intervals of a device that are kept before they are added up."""
+"""Maximum number of CUDA intervals before they are summed."""
 
 
 @dataclass(frozen=True)
 class CheckpointTimes:
-    """What the checkpointed calls of one function have taken, in seconds.
+    """Times of one function's checkpointed calls, in seconds.
 
     Attributes:
-        calls: of the function in forward passes.
-        forward: in these.
-        recompute: while it was called again in backward passes.
-        backward: from its outputs' gradients to those of its inputs, `recompute` included.
+        calls: number of calls in forward passes.
+        forward: time of these calls.
+        recompute: time of the recomputation in backward passes.
+        backward: from its outputs' gradients to its inputs' gradients, `recompute` included.
     """
 
     calls: int = 0
@@ -44,7 +44,7 @@ class CheckpointTimes:
 
 
 class Timer:
-    """Adds up times by function and phase."""
+    """Sums of times by function and phase."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -52,18 +52,13 @@ class Timer:
         self._pending: list[tuple[str, str, Any, Any]] = []
 
     def call(self, name: str, run: Callable[[Called], Any], function: Called, given: Any) -> Any:
-        """Time one checkpointed call.
+        """Time one checkpointed call and return its result.
 
         Args:
-            name: of the function.
-            run: makes the call with a function that it is given.
-            function: what is checkpointed.
-            given: its arguments, which tell the device.
-
-        Returns:
-            What `run` returns.
+            run: makes the call, with the timed function as argument.
+            given: its arguments, which determine the device.
         """
-        from shardwise.zero.passes.calls import Use  # not before somebody wants times
+        from shardwise.zero.passes.calls import Use  # imported only when times are needed
 
         cuda = any(tensor.is_cuda for tensor in tensors_in(given))
         begun: list[Any] = []
@@ -120,7 +115,7 @@ class Timer:
             self._of(name)[phase] += seconds_between(start, end)
 
     def read(self, clear: bool) -> dict[str, CheckpointTimes]:
-        """Return the sums by function, waiting for the device where it has been timed."""
+        """Return the sums by function, waiting for timed CUDA work."""
         with self._lock:
             self._fold(self._pending)
             self._pending.clear()
@@ -134,14 +129,11 @@ class Timer:
 
 
 TIMER = Timer()
-"""That of this process."""
+"""The timer of this process."""
 
 
 def times(*, clear: bool = False) -> dict[str, CheckpointTimes]:
-    """Return how long checkpointed functions have taken since `profile` was switched on, by their names.
-
-    Args:
-        clear: begin anew.
+    """Return times of checkpointed functions by name, since `profile` was enabled.
 
     Example:
         >>> times(clear=True)

@@ -1,7 +1,7 @@
-"""Logical tensors: what the model's parameters are called and where each of their elements lives.
+"""Logical tensors: names of a model's parameters, and the location of each of their elements.
 
-A sharded run has no whole tensors, so anything that talks about "the parameter `h.3.mlp.weight`" (checkpoints, export,
-debug access, planning) asks the registry. Nothing is attached to the user's tensors; a parameter is found by identity.
+Because a sharded run has no whole tensors, code that refers to a parameter by name (checkpoints, export, debug access,
+planning) uses the registry. Nothing is attached to the user's tensors; the registry finds a parameter by identity.
 """
 
 from shardwise.registry.narrowing import Keeper, keep_elsewhere, narrow

@@ -1,4 +1,4 @@
-"""Whole parameters become parts of tensors, wherever their values are."""
+"""Narrowing of whole parameters to this rank's part of the tensor."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from shardwise.registry.tensors import cut
 
 
 class Keeper(Protocol):
-    """Who has the values of a parameter that is not there itself."""
+    """Storage of a parameter's values outside the parameter object."""
 
     def narrow(self, parameter: torch.nn.Parameter, part: Region) -> None:
-        """Have the parameter be a part of what it was; nothing has to be brought here for that (all ranks call)."""
+        """Narrow the parameter to a part of the tensor without gathering its values; all ranks call."""
 
 
 _kept = WeakTensorKeyDictionary()
 
 
 def keep_elsewhere(parameter: torch.Tensor, keeper: Keeper | None) -> None:
-    """Say who has a parameter's values; None: it has them itself again."""
+    """Register the keeper of a parameter's values; None: the parameter holds its values again."""
     if keeper is None:
         _kept.pop(parameter, None)
     else:
@@ -41,23 +41,25 @@ def narrow(
     name: str | None = None,
     divisor: int | None = None,
 ) -> None:
-    """Turn a parameter that is a whole tensor into this rank's part of it, and declare it (`declare_part`).
+    """Narrow a whole parameter to this rank's part of it, and declare the part (`declare_part`).
 
-    The parameter keeps its identity. It may have values, of which the part is kept; or have been built under
-    `shardwise.zero.Init`: then nothing moves before `initialize()`, which brings the parts of one unit at a time to the
-    ranks that have them; or be on the meta device: then `initialize()` has the tensor initialised by its module as one
-    process would, and keeps the part. All ranks call, each with its part, for the same parameters in one order.
+    The parameter keeps its identity. All ranks call, each with its part, for the same parameters in the same order.
+
+    - A parameter with values keeps the values of the part.
+    - A parameter built under `shardwise.zero.Init` is narrowed in `initialize()`, which sends the parts of one unit at
+      a time to their ranks.
+    - A parameter on the meta device is initialised in `initialize()` by its module as in one process, then narrowed.
 
     Args:
         parameter: the same whole tensor on all ranks.
-        ranks: see `declare_part`.
-        box: see `declare_part`.
-        name: see `declare_part`.
-        divisor: see `declare_part`.
+        ranks: as in `declare_part`.
+        box: as in `declare_part`.
+        name: as in `declare_part`.
+        divisor: as in `declare_part`.
 
     Raises:
-        UsageError: the parameter has been narrowed before, the box is not one of it, or a graph of autograd is alive in
-            which it is whole; and as `declare_part`.
+        UsageError: the parameter is narrowed already, the box exceeds it, or a live autograd graph uses the whole
+            parameter; and as `declare_part`.
 
     Example: the upper half of the rows.
         >>> import torch

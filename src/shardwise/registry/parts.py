@@ -1,7 +1,7 @@
-"""Parts: what a rank's parameter is of a tensor that the ranks have in pieces, and which ranks have the same piece.
+"""Declared parts: the part of a tensor that a rank's parameter is, and the ranks that have the same part.
 
-Layers that divide a tensor by themselves (experts, columns of a matrix) say so of each of their parameters. Nothing is
-attached to the parameter, and what was said of it is forgotten with it.
+Layers that divide tensors themselves (experts, columns of a matrix) declare the part of each parameter. Nothing is
+attached to the parameter; the declaration ends with the parameter's lifetime.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.errors import UsageError
 
 @dataclass(frozen=True)
 class Part:
-    """See `declare_part`, whose arguments these are."""
+    """The declared part of a parameter; fields as the arguments of `declare_part`."""
 
     ranks: tuple[int, ...] | None = None
     name: str | None = None
@@ -40,27 +40,27 @@ def declare_part(
     box: Sequence[Sequence[int] | Sequence[Sequence[int]]] | None = None,
     divisor: int | None = None,
 ) -> None:
-    """Say that a parameter is a part of a tensor, which other ranks have other parts of.
+    """Declare a parameter as a part of a tensor whose other parts are on other ranks.
 
-    Before `initialize()`, on every rank, for the parameters of the same layers. A ZeRO stage then divides the
-    parameter's state over `ranks` only, its gradient is summed over these, and its squares count once in the gradient
-    norm of the whole job. Checkpoints hold the whole tensor, and can be loaded by ranks that divide it otherwise.
+    Call it before `initialize()`, on every rank, for the parameters of the same layers. A ZeRO stage then divides the
+    parameter's state over `ranks` only. Its gradient is summed over `ranks`, and its squares count once in the gradient
+    norm of the whole job. Checkpoints hold the whole tensor; ranks with another division can load them.
 
     Args:
-        parameter: of the model.
-        ranks: those that have this part, in ascending order, this one among them; None: all. They are ranks of the
-            engine's data-parallel group. The lists of all ranks are a partition of the group.
-        name: of the tensor, the same wherever a part of it is; None: the parameter's name in the model.
-        shape: of the tensor; None: the parameter's.
-        box: the part, as (first, end) in each dimension of the tensor, or as several of these, which ascend and do not
-            overlap, and follow each other in the parameter; None: all of it.
-        divisor: what the sum of the gradients over `ranks` is divided by. None: the number of all ranks, which gives
-            the mean of the losses over all ranks if each loss depends on parts that some of the ranks have.
+        parameter: parameter of the model.
+        ranks: ranks with this part, in ascending order, including this one; None: all. They are ranks of the engine's
+            data-parallel group. The lists of all ranks are a partition of the group.
+        name: name of the tensor, the same for all its parts; None: the parameter's name in the model.
+        shape: shape of the tensor; None: the parameter's.
+        box: the part, as (first, end) in each dimension of the tensor, or as several such ranges, which ascend without
+            overlap and are contiguous in the parameter; None: the whole tensor.
+        divisor: divisor of the sum of the gradients over `ranks`. None: the number of all ranks, which gives the mean
+            of the losses over all ranks if each loss depends on parts of only some ranks.
 
     Raises:
-        UsageError: `ranks` or ranges do not ascend, or `divisor` is below 1 or without them.
+        UsageError: `ranks` or ranges do not ascend, or `divisor` is below 1 or given without `ranks`.
 
-    Example: of four experts each rank of a pair has two; the other pair has the same.
+    Example: each rank of a pair has two of four experts; the other pair has the same.
         >>> import torch
         >>> from shardwise import declare_part
         >>> weights = torch.nn.Parameter(torch.zeros(2, 8, 8))
@@ -94,7 +94,7 @@ def declare_part(
 
 @contextlib.contextmanager
 def set_aside(parameter: torch.Tensor) -> Iterator[None]:
-    """Declare nothing of a parameter inside of the block: torch exchanges no tensor to which somebody refers weakly."""
+    """Remove a parameter's declaration inside the block, because torch swaps only tensors without weak references."""
     part = _declared.pop(parameter, None)
     try:
         yield
@@ -104,13 +104,13 @@ def set_aside(parameter: torch.Tensor) -> Iterator[None]:
 
 
 def part_of(parameter: torch.Tensor) -> Part:
-    """Return what was declared of a parameter; it is all of its tensor, on all ranks, if nothing was."""
+    """Return the declared part of a parameter; by default the whole tensor, on all ranks."""
     found = _declared.get(parameter)
     return _WHOLE if found is None else found
 
 
 def copy_part(parameter: torch.Tensor, copy: torch.Tensor) -> None:
-    """Declare of a copy what was declared of a parameter."""
+    """Copy the declaration of a parameter to a copy of it."""
     if parameter in _declared:
         _declared[copy] = _declared[parameter]
 

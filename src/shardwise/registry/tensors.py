@@ -1,4 +1,4 @@
-"""The registry of logical tensors; see the package docstring."""
+"""Registry of logical tensors."""
 
 from __future__ import annotations
 
@@ -15,31 +15,30 @@ from shardwise.errors import UsageError
 from shardwise.registry.parts import part_of
 
 DomainKey = tuple[tuple[int, ...], int | None]
-"""What tells the domains of a model apart: the ranks, and by what sums of gradients over them are divided."""
+"""Key of a domain: its ranks, and the divisor of gradient sums over them."""
 
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A parameter as the user knows it, and the part of it that this rank's parameter object is.
+    """A parameter as the user knows it, and the part of it that this rank's parameter object holds.
 
-    Ranks may have different ones, each its own layers or experts; what has the same name is the same tensor.
+    Ranks may have different tensors, each its own layers or experts. Equal names mean the same tensor.
 
     Attributes:
         index: place in registration order (`model.named_parameters()`).
         name: first name in registration order.
         aliases: further names of the same (tied) parameter.
-        global_shape: shape of the whole tensor.
-        source_dtype: dtype the user's model had.
-        dtype: dtype in which the module computes with it.
-        trainable: whether it receives a gradient.
-        group: index of its optimizer parameter group, or None when no optimizer owns it.
-        wire_dtype: dtype in which its gradient travels, or None for the one in which it was computed.
-        box: this rank's part of it, as (first, end) or several of these for each dimension; None: the whole tensor.
-        ranks: those that have the same part; None: all.
-        divisor: what the sum of its gradients over these is divided by; None: the number of all ranks.
+        source_dtype: dtype in the user's model.
+        dtype: compute dtype in the module.
+        trainable: True if the parameter receives a gradient.
+        group: index of its optimizer parameter group, or None without an optimizer.
+        wire_dtype: communication dtype of its gradient, or None for the dtype of the computed gradient.
+        box: this rank's part, as (first, end) or several such ranges for each dimension; None: the whole tensor.
+        ranks: ranks with the same part; None: all.
+        divisor: divisor of the sum of its gradients over `ranks`; None: the number of all ranks.
 
     Raises:
-        UsageError: the box is not one of the tensor.
+        UsageError: the box exceeds the tensor.
     """
 
     index: int
@@ -73,7 +72,7 @@ class LogicalTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of this rank's part: of the parameter object."""
+        """Shape of this rank's part, that is, of the parameter object."""
         return self.global_shape if self.box is None else sizes(self.box)
 
     @property
@@ -83,25 +82,22 @@ class LogicalTensor:
 
     @property
     def domain(self) -> DomainKey | None:
-        """Which of the domains of the model it belongs to; None: that of all ranks."""
+        """Key of the tensor's domain; None: the domain of all ranks."""
         return None if self.ranks is None else (self.ranks, self.divisor)
 
     def cut(self, values: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole tensor: a view where it is a box."""
+        """Return this rank's part of a whole tensor: a view if the part is one box, else a copy."""
         return values if self.box is None else cut(values, self.box)
 
 
 @dataclass(frozen=True)
 class HeldPart:
-    """What some ranks hold of a tensor, as all ranks know it.
+    """A part of a tensor, and the ranks that hold it; known to all ranks.
 
     Attributes:
-        name: of the tensor.
-        aliases: further names that the first of these ranks has for it.
-        shape: of the whole tensor.
-        dtype: in which modules compute with it.
-        box: the part.
-        ranks: those that hold it, in ascending order.
+        aliases: further names of the tensor on the first of the ranks.
+        dtype: compute dtype.
+        ranks: ranks that hold the part, in ascending order.
     """
 
     name: str
@@ -113,17 +109,17 @@ class HeldPart:
 
     @property
     def whole(self) -> bool:
-        """Whether it is all of the tensor."""
+        """True if the part is the whole tensor."""
         return self.box == whole(self.shape)
 
     @property
     def numel(self) -> int:
-        """Number of its elements."""
+        """Number of elements of the part."""
         return math.prod(sizes(self.box))
 
 
 def cut(values: torch.Tensor, box: Region) -> torch.Tensor:
-    """Return a region of a tensor: a view where it is a box, else a copy."""
+    """Return a region of a tensor: a view if it is one box, else a copy."""
     for dimension, some in enumerate(boxes.ranges(box)):
         runs = [values.narrow(dimension, first, end - first) for first, end in some]
         values = runs[0] if len(runs) == 1 else torch.cat(runs, dimension)
@@ -131,19 +127,19 @@ def cut(values: torch.Tensor, box: Region) -> torch.Tensor:
 
 
 def paste(values: torch.Tensor, box: Region, into: torch.Tensor) -> None:
-    """Copy the values of a region to their places in a tensor."""
+    """Copy the values of a region into a tensor, at the region's place."""
     for patch in boxes.overlap(box, 0, values.numel(), whole(into.shape), 0, into.numel()):
         target = into.as_strided(patch.shape, patch.target_strides, into.storage_offset() + patch.target)
         target.copy_(taken(values, patch))
 
 
 def taken(values: torch.Tensor, patch: Patch) -> torch.Tensor:
-    """Return the view of a patch in its first memory, which a contiguous tensor is."""
+    """Return the view of a patch in its source memory, a contiguous tensor."""
     return values.as_strided(patch.shape, patch.source_strides, values.storage_offset() + patch.source)
 
 
 class Registry:
-    """All logical tensors of a model, in registration order, found by index or parameter identity."""
+    """All logical tensors of a model, in registration order, indexed by place or parameter identity."""
 
     def __init__(self, tensors: Sequence[LogicalTensor], parameters: Sequence[nn.Parameter]) -> None:
         self.tensors = tuple(tensors)
@@ -165,7 +161,7 @@ class Registry:
         return None if index is None else self.tensors[index]
 
     def numel_of(self, parameter: torch.Tensor) -> int:
-        """Return the number of elements of the whole tensor that a parameter object is, or is a part of."""
+        """Return the number of elements of the whole tensor of a parameter object."""
         tensor = self.find(parameter)
         return parameter.numel() if tensor is None else math.prod(tensor.global_shape)
 
@@ -182,13 +178,13 @@ class Registry:
 
         Args:
             module: the user's model. Shared parameters are recorded once with all their names.
-            compute_dtype: dtype of floating parameters inside the modules, or None to keep their own.
-            groups: `id(parameter)` to optimizer parameter group. Parameters without one count as not trainable,
-                whether or not they require a gradient.
-            wires: `id(parameter)` to the dtype in which its gradient travels, where that is not its own.
+            compute_dtype: dtype of floating-point parameters inside the modules, or None to keep their own.
+            groups: `id(parameter)` to optimizer parameter group. Other parameters count as not trainable, even if they
+                require a gradient.
+            wires: `id(parameter)` to the communication dtype of its gradient, if it differs from its own dtype.
 
         Raises:
-            UsageError: a box (`declare_part`) is not one of its tensor, or has another shape than the parameter.
+            UsageError: a box (`declare_part`) exceeds its tensor, or has another shape than the parameter.
         """
         names: dict[int, list[str]] = {}
         objects: dict[int, nn.Parameter] = {}

@@ -1,7 +1,7 @@
-"""The report of a run: one HTML file, with everything in it, drawn from a run directory (`shardwise.runfiles`).
+"""HTML report of a run: one self-contained file, drawn from a run directory (`shardwise.runfiles`).
 
-`reading` reads the files and finds what is wrong with them, `summing` adds up, `figures` says what is drawn, and `page`
-puts it together. Nothing of torch is needed. What stands in the files is data: it is never markup or code in the page.
+`reading` reads and validates the files, `summing` aggregates, `figures` defines the plots, and `page` renders the HTML.
+torch is not needed. File content is data, never markup or code in the page.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is drawn: each figure as the data and layout of plotly.js.
+"""Figures of the report as data and layout of plotly.js.
 
-Colours are names that begin with "@"; the page puts in those of the light or the dark design. Names that come from
-files go through `shown`, because plotly.js reads some HTML in texts.
+Colours are names beginning with "@", which the page replaces by the light or dark theme. Names from files go through
+`shown`, because plotly.js interprets some HTML in texts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from .words import byte_unit, in_bytes, in_seconds
 Spec = dict[str, Any]
 
 MOST_SPANS = 3000
-"""Parts of a timeline that are drawn."""
+"""Maximum number of timeline spans in a figure."""
 MOST_IN_LANE = 160
-"""Parts of a timeline that are drawn of each thread or stream: some steps, which is what can be told apart."""
+"""Maximum number of timeline spans of each thread or stream: a few distinguishable steps."""
 _CATEGORIES = {
     "idle": "@line",
     "wait": "@quiet",
@@ -32,14 +32,14 @@ _CATEGORIES = {
     "reduce": "@c4",
     "collective": "@c6",
 }
-"""Colours of a timeline; what comes later is drawn above what comes before."""
+"""Timeline colours; later categories are drawn above earlier ones."""
 _COLOURS = ("@c1", "@c2", "@c3", "@c4", "@c5", "@c6", "@c7", "@quiet")
 _TIERS = {"device": "@c1", "host": "@c2", "disk": "@c3"}
 _PHASES = {"forward": "@c1", "backward": "@c2", "step": "@c3"}
 _LANES = {"ticks": "", "showgrid": False, "zeroline": False}
-"""An axis whose places are names."""
+"""An axis with names instead of numbers."""
 _ROW = 22
-"""Pixels of a bar with its room."""
+"""Pixels of a bar including its gap."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,8 @@ class Figure:
     """One figure.
 
     Attributes:
-        name: in the page.
-        title: above it.
-        said: what is seen, in words, below it.
-        data: traces.
-        layout: of plotly.js.
-        height: pixels.
+        name: identifier in the page.
+        said: caption.
     """
 
     name: str
@@ -64,12 +60,12 @@ class Figure:
 
     @property
     def spec(self) -> Spec:
-        """What the page's script draws."""
+        """Input of the page's script."""
         return {"name": self.name, "data": self.data, "layout": self.layout}
 
 
 def shown(name: str, most: int = 60) -> str:
-    """Return a text from a file as plotly.js is to show it.
+    """Escape and shorten a text from a file for plotly.js.
 
     >>> shown('<a href="x">y</a>')
     '&lt;a href="x"&gt;y&lt;/a&gt;'
@@ -78,7 +74,6 @@ def shown(name: str, most: int = 60) -> str:
 
 
 def _drawn(values: Sequence[float | None]) -> list[float | None]:
-    """Return values without those that no line has; six digits."""
     return [None if value is None or not math.isfinite(value) else float(f"{value:.6g}") for value in values]
 
 
@@ -88,14 +83,6 @@ def _line(name: str, x: Sequence[Any], y: Sequence[float | None], colour: str, *
 
 
 def _layout(*axes: tuple[str, Spec], x: str = "step", shares: Sequence[float] = (1.0,), **more: Any) -> Spec:
-    """Return a layout with panels below each other.
-
-    Args:
-        axes: title and further properties of the y axis of each panel, the uppermost first.
-        x: title of the x axis.
-        shares: of the height.
-        more: further properties.
-    """
     gap = 0.09 if len(axes) > 1 else 0.0
     room = 1.0 - gap * (len(axes) - 1)
     top = 1.0
@@ -114,13 +101,12 @@ def _layout(*axes: tuple[str, Spec], x: str = "step", shares: Sequence[float] = 
 
 
 def _together(summary: Summary) -> str:
-    """Say how many steps a point is."""
     most = max((point.steps for point in summary.points), default=1)
     return f" Each point is {most} steps." if most > 1 else ""
 
 
 def figures(summary: Summary) -> dict[str, Figure]:
-    """Return all figures for which there is something to draw, by name."""
+    """Return all non-empty figures by name."""
     makers: tuple[Callable[[Summary], Figure | None], ...] = (
         loss,
         speed,
@@ -136,7 +122,7 @@ def figures(summary: Summary) -> dict[str, Figure]:
 
 
 def loss(summary: Summary) -> Figure | None:
-    """Loss and learning rate."""
+    """Return the plot of loss and learning rate."""
     points = summary.points
     x = [point.step for point in points]
     losses = [point.mean("loss") for point in points]
@@ -164,7 +150,7 @@ def loss(summary: Summary) -> Figure | None:
 
 
 def speed(summary: Summary) -> Figure | None:
-    """Throughput, and what a step takes."""
+    """Return the plot of throughput and step time."""
     points = [point for point in summary.points if point.seconds is not None]
     if not points:
         return None
@@ -202,7 +188,7 @@ def speed(summary: Summary) -> Figure | None:
 
 
 def gradients(summary: Summary) -> Figure | None:
-    """Norm of the gradient, and loss scale."""
+    """Return the plot of gradient norm and loss scale."""
     points = summary.points
     x = [point.step for point in points]
     norms = [point.most("grad_norm") for point in points]
@@ -233,7 +219,7 @@ def gradients(summary: Summary) -> Figure | None:
 
 
 def memory(summary: Summary) -> Figure | None:
-    """Memory of the rank that holds most on its device, by category."""
+    """Return the plot of memory by category, of the rank with the highest device memory."""
     rank = summary.largest
     if rank is None:
         return None
@@ -262,7 +248,7 @@ def memory(summary: Summary) -> Figure | None:
 
 
 def tiers(summary: Summary) -> Figure | None:
-    """Memory by tier, and of the process."""
+    """Return the plot of memory by tier, and of the process."""
     rank = summary.largest
     if rank is None:
         return None
@@ -309,7 +295,6 @@ def _levels(x: Sequence[int], size: int, levels: Mapping[str, float | None]) -> 
 def _bars(
     name: str, title: str, said: str, panels: Sequence[tuple[str, Mapping[str, float], Callable[[float], str]]]
 ) -> Figure:
-    """Return horizontal bars, for the same names side by side; unit, values and words of each panel."""
     names = list(panels[0][1])[::-1]
     labels = [shown(one, 26) for one in names]
     width = (1.0 - 0.08 * (len(panels) - 1)) / len(panels)
@@ -346,7 +331,7 @@ def _bars(
 
 
 def communication(summary: Summary) -> Figure | None:
-    """Bytes sent and time waited, by operation."""
+    """Return the plot of bytes sent and time waited, by operation."""
     found = {op: values for op, values in summary.communication.items() if values[2] or values[3]}
     if not found:
         return None
@@ -368,7 +353,7 @@ def communication(summary: Summary) -> Figure | None:
 
 
 def units(summary: Summary) -> Figure | None:
-    """Returns the longest waits for collectives, by what the collectives moved."""
+    """Return the plot of the longest waits for collectives, by unit."""
     found = dict(list(summary.units.items())[:12])
     if not found:
         return None
@@ -383,7 +368,7 @@ def units(summary: Summary) -> Figure | None:
 
 
 def window(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans in the order of time; those in the middle, if there are too many for a page."""
+    """Return the spans in time order; only the middle ones if there are too many for a page."""
     ordered = sorted(spans, key=lambda span: span.start)
     most = min(MOST_SPANS, MOST_IN_LANE * len({(span.rank, span.lane) for span in ordered}))
     first = max(0, (len(ordered) - most) // 2)
@@ -391,7 +376,7 @@ def window(spans: Sequence[Span]) -> list[Span]:
 
 
 def timeline(summary: Summary) -> Figure | None:
-    """What ranks did when."""
+    """Return the timeline plot of the ranks."""
     spans = window(summary.run.spans)
     if not spans:
         return None

@@ -1,7 +1,6 @@
-"""The page: headings, numbers and tables as HTML, and what the figures are drawn from as data.
+"""HTML page of the report: headings, numbers and tables, and the figures' data.
 
-Whatever comes from files is escaped. A policy in the page's head lets only its own two scripts run, so that nothing
-else could, and lets it fetch nothing.
+Content from files is escaped. A Content-Security-Policy allows only the page's own two scripts and no requests.
 """
 
 from __future__ import annotations
@@ -30,28 +29,25 @@ from .words import NOTHING, counted, digits, in_bytes, in_seconds, percent
 PACKAGE = "plotly"
 _KNOWN = ("time", "step", "rank", "level", "text", "kind", "advice")
 _LISTED = 200
-"""Warnings that are listed one by one."""
+"""Maximum number of individually listed warnings."""
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
-    """Draw a run.
+    """Write the report of a run directory, and return its path.
 
     Args:
-        directory: of the run.
+        directory: the run directory.
         out: file to write; None: `report.html` in the directory.
 
-    Returns:
-        The file.
-
     Raises:
-        ReportError: nothing of a run is there, plotly is not installed, or the file cannot be written.
+        ReportError: the directory has no run, plotly is not installed, or the file cannot be written.
     """
     library = _library()
     page = render(read_run(directory), library)
     out = directory / "report.html" if out is None else out
     hidden = out.with_name(f".{out.name}.{os.getpid()}")
     try:
-        hidden.write_text(page, encoding="utf-8", errors="replace")  # half a surrogate pair may stand in JSON
+        hidden.write_text(page, encoding="utf-8", errors="replace")  # JSON may contain unpaired surrogates
         os.replace(hidden, out)
     except OSError as error:
         hidden.unlink(missing_ok=True)
@@ -60,11 +56,6 @@ def write_report(directory: Path, out: Path | None = None) -> Path:
 
 
 def _library() -> str:
-    """Return plotly.js.
-
-    Raises:
-        ReportError: plotly is not installed.
-    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -76,12 +67,7 @@ def _library() -> str:
 
 
 def render(run: Run, library: str) -> str:
-    """Return the page of a run.
-
-    Args:
-        run: that was read.
-        library: plotly.js.
-    """
+    """Return the page of a run; `library` is plotly.js."""
     summary = Summary(run)
     drawn = figures(summary)
     script = resources.files(__package__).joinpath("page.js").read_text(encoding="utf-8")
@@ -112,12 +98,11 @@ def _hash(code: str) -> str:
 
 
 def _inside_script(text: str) -> str:
-    """Return JSON in which nothing can end the element that it stands in."""
+    """Escape JSON so that it cannot close its script element."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _text(value: Any) -> str:
-    """Return a text from a file, shortened; nothing, if it is none."""
     if not isinstance(value, str):
         return ""
     return value if len(value) <= MOST_TEXT else f"{value[:MOST_TEXT]} …"
@@ -147,7 +132,6 @@ def _sections(summary: Summary, drawn: Mapping[str, Figure]) -> Iterable[str]:
 
 
 def _beside(left: str, right: str) -> str:
-    """Return boxes beside each other, where the page is wide enough; by itself one without another."""
     return f"<div class='pair'><div>{left}</div><div>{right}</div></div>\n" if left and right else left or right
 
 
@@ -250,7 +234,6 @@ def _facts(summary: Summary) -> Iterable[tuple[str, str]]:
 
 
 def _configured(run: Run) -> list[Event]:
-    """Return what was warned of in the configuration, before the log began."""
     found = run.about.get("warnings")
     begun = run.about.get("time")
     texts = [text for text in found if isinstance(text, str)] if isinstance(found, list) else []
@@ -267,7 +250,7 @@ def _warnings(events: Sequence[Event], configured: Sequence[Event]) -> Iterable[
         kinds.setdefault(_text(event.get("kind")) or "warning", []).append(event)
     yield f"<section aria-labelledby='warnings'><h2 id='warnings'>Warnings ({len(events):,})</h2><ul class='kinds'>"
     for kind, own in sorted(kinds.items(), key=lambda item: (item[0] == "warning", -len(item[1]))):
-        # One kind has many causes where no more is known of it.
+        # The kind "warning" has many causes.
         several = list({_text(event.get("text")): event for event in own}.values())
         advised = [event for event in own if _text(event.get("advice"))] or own
         for event in several[:8] if kind == "warning" else advised[-1:]:
@@ -335,7 +318,6 @@ def _scroll(name: str, table: str) -> str:
 
 
 def _table(name: str, columns: Sequence[str], rows: Iterable[Sequence[str]], total: bool = False) -> str:
-    """Return a table whose first column has names and whose others have numbers."""
     head = "".join(f"<th scope='col'{' class=n' * bool(place)}>{escape(c)}</th>" for place, c in enumerate(columns))
     body = []
     found = list(rows)
@@ -355,7 +337,7 @@ def _memory_table(summary: Summary) -> str:
         return ""
     device = rank.whole.memory["device"]
     planned = summary.planned("categories")
-    # Of most ranks the first row has what building the engine has left behind.
+    # The first row of a rank includes memory of the engine's construction.
     names = [name for name, size in highest(device.peaks, planned).items() if size]
     rows = [
         [name, in_bytes(planned.get(name)), in_bytes(device.peaks.get(name, 0.0)), _beyond(device.peaks, planned, name)]
@@ -431,7 +413,6 @@ def _ranks_table(summary: Summary) -> str:
 
 
 def _verdict(ranks: Sequence[Rank]) -> str:
-    """Say who is waited for."""
     ordered = sorted(ranks, key=lambda rank: rank.waited)
     slowest, others = ordered[0], ordered[1:]
     theirs = sum(rank.waited for rank in others) / len(others)

@@ -1,4 +1,4 @@
-"""Reading a run directory: whatever is whole is taken, and what is not is said by name."""
+"""Reader of run directories: valid files are used, damaged ones are reported in notes."""
 
 from __future__ import annotations
 
@@ -16,30 +16,26 @@ from shardwise.runfiles import FORMAT, RUN, TIMELINES, kind_and_rank
 from .rows import Row, number
 
 MOST_ROWS = 4000
-"""Rows of a rank that are kept; of longer runs rows that follow each other are made one."""
+"""Maximum rows of a rank; consecutive rows of longer runs are merged."""
 MOST_EVENTS = 500
-"""Warnings of a rank that are kept, the newest."""
+"""Maximum warnings of a rank; the newest are kept."""
 MOST_SPANS = 200_000
-"""Parts of timelines that are read."""
+"""Maximum number of timeline spans."""
 MOST_TEXT = 2000
-"""Characters of a text that are kept."""
+"""Maximum characters of a text."""
 LARGEST = 512 << 20
-"""Bytes of a timeline, or of `run.json`, from which on it is not read."""
+"""Maximum bytes of a timeline or of `run.json`."""
 
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a timeline; microseconds.
+    """A timeline span, in microseconds.
 
     Attributes:
-        rank: whose.
         lane: thread or stream.
-        name: of what was done.
-        category: of it.
-        start: since some moment that all ranks share.
-        length: how long it took.
+        start: since a common moment of all ranks.
     """
 
     rank: int
@@ -52,16 +48,12 @@ class Span:
 
 @dataclass
 class Run:
-    """What is in a run directory.
+    """Content of a run directory.
 
     Attributes:
-        path: of it.
-        about: the content of `run.json`; empty if it cannot be read.
-        rows: of each rank, in the order of steps.
-        events: warnings of all ranks, in the order of time.
-        spans: of timelines.
-        notes: what could not be read.
-        resumed: steps from which a job has gone on.
+        about: content of `run.json`; empty if unreadable.
+        notes: unreadable content.
+        resumed: steps from which a job has resumed.
     """
 
     path: Path
@@ -73,7 +65,7 @@ class Run:
     resumed: list[int] = field(default_factory=list)
 
     def note(self, text: str) -> None:
-        """Keep what could not be read."""
+        """Add a note about unreadable content."""
         self.notes.append(text)
 
 
@@ -81,7 +73,7 @@ def read_run(path: Path) -> Run:
     """Read a run directory.
 
     Raises:
-        ReportError: there is no such directory, or nothing of a run in it.
+        ReportError: the directory does not exist, or has no run.
     """
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
@@ -114,7 +106,6 @@ def read_run(path: Path) -> Run:
 
 
 def _children(path: Path) -> str:
-    """Name a run directory inside of this one, the newest."""
     with contextlib.suppress(OSError):
         inside = sorted(entry.parent.name for entry in path.glob(f"*/{RUN}"))
         if inside:
@@ -148,7 +139,6 @@ def _read_about(run: Run) -> None:
 
 
 def _objects(run: Run, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file of lines, and note which are damaged."""
     damaged: list[int] = []
     last = 0
     ended = True

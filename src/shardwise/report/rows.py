@@ -1,4 +1,4 @@
-"""A row of the run log, and several that follow each other made one."""
+"""Rows of the run log, and merging of consecutive rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Sums = dict[str, float]
 
 
 def number(value: Any) -> float | None:
-    """Return a number as the run log writes it; None: it is none.
+    """Return a number of the run log, or None for other values.
 
     >>> number(3), number("inf"), number("3"), number(True)
     (3.0, inf, None, None)
@@ -27,7 +27,6 @@ def number(value: Any) -> float | None:
 
 
 def _numbers(value: Any) -> Sums:
-    """Return the entries of an object that are finite numbers."""
     if not isinstance(value, Mapping):
         return {}
     found = ((str(name), number(inner)) for name, inner in value.items())
@@ -35,7 +34,6 @@ def _numbers(value: Any) -> Sums:
 
 
 def _lists(value: Any, length: int) -> dict[str, tuple[float, ...]]:
-    """Return the entries of an object that are lists of so many finite numbers."""
     found = {}
     for name, inner in value.items() if isinstance(value, Mapping) else ():
         numbers = [number(one) for one in inner] if isinstance(inner, list) and len(inner) == length else [None]
@@ -45,14 +43,14 @@ def _lists(value: Any, length: int) -> dict[str, tuple[float, ...]]:
 
 
 def add(first: Sums, second: Mapping[str, float]) -> Sums:
-    """Return the sums of entries."""
+    """Return the sums by name."""
     return {
         name: first.get(name, 0.0) + second.get(name, 0.0) for name in (*first, *(n for n in second if n not in first))
     }
 
 
 def highest(first: Sums, second: Mapping[str, float]) -> Sums:
-    """Return the greater of entries."""
+    """Return the maxima by name."""
     return {
         name: max(first.get(name, 0.0), second.get(name, 0.0))
         for name in (*first, *(n for n in second if n not in first))
@@ -61,13 +59,12 @@ def highest(first: Sums, second: Mapping[str, float]) -> Sums:
 
 @dataclass(frozen=True)
 class Held:
-    """Memory of one tier; bytes.
+    """Memory of one tier, in bytes.
 
     Attributes:
         live: at the end.
-        peak: most at once.
-        at_peak: by category at that moment.
-        peaks: most at once in each category.
+        at_peak: by category at the peak.
+        peaks: peak of each category.
     """
 
     live: float
@@ -76,30 +73,26 @@ class Held:
     peaks: Sums = field(default_factory=dict)
 
     def then(self, other: Held) -> Held:
-        """Return both, one after the other."""
+        """Merge with a later value."""
         higher = other if other.peak > self.peak else self
         return Held(other.live, higher.peak, higher.at_peak, highest(self.peaks, other.peaks))
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one rank has written of some steps.
+    """One rank's measurements of consecutive steps.
 
     Attributes:
-        first: number of the first of them.
-        step: number of the last.
-        steps: how many.
+        first: number of the first step.
+        step: number of the last step.
         time: at the end, seconds since 1970.
-        loss: mean; None: not known.
+        loss: mean; None: unknown.
         lr: of the first group at the end.
-        grad_norm: the highest.
+        grad_norm: maximum.
         loss_scale: at the end.
-        skipped: steps that were not applied.
-        seconds: of all steps; None: not known.
+        seconds: of all steps; None: unknown.
         samples: of all ranks.
-        tokens: of all ranks; 0: not known.
-        phases: seconds by part of a step.
-        memory: by tier.
+        tokens: of all ranks; 0: unknown.
         resident: bytes of the process.
         communication: count, bytes, bytes sent and seconds waited, by operation.
         units: seconds waited by unit.
@@ -132,7 +125,7 @@ class Row:
 
     @staticmethod
     def of(found: Any) -> Row | None:
-        """Return the row of an object that was read; None: it is not one."""
+        """Return the row of a parsed object, or None if invalid."""
         if not isinstance(found, Mapping) or isinstance(found.get("step"), bool):
             return None
         step, steps = found.get("step"), found.get("steps", 1)
@@ -168,7 +161,7 @@ class Row:
         )
 
     def then(self, other: Row) -> Row:
-        """Return both as one, `other` being later."""
+        """Merge with a later row."""
         return Row(
             first=self.first,
             step=other.step,
@@ -192,7 +185,7 @@ class Row:
 
 
 def plus(first: tuple[float, ...], second: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the sums place by place."""
+    """Return the elementwise sums."""
     return tuple(one + other for one, other in zip(first, second, strict=True))
 
 
@@ -206,7 +199,7 @@ def _finite(value: Any) -> float | None:
 
 
 def _mean(one: Row, other: Row, name: str, sums: bool = False) -> float | None:
-    """Return the mean of what is known over the steps, or the sum as it were if all were known."""
+    """Return the mean over steps with known values; with `sums`, the sum extrapolated to all steps."""
     known = [(value, row.steps) for row in (one, other) if (value := getattr(row, name)) is not None]
     if not known:
         return None

@@ -1,4 +1,4 @@
-"""Adding up what the rows of all ranks say."""
+"""Aggregation of the rows of all ranks."""
 
 from __future__ import annotations
 
@@ -12,54 +12,47 @@ from .reading import Run
 from .rows import Held, Row, Sums, add, plus
 
 MOST_POINTS = 600
-"""Points of a line: more are not seen, and make a page heavy."""
+"""Maximum points of a line; more are indistinguishable and make the page large."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """Some steps, of all ranks.
-
-    Attributes:
-        step: the last of them.
-        steps: how many.
-        ranks: what each rank has written of them.
-    """
+    """Consecutive steps of all ranks."""
 
     step: int
     steps: int
     ranks: dict[int, Row]
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of an attribute of the rows over ranks that know it."""
+        """Return the mean of a row attribute over ranks with a known value."""
         known = [value for row in self.ranks.values() if (value := getattr(row, name)) is not None]
         return sum(known) / len(known) if known else None
 
     def most(self, name: str) -> float | None:
-        """Return the greatest; not a number, if one is not."""
+        """Return the maximum of a row attribute; NaN if any value is NaN."""
         known = [value for row in self.ranks.values() if (value := getattr(row, name)) is not None]
         return next((value for value in known if math.isnan(value)), max(known)) if known else None
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of a step; that of the rank that took longest."""
+        """Seconds of a step on the slowest rank."""
         known = [row.seconds / row.steps for row in self.ranks.values() if row.seconds is not None]
         return max(known) if known else None
 
     def phase(self, name: str) -> float:
-        """Return the seconds of a part of a step, in the mean over ranks."""
+        """Return the mean seconds of a part of a step over ranks."""
         return sum(row.phases.get(name, 0.0) / row.steps for row in self.ranks.values()) / len(self.ranks)
 
 
 @dataclass
 class Rank:
-    """All of one rank.
+    """Summary of one rank.
 
     Attributes:
-        number: of the rank.
-        whole: its rows as one.
-        steady: the same without the first row, in which much is made; all, if there is no other.
-        host: machine; None: not known.
-        last: points at which it has waited least of all ranks, which is to say that the others have waited for it.
+        whole: all its rows, merged.
+        steady: all rows but the first, which includes one-time work; all if there is only one.
+        host: machine; None: unknown.
+        last: number of points at which it waited least of all ranks, that is, the others waited for it.
     """
 
     number: int
@@ -70,23 +63,18 @@ class Rank:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step in the mean."""
+        """Mean seconds of a step."""
         return None if self.steady.seconds is None else self.steady.seconds / self.steady.steps
 
     @property
     def waited(self) -> float:
-        """Seconds of a step in which it has waited for collectives, in the mean."""
+        """Mean seconds of a step spent waiting for collectives."""
         return self.steady.waited / self.steady.steps
 
 
 @dataclass
 class Summary:
-    """What a run is in numbers.
-
-    Attributes:
-        run: that was read.
-        points: all steps, some together in long runs.
-    """
+    """Aggregated numbers of a run; `points` are all steps, merged in long runs."""
 
     run: Run
     points: list[Point] = field(init=False)
@@ -96,7 +84,7 @@ class Summary:
 
     @cached_property
     def ranks(self) -> list[Rank]:
-        """Each rank that has written steps."""
+        """All ranks with steps."""
         found = []
         for number, rows in sorted(self.run.rows.items()):
             whole = reduce(Row.then, rows)
@@ -109,7 +97,7 @@ class Summary:
         return found
 
     def host(self, rank: int) -> str | None:
-        """Return the name of a rank's machine, if it is known."""
+        """Return the name of a rank's machine, or None."""
         ranks = self.run.about.get("ranks")
         if isinstance(ranks, list) and rank < len(ranks) and isinstance(ranks[rank], dict):
             host = ranks[rank].get("host")
@@ -118,13 +106,13 @@ class Summary:
 
     @cached_property
     def largest(self) -> Rank | None:
-        """The rank that has held most on its device."""
+        """The rank with the highest device memory."""
         held = [rank for rank in self.ranks if "device" in rank.whole.memory]
         return max(held, key=lambda rank: rank.whole.memory["device"].peak) if held else None
 
     @cached_property
     def communication(self) -> dict[str, tuple[float, ...]]:
-        """Count, bytes, bytes sent and seconds waited by operation, of all ranks."""
+        """Count, bytes, bytes sent and seconds waited by operation, summed over ranks."""
         found: dict[str, tuple[float, ...]] = {}
         for rank in self.ranks:
             for op, values in rank.whole.communication.items():
@@ -133,7 +121,7 @@ class Summary:
 
     @cached_property
     def units(self) -> Sums:
-        """Seconds waited by unit, of all ranks but for the first row of each, longest first."""
+        """Seconds waited by unit, summed over ranks without the first row of each, longest first."""
         found: Sums = {}
         for rank in self.ranks:
             found = add(found, rank.steady.units)
@@ -146,11 +134,11 @@ class Summary:
 
     @property
     def step_seconds(self) -> float | None:
-        """Seconds of a step in the mean, of the rank that takes longest."""
+        """Mean seconds of a step on the slowest rank."""
         return max((rank.step_seconds for rank in self.ranks if rank.step_seconds is not None), default=None)
 
     def rate(self, what: str) -> float | None:
-        """Return "samples" or "tokens" of all ranks in a second; None: not known."""
+        """Return "samples" or "tokens" of all ranks a second; None: unknown."""
         for rank in self.ranks:
             number, seconds = getattr(rank.steady, what), rank.steady.seconds
             if number and seconds:
@@ -167,14 +155,14 @@ class Summary:
 
     @property
     def last_loss(self) -> float | None:
-        """Loss of the last tenth of the steps, in the mean."""
+        """Mean loss of the last tenth of the steps."""
         known = [loss for point in self.points if (loss := point.mean("loss")) is not None]
         last = known[-max(1, len(known) // 10) :]
         return sum(last) / len(last) if last else None
 
 
 def numbers_in(value: Any, name: str) -> Sums:
-    """Return the numbers of an object inside of another; none, if that is not what is there."""
+    """Return the numbers of a nested object; empty if invalid."""
     inner = value.get(name) if isinstance(value, dict) else None
     if not isinstance(inner, dict):
         return {}
@@ -186,7 +174,7 @@ def numbers_in(value: Any, name: str) -> Sums:
 
 
 def points_of(rows: dict[int, list[Row]], most: int = MOST_POINTS) -> list[Point]:
-    """Return the steps of all ranks, no more than `most` points, with steps together where there are more.
+    """Return the steps of all ranks as at most `most` points, merging steps if needed.
 
     >>> points = points_of({0: [Row(n, n, 1, 0.0, loss=n) for n in range(1, 7)]}, most=3)
     >>> [(point.step, point.steps, point.mean("loss")) for point in points]
@@ -209,7 +197,7 @@ def points_of(rows: dict[int, list[Row]], most: int = MOST_POINTS) -> list[Point
 
 
 def smoothed(values: Sequence[float | None], over: int) -> list[float | None]:
-    """Return the mean of each value and those before it that are numbers, `over` in all.
+    """Return the moving average of finite values over `over` points.
 
     >>> smoothed([1.0, 3.0, None, 5.0], 2)
     [1.0, 2.0, 3.0, 5.0]
@@ -226,7 +214,7 @@ def smoothed(values: Sequence[float | None], over: int) -> list[float | None]:
 
 
 def names_by_size(held: Iterable[Held]) -> list[str]:
-    """Return the categories of memory that there are, the largest first."""
+    """Return the memory categories, largest first."""
     most: Sums = {}
     for each in held:
         for name, size in each.at_peak.items():

@@ -1,15 +1,15 @@
-"""Numbers as people read them."""
+"""Formatting of numbers for the report."""
 
 from __future__ import annotations
 
 import math
 
 NOTHING = "-"
-"""What stands for a number that is not known."""
+"""Placeholder of an unknown number."""
 
 
 def in_bytes(size: float | None) -> str:
-    """Return a size with three digits and its unit.
+    """Format a size with three digits and its unit.
 
     >>> in_bytes(0), in_bytes(1536), in_bytes(100 << 20), in_bytes(None)
     ('0 B', '1.50 KiB', '100 MiB', '-')
@@ -28,7 +28,7 @@ def in_bytes(size: float | None) -> str:
 
 
 def byte_unit(most: float) -> tuple[str, int]:
-    """Return the unit in which sizes up to this one are written, and its bytes."""
+    """Return the unit for sizes up to `most`, and its bytes."""
     for unit, divisor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if most >= divisor:
             return unit, divisor
@@ -36,7 +36,7 @@ def byte_unit(most: float) -> tuple[str, int]:
 
 
 def in_seconds(seconds: float | None) -> str:
-    """Return a time with its unit.
+    """Format a duration with its unit.
 
     >>> in_seconds(0.00042), in_seconds(0.0123), in_seconds(4.5), in_seconds(4000), in_seconds(0)
     ('0.42 ms', '12.3 ms', '4.50 s', '1 h 07 min', '0 s')
@@ -54,7 +54,7 @@ def in_seconds(seconds: float | None) -> str:
 
 
 def counted(value: float | None) -> str:
-    """Return a count or a rate.
+    """Format a count or a rate.
 
     >>> counted(1234567), counted(12.345), counted(0), counted(None)
     ('1,234,567', '12.3', '0', '-')
@@ -65,7 +65,7 @@ def counted(value: float | None) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Return a measured number with four digits.
+    """Format a measured number with four digits.
 
     >>> digits(2.34567), digits(6e-4), digits(float("inf"))
     ('2.346', '0.0006', 'inf')
@@ -74,7 +74,7 @@ def digits(value: float | None) -> str:
 
 
 def percent(part: float, whole: float) -> str:
-    """Return a share.
+    """Format a share.
 
     >>> percent(1, 8), percent(1, 0)
     ('12 %', '-')

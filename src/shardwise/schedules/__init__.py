@@ -1,4 +1,4 @@
-"""Learning-rate and momentum schedules: pure functions of the step number, and the classes that apply them."""
+"""Learning-rate and momentum schedules: pure functions of the step number, and their scheduler classes."""
 
 from shardwise.schedules.arguments import (
     add_tuning_arguments,

@@ -1,7 +1,7 @@
-"""Schedules on a script's command line: flags, and how they become a `scheduler` section.
+"""Command-line flags of schedules, and their conversion to a `scheduler` section.
 
-A flag that is not given is None and means nothing: it never replaces what the configuration says, and a schedule's own
-default holds where neither says anything.
+A flag that is not given is None. It never replaces a configured value; without a configured value the schedule's
+default holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ def _boolean(text: str) -> bool:
 
 
 def _flags() -> dict[str, tuple[Key, list[str]]]:
-    """Every argument that a schedule of ours has, with the schedules that have it."""
     flags: dict[str, tuple[Key, list[str]]] = {}
     for schedule, model in NATIVE_SCHEDULES.items():
         for name, key in keys_of(model).items():
@@ -32,15 +31,10 @@ def _flags() -> dict[str, tuple[Key, list[str]]]:
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of the learning-rate schedules to a script's parser.
+    """Add the flags of the learning-rate schedules to a script's parser, and return the parser.
 
-    `--lr_schedule NAME` and one flag for each argument of the five schedules. Flags of yes or no may stand alone.
-
-    Args:
-        parser: the script's own parser; it is changed and returned.
-
-    Returns:
-        The same parser. What is not given is None.
+    The flags are `--lr_schedule NAME` and one for each argument of the five schedules; boolean flags need no value.
+    Flags that are not given are None.
 
     Example:
         >>> parser = add_tuning_arguments(argparse.ArgumentParser())
@@ -65,20 +59,16 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """Read the schedule's flags from the command line of the running script.
-
-    Returns:
-        (the flags, all other words of the command line).
-    """
+    """Parse the schedule's flags from the running script's command line; return (flags, other words)."""
     return add_tuning_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_known_args()
 
 
 def override_params(args: object, params: MutableMapping[str, Any]) -> None:
-    """Put every flag that was given into a schedule's arguments, in the place of what is there.
+    """Overwrite a schedule's arguments with the given flags, in place.
 
     Args:
-        args: what a parser with the flags returned; attributes that it lacks count as not given.
-        params: `scheduler.params`; changed in place.
+        args: result of a parser with the flags; missing attributes count as not given.
+        params: `scheduler.params`.
 
     >>> params = {"warmup_num_steps": 10, "warmup_type": "linear"}
     >>> override_params(argparse.Namespace(warmup_num_steps=20), params)
@@ -89,14 +79,10 @@ def override_params(args: object, params: MutableMapping[str, Any]) -> None:
 
 
 def get_config_from_args(args: object) -> tuple[dict[str, Any] | None, str]:
-    """Return the `scheduler` section that the flags describe.
-
-    Args:
-        args: what a parser with the flags returned.
+    """Return the `scheduler` section of the flags in a parser's result `args`.
 
     Returns:
-        (section, "") with the arguments of the named schedule that were given; (None, what is wrong) if no schedule of
-        ours is named.
+        (section, "") with the given arguments of the named schedule; (None, error) if none of our schedules is named.
     """
     name = getattr(args, "lr_schedule", None)
     if name is None:
@@ -115,15 +101,10 @@ _HIGHEST = {
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the learning rate that a `scheduler` section is about, to make an optimizer with.
-
-    It is the highest rate, and the first one of LRRangeTest.
-
-    Args:
-        config: a `scheduler` section.
+    """Return the learning rate of a `scheduler` section, for the optimizer: the highest, or the first of LRRangeTest.
 
     Returns:
-        (rate, or list of one for each group, ""); (None, what is wrong) where the section names no such rate.
+        (rate, or list of one for each group, ""); (None, error) if the section names no such rate.
 
     >>> get_lr_from_config({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4}})
     (0.4, '')

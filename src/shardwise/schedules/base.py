@@ -1,10 +1,10 @@
-"""A schedule as a function of the step number, behind the interface of torch's schedulers.
+"""Schedules as functions of the step number, with the interface of torch's LR schedulers.
 
 Step k is the (k+1)-th update of the parameters: k = 0, 1, 2, ...
 
-Invariant: update k really uses lr(k). The constructor puts lr(0) in force, so the first update does not run
-with the optimizer's own rate, and each `step()` after an update puts the next rate in force. Since lr is a
-pure function, resuming at any k gives the same rates as never having stopped.
+Invariant: update k uses lr(k). The constructor applies lr(0), so that the first update does not use the optimizer's own
+rate; each `step()` after an update applies the next rate. Because lr is a pure function, a run resumed at any k has the
+same rates as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -23,79 +23,74 @@ Rates = float | Sequence[float]
 """One value for all parameter groups, or one for each."""
 
 ARGUMENT = "scheduler.params.{}"
-"""Where an argument of a schedule stands."""
+"""Configuration key of a schedule's argument."""
 
 
 class StepSchedule(LRScheduler):
-    """Base of schedules that compute each group's learning rate from the step number alone.
+    """Base class of schedules that compute each group's learning rate from the step number only.
 
-    A subclass stores its arguments, calls `super().__init__` last, and defines `group_lr`; if it also schedules the
-    momentum, `group_momentum`.
+    A subclass stores its arguments, calls `super().__init__` last, and defines `group_lr`, optionally `group_momentum`.
 
     Args:
-        optimizer: its `param_groups` are given the rates. The rate that a group has when the first schedule
-            is built is its own rate, remembered as `group["initial_lr"]` (torch does the same).
-        last_batch_iteration: number of the last finished step; -1 before the first. lr(last_batch_iteration
-            + 1) is put in force.
+        optimizer: its `param_groups` receive the rates. As in torch, a group's rate when the first schedule is built is
+            its own rate, stored as `group["initial_lr"]`.
+        last_batch_iteration: number of the last finished step; -1 before the first. lr(last_batch_iteration + 1) is
+            applied.
     """
 
     _after: ClassVar[int] = 0
-    """How many steps after the one that `step(k)` names is the one whose rate it puts in force."""
+    """Offset from the argument of `step(k)` to the step whose rate is applied."""
 
     _given: Arguments
     """Arguments of our own schedules."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
-        # torch's constructor is not called: it would replace optimizer.step to warn about the order of
-        # calls, and would count one step.
+        # torch's constructor is not called, because it replaces optimizer.step to check the call order and counts one
+        # step.
         self.optimizer = optimizer
-        self._step_count = 0  # public code that adjusts torch schedulers increments it
+        self._step_count = 0  # code that adjusts torch schedulers increments it
         self._apply(_integer(last_batch_iteration, ARGUMENT.format("last_batch_iteration"), -1) + 1)
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
-        """Return the learning rate of one parameter group in one step. Must depend on nothing else.
+        """Return the learning rate of one parameter group in one step, as a pure function of the arguments.
 
         Args:
-            step: number of updates made before, from 0.
+            step: number of earlier updates.
             index: position of the group in `optimizer.param_groups`.
             own_lr: the group's own rate.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define group_lr")
 
     def group_momentum(self, step: int, index: int) -> float | None:
-        """Return the momentum of one parameter group in one step, or None to leave it alone. As pure as `group_lr`.
+        """Return the momentum of one parameter group in one step, or None for no change; arguments as of `group_lr`.
 
-        It is put in force as `betas[0]` of a group that has `betas`, and as `momentum` of one that has that.
-
-        Args:
-            step: number of updates made before, from 0.
-            index: position of the group in `optimizer.param_groups`.
+        It is applied as `betas[0]` of a group with `betas`, or as `momentum`.
         """
         return None
 
     @property
     def last_batch_iteration(self) -> int:
-        """The step whose learning rate is in force: the number of updates made so far."""
+        """The step whose learning rate is applied: the number of updates so far."""
         return self.last_epoch
 
     def lr(self, step: int) -> list[float]:
-        """Return each group's learning rate in a given step; changes nothing."""
+        """Return each group's learning rate in a step, without side effects."""
         return [self.group_lr(step, index, own) for index, own in enumerate(self._own_lrs())]
 
     def momentum(self, step: int) -> list[float | None]:
-        """Return each group's momentum in a given step, None where the schedule leaves it alone; changes nothing."""
+        """Return each group's momentum in a step, None for groups without schedule, without side effects."""
         return [self.group_momentum(step, index) for index in range(len(self.optimizer.param_groups))]
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Return each group's learning rate in force, computed anew."""
+        """Return each group's current learning rate, recomputed."""
         return [*self.lr(self.last_epoch)]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Put the next learning rate in force; call it after each update that was not skipped.
+        """Apply the next learning rate; call it after each update that was not skipped.
 
         Args:
-            last_batch_iteration: put the rate of this step in force instead; `LRRangeTest` and `OneCycle` take it for
-                the last finished step, as their constructors do, and put the rate of the one after it in force.
+            last_batch_iteration: apply the rate of this step instead. `LRRangeTest` and `OneCycle` treat it as the last
+                finished step, as their constructors do, and apply the rate of the next one.
         """
         self._step_count += 1
         if last_batch_iteration is None:
@@ -104,11 +99,11 @@ class StepSchedule(LRScheduler):
             self._apply(_integer(last_batch_iteration, "last_batch_iteration", 0) + self._after)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return {"last_batch_iteration": the step whose learning rate is in force}."""
+        """Return {"last_batch_iteration": the step whose learning rate is applied}."""
         return {"last_batch_iteration": self.last_epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on at a saved step: its learning rate (and momentum) is put in force at once.
+        """Restore a saved step and apply its learning rate and momentum.
 
         Raises:
             CheckpointError: the state has no step number.
@@ -121,7 +116,6 @@ class StepSchedule(LRScheduler):
         self._apply(step)
 
     def _value(self, name: str, index: int) -> float:
-        """Return an argument for one parameter group."""
         found = getattr(self._given, name)
         if not isinstance(found, list):
             return float(found)
@@ -134,7 +128,6 @@ class StepSchedule(LRScheduler):
         return float(found[index])
 
     def _values(self, name: str) -> list[float]:
-        """Return an argument for each parameter group."""
         return [self._value(name, index) for index in range(len(self.optimizer.param_groups))]
 
     def _own_lrs(self) -> list[float]:
@@ -164,13 +157,12 @@ class StepSchedule(LRScheduler):
 
 
 def has_momentum(group: Mapping[str, Any]) -> bool:
-    """Whether a parameter group has a momentum that a schedule can set."""
+    """Return True if a parameter group has a momentum that a schedule can set."""
     return bool(group.get("betas")) or "momentum" in group
 
 
 def _put(held: Any, value: float) -> Any:
-    """Return what takes the place of a group's value."""
-    # A tensor is filled in place: compiled and graph-captured steps read that very tensor.
+    # A tensor is filled in place, because compiled and graph-captured steps read the same tensor.
     return held.fill_(value) if isinstance(held, torch.Tensor) else value
 
 

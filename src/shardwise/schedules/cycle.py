@@ -1,8 +1,8 @@
-"""The learning-rate range test, and one cycle of learning rate and momentum followed by decay.
+"""Learning-rate range test, and one cycle of learning rate and momentum with subsequent decay.
 
-Both are Smith's: the test finds the largest rate with which training does not diverge ("Cyclical Learning Rates for
-Training Neural Networks", 2017), and the cycle uses it ("A disciplined approach to neural network hyper-parameters:
-Part 1", 2018). `k` is the number of updates made before.
+Both are by Smith. The test finds the largest rate without divergence ("Cyclical Learning Rates for Training Neural
+Networks", 2017). The cycle uses this rate ("A disciplined approach to neural network hyper-parameters: Part 1", 2018).
+`k` is the number of earlier updates.
 
 Invariant: `lr_range_test`, `one_cycle` and `one_cycle_decay` are pure functions of the step number; the classes only
 scale them.
@@ -21,17 +21,17 @@ from shardwise.schedules.base import ARGUMENT, Rates, StepSchedule, has_momentum
 _log = logging.getLogger("shardwise")
 
 MOST_MOMENTUM = 0.999
-"""Where the momentum of the decay phase stops growing; an optimizer with a momentum of 1 never forgets."""
+"""Maximum momentum of the decay phase; with a momentum of 1 an optimizer never forgets."""
 
 
 def lr_range_test(step: int, step_size: int, step_rate: float, staircase: bool = False) -> float:
-    """Return the rate of one step as a multiple of the lowest one: 1 + step_rate k / step_size.
+    """Return the rate of a step as a multiple of the lowest rate: 1 + step_rate k / step_size.
 
     Args:
-        step: k, number of updates made before.
-        step_size: in so many steps the multiple grows by `step_rate`.
+        step: k.
+        step_size: number of steps in which the multiple grows by `step_rate`.
         step_rate: growth of the multiple.
-        staircase: grow once every `step_size` steps, and not in between.
+        staircase: grow once every `step_size` steps only.
 
     >>> [lr_range_test(k, 2, 1.0) for k in range(5)]
     [1.0, 1.5, 2.0, 2.5, 3.0]
@@ -48,17 +48,17 @@ def one_cycle(
     first_stair_count: int = 0,
     second_stair_count: int | None = None,
 ) -> float:
-    """Return how far the cycle is from its minimum (0) to its maximum (1) in one step.
+    """Return the position between the cycle's minimum (0) and maximum (1) in a step.
 
-    It rises from 0 in step 0 to 1 in step F = first_step_size, falls to 0 in step F + second_step_size, and stays
-    there. With n stairs a half takes n equal steps up (or down): floor(n x) / n in place of x.
+    The position rises from 0 in step 0 to 1 in step F = first_step_size, falls to 0 in step F + second_step_size, and
+    stays there. With n stairs a half rises or falls in n equal steps: floor(n x) / n instead of x.
 
     Args:
-        step: k, number of updates made before.
+        step: k.
         first_step_size: length of the rising half.
-        second_step_size: length of the falling half; None: as long as the rising one; 0: there is none.
+        second_step_size: length of the falling half; None: as the rising one; 0: no falling half.
         first_stair_count: stairs of the rising half; 0: a straight line.
-        second_stair_count: stairs of the falling half; None: as many as in the rising one.
+        second_stair_count: stairs of the falling half; None: as in the rising one.
 
     >>> [one_cycle(k, 4, 2) for k in range(8)]
     [0.0, 0.25, 0.5, 0.75, 1.0, 0.5, 0.0, 0.0]
@@ -79,14 +79,14 @@ def _part(done: int, length: int, stairs: int) -> float:
 
 
 def one_cycle_decay(step: int, cycle_size: int, decay_step_size: int, decay_rate: float) -> float:
-    """Return by what the decay after the cycle divides the rate (and multiplies the momentum) in one step.
+    """Return the decay factor of a step after the cycle, which divides the rate and multiplies the momentum.
 
-    1 up to the end of the cycle, then 1 + decay_rate (k - cycle_size) / decay_step_size.
+    The factor is 1 up to the end of the cycle, then 1 + decay_rate (k - cycle_size) / decay_step_size.
 
     Args:
-        step: k, number of updates made before.
-        cycle_size: length of both halves of the cycle.
-        decay_step_size: in so many steps it grows by `decay_rate`; 0: no decay.
+        step: k.
+        cycle_size: length of the whole cycle.
+        decay_step_size: number of steps in which the factor grows by `decay_rate`; 0: no decay.
         decay_rate: growth.
 
     >>> [one_cycle_decay(k, 2, 4, 1.0) for k in range(7)]
@@ -98,20 +98,20 @@ def one_cycle_decay(step: int, cycle_size: int, decay_step_size: int, decay_rate
 
 
 class LRRangeTest(StepSchedule):
-    """A rate that grows steadily, to find the one at which training begins to diverge.
+    """Learning-rate range test: a growing rate, to find the rate at which training diverges.
 
-    Plot the loss over the rate: a good `cycle_max_lr` is a little below the rate at which the loss turns upwards.
+    Plot the loss over the rate: a good `cycle_max_lr` is slightly below the rate at which the loss starts to rise.
 
     Args:
-        optimizer: its groups are given the rates.
+        optimizer: its groups receive the rates.
         lr_range_test_min_lr: rate of step 0, one for all groups or one each.
-        lr_range_test_step_size: in so many steps the rate grows by `lr_range_test_step_rate` times the first one.
-        lr_range_test_step_rate: see above.
-        lr_range_test_staircase: grow once every `lr_range_test_step_size` steps instead of steadily.
+        lr_range_test_step_size: steps in which the rate grows by `lr_range_test_step_rate` times the first rate.
+        lr_range_test_step_rate: growth as a multiple of the first rate.
+        lr_range_test_staircase: grow once every `lr_range_test_step_size` steps only.
         last_batch_iteration: number of the last finished step; -1 before the first.
 
     Raises:
-        ConfigError: a value has no meaning, or a list does not have one value for each group.
+        ConfigError: a value is invalid, or a list has not one value for each group.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> schedule = LRRangeTest(optimizer, lr_range_test_min_lr=0.01, lr_range_test_step_size=10)
@@ -140,7 +140,7 @@ class LRRangeTest(StepSchedule):
         return self._values("lr_range_test_min_lr")
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
-        """Return the lowest rate x multiple of the step; the group's own rate plays no part."""
+        """Return the lowest rate times the multiple of the step; the group's own rate has no effect."""
         given = self._given
         multiple = lr_range_test(
             step, given.lr_range_test_step_size, given.lr_range_test_step_rate, given.lr_range_test_staircase
@@ -149,32 +149,30 @@ class LRRangeTest(StepSchedule):
 
 
 class OneCycle(StepSchedule):
-    """One cycle from a low rate to a high one and back, with the momentum the other way round; then decay.
+    """One cycle from a low rate to a high rate and back, with opposite momentum, then decay.
 
-    The momentum is `betas[0]` of Adam and its relatives, `momentum` of SGD and its. Of groups that have neither it is
-    left alone, with a warning.
+    The momentum is `betas[0]` of Adam-like and `momentum` of SGD-like optimizers. A group with
+    neither has no momentum to cycle, with a warning.
 
     Args:
-        optimizer: its groups are given the rates and momenta.
+        optimizer: its groups receive the rates and momenta.
         cycle_min_lr: rate of step 0 and of the end of the cycle, one for all groups or one each.
         cycle_max_lr: rate in the middle of the cycle, one for all groups or one each.
-        decay_lr_rate: after the cycle the rate is `cycle_min_lr` / (1 + decay_lr_rate t / decay_step_size), t steps
-            after its end.
+        decay_lr_rate: t steps after the cycle the rate is `cycle_min_lr` / (1 + decay_lr_rate t / decay_step_size).
         cycle_first_step_size: steps from the lowest rate to the highest.
-        cycle_second_step_size: steps back to the lowest; None: as many; 0: it is lowest again right after the rise.
-        cycle_first_stair_count: go up in so many stairs; 0: in a straight line.
-        cycle_second_stair_count: go down in so many stairs; None: as many as up.
-        decay_step_size: see `decay_lr_rate`; 0: no decay.
-        cycle_momentum: cycle the momentum, too.
+        cycle_second_step_size: steps back to the lowest; None: as many; 0: lowest directly after the rise.
+        cycle_first_stair_count: stairs of the rise; 0: a straight line.
+        cycle_second_stair_count: stairs of the fall; None: as many as in the rise.
+        decay_step_size: as in `decay_lr_rate`; 0: no decay.
+        cycle_momentum: also cycle the momentum.
         cycle_min_mom: momentum in the middle of the cycle, one for all groups or one each.
         cycle_max_mom: momentum of step 0 and of the end of the cycle, one for all groups or one each.
-        decay_mom_rate: after the cycle the momentum is `cycle_max_mom` x (1 + decay_mom_rate t / decay_step_size), up
-            to 0.999.
+        decay_mom_rate: t steps after the cycle the momentum is `cycle_max_mom` x (1 + decay_mom_rate t /
+            decay_step_size), up to 0.999.
         last_batch_iteration: number of the last finished step; -1 before the first.
 
     Raises:
-        ConfigError: a value has no meaning, a minimum is above its maximum, or a list does not have one value for
-            each group.
+        ConfigError: a value is invalid, a minimum is above its maximum, or a list has not one value for each group.
 
     >>> optimizer = torch.optim.AdamW([torch.zeros(1)], lr=0.1)
     >>> schedule = OneCycle(optimizer, cycle_min_lr=0.0, cycle_max_lr=0.4, cycle_first_step_size=4)
@@ -231,7 +229,7 @@ class OneCycle(StepSchedule):
         return self._values("cycle_max_lr")
 
     def fraction(self, step: int) -> float:
-        """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
+        """Return the position between minimum (0) and maximum (1) in a step."""
         given = self._given
         return one_cycle(
             step,
@@ -242,17 +240,16 @@ class OneCycle(StepSchedule):
         )
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
-        """Return the rate of the cycle or of the decay; the group's own rate plays no part."""
+        """Return the rate of the cycle or of the decay; the group's own rate has no effect."""
         least, most = self._value("cycle_min_lr", index), self._value("cycle_max_lr", index)
         return _between(least, most, self.fraction(step)) / self._decay(step, self._given.decay_lr_rate)
 
     def get_mom(self) -> list[float | None] | None:
-        """Return each group's momentum in force, computed anew (None of groups that have none); None if it is not
-        cycled."""
+        """Return each group's current momentum, recomputed (None for groups without); None if not cycled."""
         return self.momentum(self.last_epoch) if self._given.cycle_momentum else None
 
     def group_momentum(self, step: int, index: int) -> float | None:
-        """Return the momentum of the cycle or of the decay; None if it is not cycled."""
+        """Return the momentum of the cycle or of the decay; None if not cycled."""
         if not self._given.cycle_momentum or not has_momentum(self.optimizer.param_groups[index]):
             return None
         least, most = self._value("cycle_min_mom", index), self._value("cycle_max_mom", index)
@@ -265,5 +262,5 @@ class OneCycle(StepSchedule):
 
 
 def _between(start: float, stop: float, fraction: float) -> float:
-    """Go from one value to another; exact at both ends."""
+    """Interpolate linearly between two values; exact at both ends."""
     return (1.0 - fraction) * start + fraction * stop

@@ -1,8 +1,7 @@
-"""Building a schedule from the `type` and `params` of the configuration.
+"""Registry of schedules by the configuration's `type` and `params`.
 
-Names are resolved in this order: our own, by exact name; classes of `torch.optim.lr_scheduler`, by exact name.
-torch's schedules follow the same convention: after construction the rate of step 0 is in force; `step()` is called
-after each update.
+Exact names are resolved in this order: our own schedules, then classes of `torch.optim.lr_scheduler`. torch's schedules
+follow the same convention: the constructor applies the rate of step 0, and `step()` is called after each update.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ VALID_LR_SCHEDULES = list(_OURS)
 
 
 def build(name: str, optimizer: torch.optim.Optimizer, params: Mapping[str, Any]) -> lr_scheduler.LRScheduler:
-    """Build the schedule that the configuration names; the rate of step 0 is in force afterwards.
+    """Build the configured schedule and apply its rate of step 0.
 
     Args:
         name: `scheduler.type`.
-        optimizer: its groups are given the rates.
+        optimizer: its groups receive the rates.
         params: `scheduler.params`; not changed.
 
     Raises:
-        ConfigError: the name or an option is unknown, a required one is missing, or a value has no meaning.
+        ConfigError: the name or an option is unknown, a required option is missing, or a value is invalid.
 
     >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     >>> build("WarmupLR", optimizer, {"warmup_num_steps": 10}).get_last_lr()

@@ -1,11 +1,11 @@
-"""Warm-up, alone or followed by linear or cosine decay.
+"""Warm-up schedules: constant, linear decay or cosine decay after the warm-up.
 
-The rate starts low because the first updates are the least reliable (Goyal et al., 2017); cosine decay is
-that of Loshchilov and Hutter (2017). The formulas are those that published configuration files expect; `k`
-is the number of updates made before, `N` = max(2, warmup_num_steps), `T` = total_num_steps.
+The rate starts low because the first updates are the least reliable (Goyal et al., 2017); cosine decay is by Loshchilov
+and Hutter (2017). The formulas match published configuration files; `k` is the number of earlier updates, `N` = max(2,
+warmup_num_steps), `T` = total_num_steps.
 
-Invariant: `warmup`, `warmup_decay` and `warmup_cosine` are pure functions of the step number with values in
-[0, 1]; the classes only scale them.
+Invariant: `warmup`, `warmup_decay` and `warmup_cosine` are pure functions of the step number with values in [0, 1]; the
+classes only scale them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _log = logging.getLogger("shardwise")
 
 
 def warmup(step: int, warmup_num_steps: int, warmup_type: str = "log") -> float:
-    """Return the fraction of the full rate in one step: from 0 in step 0 up to 1.
+    """Return the fraction of the full rate in a step, from 0 in step 0 up to 1.
 
     log: ln(k + 1) / ln(N), which is 1 from step N - 1; linear: k / N, which is 1 from step N.
 
     Args:
-        step: k, number of updates made before.
+        step: k.
         warmup_num_steps: length of the warm-up; 0 and 1 count as 2.
         warmup_type: "log" or "linear".
 
@@ -79,8 +79,6 @@ def warmup_cosine(
 
 
 class _Warmup(StepSchedule):
-    """A schedule that begins with a warm-up."""
-
     _given: schema.Warmup
 
     @property
@@ -98,7 +96,7 @@ class WarmupLR(_Warmup):
     """Warm-up from a minimum to a maximum, then constant.
 
     Args:
-        optimizer: its groups are given the rates.
+        optimizer: its groups receive the rates.
         warmup_min_lr: rate of step 0, one for all groups or one each.
         warmup_max_lr: rate after the warm-up, one for all groups or one each. None: each group's own rate.
         warmup_num_steps: length of the warm-up; 0 and 1 count as 2.
@@ -106,7 +104,7 @@ class WarmupLR(_Warmup):
         last_batch_iteration: number of the last finished step; -1 before the first.
 
     Raises:
-        ConfigError: a value has no meaning, or a list does not have one value for each group.
+        ConfigError: a value is invalid, or a list has not one value for each group.
 
     >>> weight = torch.zeros(1, requires_grad=True)
     >>> optimizer = torch.optim.SGD([weight], lr=0.4)
@@ -143,7 +141,7 @@ class WarmupLR(_Warmup):
         return self._own_lrs() if self._given.warmup_max_lr is None else self._values("warmup_max_lr")
 
     def fraction(self, step: int) -> float:
-        """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
+        """Return the position between minimum (0) and maximum (1) in a step."""
         return warmup(step, self._given.warmup_num_steps, self._given.warmup_type)
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
@@ -154,19 +152,9 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warm-up as in `WarmupLR`, then linear decay to the minimum, which is reached in step `total_num_steps`.
+    """Warm-up as in `WarmupLR`, then linear decay to the minimum in step `total_num_steps`.
 
-    Args:
-        optimizer: its groups are given the rates.
-        total_num_steps: steps until the rate is at the minimum again.
-        warmup_min_lr: as in `WarmupLR`.
-        warmup_max_lr: as in `WarmupLR`.
-        warmup_num_steps: as in `WarmupLR`.
-        warmup_type: as in `WarmupLR`.
-        last_batch_iteration: as in `WarmupLR`.
-
-    Raises:
-        ConfigError: as in `WarmupLR`.
+    Other arguments and errors are as of `WarmupLR`.
     """
 
     def __init__(
@@ -184,11 +172,11 @@ class WarmupDecayLR(WarmupLR):
 
     @property
     def total_num_steps(self) -> int:
-        """Steps until the rate is at the minimum again."""
+        """Steps until the rate returns to the minimum."""
         return self._total
 
     def fraction(self, step: int) -> float:
-        """Return how far the rate is from the minimum (0) to the maximum (1) in one step."""
+        """Return the position between minimum (0) and maximum (1) in a step."""
         return warmup_decay(step, self._given.warmup_num_steps, self._total, self._given.warmup_type)
 
 
@@ -196,8 +184,8 @@ class WarmupCosineLR(_Warmup):
     """Warm-up, then cosine decay, as fractions of each group's own rate.
 
     Args:
-        optimizer: its groups are given the rates.
-        total_num_steps: steps until the decay has ended.
+        optimizer: its groups receive the rates.
+        total_num_steps: steps until the end of the decay.
         warmup_min_ratio: fraction of the own rate in step 0.
         warmup_num_steps: length of the warm-up; 0 and 1 count as 2.
         cos_min_ratio: fraction of the own rate at the end.
@@ -205,7 +193,7 @@ class WarmupCosineLR(_Warmup):
         last_batch_iteration: number of the last finished step; -1 before the first.
 
     Raises:
-        ConfigError: a value has no meaning.
+        ConfigError: a value is invalid.
     """
 
     _given: schema.WarmupCosineLRArguments
@@ -226,7 +214,7 @@ class WarmupCosineLR(_Warmup):
 
     @property
     def total_num_steps(self) -> int:
-        """Steps until the decay has ended."""
+        """Steps until the end of the decay."""
         return self._given.total_num_steps
 
     @property
@@ -252,16 +240,15 @@ class WarmupCosineLR(_Warmup):
         )
 
     def get_lr_ratio(self) -> float:
-        """Return the fraction of the own rate that is in force, computed anew."""
+        """Return the current fraction of the own rate, recomputed."""
         return self.fraction(self.last_epoch)
 
     def group_lr(self, step: int, index: int, own_lr: float) -> float:
-        """Return own_lr x fraction of the step."""
+        """Return own_lr x fraction(step)."""
         return own_lr * self.fraction(step)
 
 
 def _total_steps(given: schema.WarmupDecayLRArguments | schema.WarmupCosineLRArguments) -> int:
-    """Return the length of the schedule, and warn if the warm-up is longer."""
     if given.total_num_steps < given.warmup_num_steps:
         _log.warning(
             "scheduler.params: the warm-up (warmup_num_steps %d) is longer than the whole schedule (total_num_steps "
