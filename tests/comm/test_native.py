@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise import compat
 from shardwise.comm import native
-from shardwise.comm.chain import Runner
+from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.device import summing
 from shardwise.device.recording import Recorder
 from shardwise.errors import PeerLostError
@@ -188,7 +188,7 @@ def test_collectives_of_a_stream_of_their_own_run_on_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(native, "all_gather_single", noted)
     with imagined(2, 0):
         pairs = [(torch.zeros(4), torch.zeros(2))]
-        streams = Runner(recorder, waits_on_host=False, name="gathers", limit=timedelta(seconds=1))
+        streams = CollectiveQueue(recorder, waits_on_host=False, name="gathers", limit=timedelta(seconds=1))
         streams.start([lambda: native.all_gather(pairs, dist.group.WORLD)]).wait()
         native.all_gather(pairs, dist.group.WORLD).wait()
     assert seen == [("gathers", False), ("compute", True)]

@@ -41,7 +41,7 @@ from shardwise.errors import DesyncError, PeerLostError, UsageError
 
 KINDS = ("gather", "reduce", "replicate", "small", "explicit", "gather_on", "reduce_on")
 """Independent sequences: parameter gathers, gradient reductions, gathers of reduced gradients, small sums, the rest,
-and what follows a gather or a reduction in its chain (`shardwise.comm.chain`).
+and what follows a gather or a reduction in its chain (`shardwise.comm.collective_queue`).
 """
 
 PURPOSES = {

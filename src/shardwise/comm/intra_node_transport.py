@@ -602,7 +602,7 @@ class IntraNodeTransport(native.TorchBackend):
                 if any(self._unsent.values()):
                     self._listen(deadline)
             self._disconnect()
-            self._under_way, self._early = {}, {}
+            self._under_way, self._early, self._scratch = {}, {}, _Scratch()
         self._busy.set()  # so that the thread sees it
         self._thread.join()
         _open.discard(self)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.chain import Launch
+from shardwise.comm.collective_queue import Launch
 from shardwise.comm.communicator import Handle
 from shardwise.comm.compression import BlockCode
 from shardwise.memory import Accountant, Category
