@@ -281,7 +281,7 @@ class Domain:
             label: for records.
             accumulate: add to what receives instead of replacing it; where there is one dimension `first` does.
             wire: dtype in which sums travel on; None: as they were formed.
-            made: is told of each buffer.
+            made: gets each buffer.
         """
         sums: list[torch.Tensor] = []
         launches: list[Launch] = []
@@ -335,7 +335,7 @@ class Domain:
 
         Args:
             launches: see above.
-            made: is told of buffers that the first collective has made for itself.
+            made: gets each buffer that the first collective has made for itself.
         """
         return self.reductions.start(launches, made)
 
