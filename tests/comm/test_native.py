@@ -281,6 +281,25 @@ def test_small_sums_and_broadcasts_of_any_dtype_and_layout(shape: tuple[int, ...
         assert same_bits(word, terms[1])
 
 
+class Failing(dist.Work):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise self.error
+
+
+def test_errors_of_the_group_name_lost_peers_and_those_of_the_device_stay_what_they_are() -> None:
+    for error in (RuntimeError("Timed out waiting 1ms"), dist.DistBackendError("NCCL communicator was aborted")):
+        with pytest.raises(PeerLostError) as lost:
+            native.Works([Failing(error)]).wait()
+        assert lost.value.__cause__ is error and lost.value.timed_out == ("Timed out" in str(error))
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: assert")):
+        with pytest.raises(type(error)):
+            native.Works([Failing(error)]).wait()
+
+
 def leave_early() -> None:
     if dist.get_rank() == 1:
         raise ValueError("rank 1 has had enough")
