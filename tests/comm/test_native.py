@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardwise import compat
 from shardwise.comm import native
-from shardwise.comm.chain import Runner
+from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.device import summing
 from shardwise.device.recording import Recorder
 from shardwise.errors import PeerLostError
@@ -188,7 +188,7 @@ def test_collectives_of_a_stream_of_their_own_run_on_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(native, "all_gather_single", noted)
     with imagined(2, 0):
         pairs = [(torch.zeros(4), torch.zeros(2))]
-        streams = Runner(recorder, waits_on_host=False, name="gathers", limit=timedelta(seconds=1))
+        streams = CollectiveQueue(recorder, waits_on_host=False, name="gathers", limit=timedelta(seconds=1))
         streams.start([lambda: native.all_gather(pairs, dist.group.WORLD)]).wait()
         native.all_gather(pairs, dist.group.WORLD).wait()
     assert seen == [("gathers", False), ("compute", True)]
@@ -279,6 +279,25 @@ def test_small_sums_and_broadcasts_of_any_dtype_and_layout(shape: tuple[int, ...
     for total, word in run_ranks(small_cases, 3, shape, dtype):
         assert same_bits(total, expected.to(dtype))
         assert same_bits(word, terms[1])
+
+
+class Failing(dist.Work):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise self.error
+
+
+def test_errors_of_the_group_name_lost_peers_and_those_of_the_device_stay_what_they_are() -> None:
+    for error in (RuntimeError("Timed out waiting 1ms"), dist.DistBackendError("NCCL communicator was aborted")):
+        with pytest.raises(PeerLostError) as lost:
+            native.Works([Failing(error)]).wait()
+        assert lost.value.__cause__ is error and lost.value.timed_out == ("Timed out" in str(error))
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: assert")):
+        with pytest.raises(type(error)):
+            native.Works([Failing(error)]).wait()
 
 
 def leave_early() -> None:

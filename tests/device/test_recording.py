@@ -19,8 +19,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.comm import chain, native
-from shardwise.comm.chain import Queued, Runner
+from shardwise.comm import collective_queue, native
+from shardwise.comm.collective_queue import CollectiveQueue, QueuedWork
 from shardwise.device import checking
 from shardwise.device.later import Later
 from shardwise.device.recording import STREAMS, Event, Trace, recording
@@ -391,7 +391,7 @@ def plant(kind: str, name: str = "gpt", stage: int = 3, **changes: Any) -> Calla
 
 @plant("race")
 def a_unit_computes_before_its_gather_has_ended() -> Iterator[None]:
-    with mock.patch.object(Queued, "wait", lambda self: None):
+    with mock.patch.object(QueuedWork, "wait", lambda self: None):
         yield
 
 
@@ -404,14 +404,14 @@ def gathers_do_not_wait_for_the_step() -> Iterator[None]:
     begin = Gatherer.begin_forward
 
     def begin_forward(self: Gatherer) -> None:
-        with mock.patch.object(Runner, "follow", lambda self: None):
+        with mock.patch.object(CollectiveQueue, "follow", lambda self: None):
             begin(self)
 
     release = Unit.release
 
     def released(self: Unit, heir: Unit | None = None) -> None:
         # Else what is released says that the step has come before it.
-        with mock.patch.object(Runner, "follow", lambda self: None):
+        with mock.patch.object(CollectiveQueue, "follow", lambda self: None):
             release(self, heir)
 
     with (
@@ -427,7 +427,7 @@ def memory_is_gathered_into_while_it_is_still_computed_with() -> Iterator[None]:
     release = Unit.release
 
     def released(self: Unit, heir: Unit | None = None) -> None:
-        with mock.patch.object(Runner, "follow", lambda self: None):
+        with mock.patch.object(CollectiveQueue, "follow", lambda self: None):
             release(self, heir)
 
     with mock.patch.object(Unit, "release", released):
@@ -436,7 +436,7 @@ def memory_is_gathered_into_while_it_is_still_computed_with() -> Iterator[None]:
 
 @plant("early", stage=2)
 def gradients_are_given_back_while_they_are_sent() -> Iterator[None]:
-    with mock.patch.object(Runner, "synchronize", lambda self, link, what: None):
+    with mock.patch.object(CollectiveQueue, "synchronize", lambda self, link, what: None):
         yield
 
 
@@ -445,7 +445,7 @@ def gradients_are_sent_before_they_are_there() -> Iterator[None]:
     launch = Reducer._launch
 
     def launched(self: Reducer, gradients: Any) -> None:
-        with mock.patch.object(Runner, "follow", lambda self: None):
+        with mock.patch.object(CollectiveQueue, "follow", lambda self: None):
             launch(self, gradients)
 
     with mock.patch.object(Reducer, "_launch", launched):
@@ -457,7 +457,7 @@ def a_step_does_not_wait_for_the_last_reduction() -> Iterator[None]:
     land = Reducer._land
 
     def landed(self: Reducer, *given: Any, **how: Any) -> None:
-        with mock.patch.object(Queued, "wait", lambda self: None):
+        with mock.patch.object(QueuedWork, "wait", lambda self: None):
             land(self, *given, **how)
 
     with mock.patch.object(Reducer, "_land", landed):
@@ -469,7 +469,7 @@ def gradients_are_given_back_before_the_computing_stream_has_waited() -> Iterato
     land = Reducer._land
 
     def landed(self: Reducer, most: int, **how: Any) -> None:
-        with mock.patch.object(Queued, "wait", lambda self: None) if most else contextlib.nullcontext():
+        with mock.patch.object(QueuedWork, "wait", lambda self: None) if most else contextlib.nullcontext():
             land(self, most, **how)
 
     with mock.patch.object(Reducer, "_land", landed):
@@ -481,7 +481,7 @@ def updated_parameters_are_spread_while_they_are_written() -> Iterator[None]:
     spread = Unit.spread
 
     def spreading(self: Unit, *how: Any, **more: Any) -> None:
-        with mock.patch.object(Runner, "follow", lambda self: None):
+        with mock.patch.object(CollectiveQueue, "follow", lambda self: None):
             spread(self, *how, **more)
 
     with mock.patch.object(Unit, "spread", spreading):
@@ -516,16 +516,16 @@ def whole_parameters_take_memory_of_the_wrong_stream() -> Iterator[None]:
 
 @plant("early", zero=(("mics_shard_size", 4),))
 def a_chain_does_not_wait_for_its_first_collective() -> Iterator[None]:
-    def queue_up(self: Runner, launches: Any, made: Any) -> Queued:
+    def queue_up(self: CollectiveQueue, launches: Any, made: Any) -> QueuedWork:
         with self._stream.use():
             handles = []
             for launch in launches:
                 handles.append(launch())
-                chain._tell(handles[-1], made)
+                collective_queue._tell(handles[-1], made)
             handles[-1].wait()
-            return Queued(self._streams.mark())
+            return QueuedWork(self._streams.mark())
 
-    with mock.patch.object(Runner, "_queue_up", queue_up):
+    with mock.patch.object(CollectiveQueue, "_queue_up", queue_up):
         yield
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.comm.chain import Runner
+from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.device import staging
 from shardwise.device.staging import Staging
 from shardwise.device.streams import CudaStreams
@@ -157,5 +157,5 @@ def test_cuda_is_asked_for_what_a_copy_stream_promises() -> None:
 def test_collectives_run_on_streams_of_high_priority() -> None:
     device = torch.device("cuda", 1)
     with mock.patch("torch.cuda.Stream") as made:
-        Runner(CudaStreams(device), waits_on_host=False, name="gathers", limit=timedelta(minutes=1))
+        CollectiveQueue(CudaStreams(device), waits_on_host=False, name="gathers", limit=timedelta(minutes=1))
     made.assert_called_once_with(device, priority=-1)

@@ -35,7 +35,7 @@ P = ParamSpec("P")
 
 
 _ALIKE = ("op", "src", "dst")
-"""Arguments beside tensors that are the same on all ranks of a collective."""
+"""Arguments other than tensors that are the same on all ranks of a collective."""
 
 
 class Log(TypedDict, total=False):
@@ -463,17 +463,17 @@ def straggler_summary() -> Stragglers:
     own = comms_logger.parts()
     if not is_initialized() or get_world_size() == 1:
         return blame({get_rank(): own})
-    told: list[Any] = [None] * get_world_size()
+    gathered: list[Any] = [None] * get_world_size()
 
     def tell(left: float, had: float) -> Sequence[float]:
-        dist.all_gather_object(told, (left, had))
-        first: tuple[float, float] = told[0]
+        dist.all_gather_object(gathered, (left, had))
+        first: tuple[float, float] = gathered[0]
         return first
 
     clock = measure_by(tell, get_rank(), rounds=16)
     own = [part._replace(launched=part.launched + clock.offset, finished=part.finished + clock.offset) for part in own]
-    dist.all_gather_object(told, (clock.uncertainty, own))
-    return blame({rank: parts for rank, (_, parts) in enumerate(told)}, max(unknown for unknown, _ in told))
+    dist.all_gather_object(gathered, (clock.uncertainty, own))
+    return blame({rank: parts for rank, (_, parts) in enumerate(gathered)}, max(unknown for unknown, _ in gathered))
 
 
 def configure(

@@ -42,7 +42,7 @@ from shardwise.errors import DesyncError, PeerLostError, UsageError
 
 KINDS = ("gather", "reduce", "replicate", "small", "explicit", "gather_on", "reduce_on")
 """Independent sequences: parameter gathers, gradient reductions, gathers of reduced gradients, small sums, the rest,
-and what follows a gather or a reduction in its chain (`shardwise.comm.chain`).
+and what follows a gather or a reduction in its chain (`shardwise.comm.collective_queue`).
 """
 
 PURPOSES = {
@@ -70,7 +70,7 @@ _BROADCAST_COST = 4096
 _MOST_BYTES = 4 << 20
 """Size of the buffer on the device in which long values are gathered."""
 _ERROR_TEXT = 2000
-"""Characters of an exception that the other ranks are told."""
+"""Characters of an exception that other ranks show."""
 
 MOST_GATHERED = 4096
 """Bytes of what `all_reduce` gathers from all ranks; larger tensors are reduced and then gathered."""
@@ -174,7 +174,7 @@ class Communicator:
             `deterministic_reduce`). On Gloo sums are always in rank order.
         near: ranks of one machine may read each other's memory.
         nodes: names the node of each rank, as `nodes()` does; None: the ranks ask each other when it is needed.
-        alone: of this rank only, whatever others there are; needs no group.
+        alone: of this rank only; needs no group.
         whole: the communicator of which this is a part.
         members: global numbers of the part's ranks.
 
@@ -187,7 +187,6 @@ class Communicator:
         UsageError: the group has no backend that can be used with tensors of this device.
     """
 
-    _alone = False
     members: Sequence[int]
 
     def __init__(
@@ -220,7 +219,6 @@ class Communicator:
         self._nodes = nodes
         self._on_host = False
         self._peers: Sequence[int] = ()
-        self._alone = alone
         self._cache: GroupCache | None = None
         self._is_part = whole is not None
         self.imagined = False
@@ -261,7 +259,7 @@ class Communicator:
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group of these ranks, for collectives of a script; None: the default group.
 
-        All its ranks have to ask for that of a part: the first time they make it.
+        All its ranks call for that of a part: the first time they make it.
         """
         if not self._is_part:
             return self._given
@@ -274,8 +272,8 @@ class Communicator:
     def run_of(self, size: int, name: str) -> Communicator:
         """Return a communicator of this rank and those next to it: runs of `size` ranks, one after the other.
 
-        All ranks call; `destroy()` gives it back. Its ranks exchange messages: a rank that waits here for its peers
-        would not read what they offer there.
+        All ranks call; `destroy()` destroys it. Its ranks exchange messages, because a rank that waits in one transport
+        through memory does not read offers of another.
 
         Args:
             size: divides the number of ranks.
@@ -579,7 +577,7 @@ class Communicator:
 
     @property
     def sends(self) -> bool:
-        """Whether there is anybody to send to; tests have a single rank send to itself."""
+        """Whether there are other ranks; tests have a single rank send to itself."""
         return self.world > 1
 
     @property
@@ -692,13 +690,14 @@ def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str
     senders: dict[str, int] = {}
     for rank, version in enumerate(given):
         senders.setdefault(version, rank)
-    told: dict[int, dict[str, str]] = {}
+    versions: dict[int, dict[str, str]] = {}
     for rank in list(senders.values())[:_MOST_VERSIONS]:
-        told[rank] = dict(comm.share_object(list(facts.items()), "agreement.facts", src=rank))  # type: ignore[call-overload]
+        versions[rank] = dict(comm.share_object(list(facts.items()), "agreement.facts", src=rank))  # type: ignore[call-overload]
     lines = [
-        f"  {name}: " + ", ".join(f"{version.get(name, 'nothing')} on rank {rank}" for rank, version in told.items())
-        for name in dict.fromkeys(name for version in told.values() for name in version)
-        if len({version.get(name) for version in told.values()}) > 1
+        f"  {name}: "
+        + ", ".join(f"{version.get(name, 'nothing')} on rank {rank}" for rank, version in versions.items())
+        for name in dict.fromkeys(name for version in versions.values() for name in version)
+        if len({version.get(name) for version in versions.values()}) > 1
     ]
     more = f"\n  and {len(lines) - _MOST_DIFFERENCES} more" if len(lines) > _MOST_DIFFERENCES else ""
     others = [rank for rank, version in enumerate(given) if version != given[0]]

@@ -250,7 +250,7 @@ def judge(
     Args:
         places: where the ranks are.
         own: this rank, which waits.
-        confirmed: what they have said a while later; None: they have not been asked.
+        confirmed: their second answers; None: there are none.
         silent: what has become of ranks that do not answer, as far as it is known.
         parting: where the ranks have first launched different collectives.
 
@@ -474,7 +474,7 @@ def seal(text: str, secret: str, key: str) -> str:
 
 
 def unsealed(data: bytes, secret: str, key: str) -> str | None:
-    """Return the text of a value, or None if nobody who knows the secret has written it.
+    """Return the text of a value, or None if its writer does not know the secret.
 
     >>> unsealed(seal("here", "secret", "a").encode(), "secret", "a")
     'here'
@@ -737,7 +737,7 @@ def _loss(word: Word | None) -> str:
 def _cause(ranks: Sequence[int], words: Mapping[int, Word], here: Position) -> int:
     """Return the rank that is most likely the cause, where torch does not name one.
 
-    First comes a rank that has ended, then one that has said nothing, then one that waits in another collective.
+    First comes a rank that has ended, then one that has not answered, then one that waits in another collective.
     """
 
     def order(rank: int) -> int:

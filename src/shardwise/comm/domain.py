@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.comm.chain import Launch, Link, Runner
+from shardwise.comm.collective_queue import CollectiveQueue, Launch, Work
 from shardwise.comm.communicator import Communicator, Handle
 
 SHARD, REPLICATE = "shard", "replicate"
@@ -167,8 +167,8 @@ class Domain:
                 label = name if counts[name] == 1 else f"{name}_{counts[name]}"
                 parts.append(ranks.part(arrangement.lines(number), label))
             self.dimensions = tuple(parts)
-        self.gathers: Runner
-        self.reductions: Runner
+        self.gathers: CollectiveQueue
+        self.reductions: CollectiveQueue
         self.async_gathers: bool
         self.async_reductions: bool
         if like is not None:
@@ -177,7 +177,7 @@ class Domain:
             return
         self.async_gathers, self.async_reductions = ranks.async_gathers, not ranks.waits_on_host
         self.gathers, self.reductions = (
-            Runner(
+            CollectiveQueue(
                 ranks.streams,
                 waits_on_host=not on_stream,
                 name=kind,
@@ -252,14 +252,14 @@ class Domain:
             launches.append(_gather(self.dimensions[dimension], pairs, label, _after(kind, launches)))
         return launches
 
-    def gather(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> Link:
+    def gather(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> Work:
         """Launch what `gathering` returns; there must be something to gather."""
         return self.gathers.start(self.gathering(moves, level, label, kind))
 
     def reducing(
         self,
         outputs: Sequence[torch.Tensor],
-        first: Callable[[Sequence[torch.Tensor]], Link],
+        first: Callable[[Sequence[torch.Tensor]], Work],
         coarse: int,
         fine: int,
         label: str,
@@ -281,7 +281,7 @@ class Domain:
             label: for records.
             accumulate: add to what receives instead of replacing it; where there is one dimension `first` does.
             wire: dtype in which sums travel on; None: as they were formed.
-            made: is told of each buffer.
+            made: gets each buffer.
         """
         sums: list[torch.Tensor] = []
         launches: list[Launch] = []
@@ -321,7 +321,7 @@ class Domain:
             coarse, label, accumulate, wire, made: see `reducing`.
         """
 
-        def first(sums: Sequence[torch.Tensor]) -> Link:
+        def first(sums: Sequence[torch.Tensor]) -> Work:
             given = [total for _, total in pairs]
             single = coarse + 1 == self.depth
             numbered = list(zip(sums, given, strict=True))
@@ -330,12 +330,12 @@ class Domain:
         outputs = [out for out, _ in pairs]
         return self.reducing(outputs, first, coarse, self.depth, label, accumulate=accumulate, wire=wire, made=made)
 
-    def reduce(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Link:
+    def reduce(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Work:
         """Launch what `reducing`, `onward` and `gathering` have returned, of gradients; there must be something.
 
         Args:
             launches: see above.
-            made: is told of buffers that the first collective has made for itself.
+            made: gets each buffer that the first collective has made for itself.
         """
         return self.reductions.start(launches, made)
 

@@ -1,9 +1,9 @@
 """Process groups of our own, each checked when it is made.
 
-Ranks of Gloo tell each other with a small number who they are, and no proof. A stranger who finds a port in the moment
-in which a group is made, and says such a number first, takes a rank's place, and both ranks would wait for the whole
-limit of a collective. So a new group carries a message between each pair of its ranks before it is used; if one is
-missing, all ranks make another. What ranks tell each other about that goes through the default group's store.
+A rank of Gloo identifies itself by a small number, without proof. Another program that connects to its port first takes
+the rank's place, and both ranks would wait for the whole limit of a collective. So each pair of ranks of a new group
+exchanges a message before the group is used. If a message is missing, all ranks make another group. They agree on that
+through the default group's store.
 
 All ranks enter a call (`initialize`, `zero.Init`, `tp_model_init`) before its first collective. A rank that has entered
 another call, or has refused its arguments, is named at once; else its peers would wait for the whole limit of a
@@ -96,8 +96,8 @@ def made_well(
         discard(made)
         if missing is not None:
             _log.warning(
-                "rank %d: rank %d of a new process group cannot be heard; it may be a stranger who called a port of "
-                "the job and was taken for it. The group is made again",
+                "rank %d: rank %d of a new process group does not answer; another program may have connected to a port "
+                "of the job in its place. The group is made again",
                 dist.get_rank() if dist.is_initialized() else -1,
                 missing,
             )
@@ -111,9 +111,9 @@ def made_well(
 def _missing(group: dist.ProcessGroup, key: str) -> int | None:
     """Exchange one message with each other rank of a group; return one whose message has not come, or None."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    said = [list(hashlib.sha256(f"{key}/{member}".encode()).digest()) for member in range(world)]
-    cards = torch.tensor(said, dtype=torch.uint8, device=CPU)
-    heard = torch.zeros_like(cards)
+    sent = [list(hashlib.sha256(f"{key}/{member}".encode()).digest()) for member in range(world)]
+    cards = torch.tensor(sent, dtype=torch.uint8, device=CPU)
+    received = torch.zeros_like(cards)
     limit = compat.timeout_of(group, CPU)
     deadline = Deadline(_LIMIT if limit is None else min(limit, _LIMIT))
     peer = rank
@@ -121,7 +121,7 @@ def _missing(group: dist.ProcessGroup, key: str) -> int | None:
         messages: list[tuple[int, dist.Work]] = []
         for step in range(1, world):
             peer = (rank + step) % world
-            for call, tensor in ((compat.receive, heard[peer]), (compat.send, cards[rank])):
+            for call, tensor in ((compat.receive, received[peer]), (compat.send, cards[rank])):
                 work = call(tensor, group, peer, _TAG)
                 assert work is not None  # None is for ranks outside the group
                 messages.append((peer, work))
@@ -131,8 +131,8 @@ def _missing(group: dist.ProcessGroup, key: str) -> int | None:
             work.wait(left)
     except RuntimeError:
         return peer
-    heard[rank] = cards[rank]
-    wrong = (heard != cards).any(dim=1).nonzero()
+    received[rank] = cards[rank]
+    wrong = (received != cards).any(dim=1).nonzero()
     return int(wrong[0]) if len(wrong) else None
 
 
@@ -152,7 +152,7 @@ def _all_agree(store: dist.Store, key: str, ranks: int, here: bool) -> bool:
 
 
 class GroupCache:
-    """Process groups of one engine, keyed by ranks and purpose. Each is made at its first use, by its ranks alone.
+    """Process groups of one engine, keyed by ranks and purpose. A group is made at its first use, by its own ranks.
 
     Invariant: all ranks of a group ask for it at the same point of their program.
 
@@ -235,7 +235,7 @@ _names = _Names()
 def new_group(
     ranks: Sequence[int], timeout: timedelta, backend: str, device: torch.device, purpose: str
 ) -> dist.ProcessGroup:
-    """Make a group of some ranks, which alone call; arguments as of `GroupCache`.
+    """Make a group of some ranks (no other rank calls); arguments as of `GroupCache`.
 
     Raises:
         PeerLostError: see `made_well`.
@@ -285,7 +285,7 @@ def meeting_store(name: str, store: dist.Store) -> dist.Store:
 # -- calls that all ranks make -----------------------------------------------------------------------------------------
 
 _TEXT = 2000
-"""Characters of an error that the other ranks are told."""
+"""Characters of an error that other ranks show."""
 
 
 class _Calls:

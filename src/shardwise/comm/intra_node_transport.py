@@ -509,7 +509,7 @@ class IntraNodeTransport(native.TorchBackend):
         try:
             try:
                 message = self._sockets[peer].recv(_MESSAGE_BYTES)
-            except ConnectionResetError:  # told once, before what the peer had sent until then
+            except ConnectionResetError:  # raised once, before the messages that the peer had sent until then
                 message = self._sockets[peer].recv(_MESSAGE_BYTES)
         except BlockingIOError:
             return None
@@ -531,8 +531,8 @@ class IntraNodeTransport(native.TorchBackend):
             # Whether gradients are recorded is each thread's own, and what is summed may be an activation.
             with torch.no_grad():
                 read = exchange.accept(peer, self._processes[peer], addresses)
-        except Exception as error:  # its process has ended since its offer, say; another thread may be here, so whoever
-            exchange.failure = (peer, error)  # waits for the exchange is told
+        except Exception as error:  # such as that of a process that has ended since its offer
+            exchange.failure = (peer, error)  # `wait()` raises it, because this may be another thread
             return
         receipt = _HEADER.pack(_RECEIPT, exchange.tag)
         for reader in read:
@@ -602,7 +602,7 @@ class IntraNodeTransport(native.TorchBackend):
                 if any(self._unsent.values()):
                     self._listen(deadline)
             self._disconnect()
-            self._under_way, self._early = {}, {}
+            self._under_way, self._early, self._scratch = {}, {}, _Scratch()
         self._busy.set()  # so that the thread sees it
         self._thread.join()
         _open.discard(self)
@@ -733,7 +733,7 @@ def _readable(card: dict[str, Any]) -> bool:
 def _call_all(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket) -> dict[int, socket.socket] | None:
     """Return a socket to each other rank, or None: it connects to those below and is called by those above.
 
-    Anybody on the machine may call. The kernel tells who it is; strangers are sent away before they can say anything.
+    Any process of the machine may call. The kernel identifies it; connections of other jobs are closed unread.
     """
     found: dict[int, socket.socket] = {}
     ranks = {card["process"]: peer for peer, card in enumerate(cards)}
@@ -744,10 +744,10 @@ def _call_all(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socke
             found[peer] = connection
             _call(connection, cards[peer]["socket"].encode("latin-1"), deadline)
             if _caller(connection) != cards[peer]["process"]:
-                raise PermissionError(f"rank {peer} does not listen where it said")
+                raise PermissionError(f"rank {peer} listens under another process number")
         while len(found) < len(cards) - 1:
             if deadline.over():
-                raise TimeoutError("only strangers have called")
+                raise TimeoutError("no rank has called")
             listener.settimeout((deadline.left() or _CONNECTING).total_seconds())
             connection, _ = listener.accept()
             caller = ranks.get(_caller(connection), -1)
@@ -763,7 +763,7 @@ def _call_all(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socke
 
 
 def _call(connection: socket.socket, name: bytes, deadline: Deadline) -> None:
-    """Connect to a listener; one that has many callers, who may be strangers, has room again when it has seen them."""
+    """Connect to a listener, again if its backlog is full."""
     while True:
         connection.settimeout((deadline.left() or _CONNECTING).total_seconds())
         try:
@@ -785,7 +785,7 @@ def _caller(connection: socket.socket) -> int:
 
 
 def _settle_all() -> None:
-    # After an exception that nobody has caught the peers must see this process gone, and it does not linger.
+    # After an uncaught exception the process ends soon, because its peers must see it gone.
     failed = getattr(sys, "last_value", None) is not None
     for transport in list(_open):
         if not failed:

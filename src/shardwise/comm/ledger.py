@@ -1,4 +1,4 @@
-"""The ledger: one record for every collective of an engine, in the order in which they were launched.
+"""The ledger (flight recorder): one record for every collective of an engine, in the order in which they were launched.
 
 Ranks of a sharded job stay alive only while they launch the same collectives in the same order. The ledger is
 where that order is written down: sequence number, operation, group, bytes, the unit or parameter concerned and
@@ -121,7 +121,7 @@ class Record:
 
 
 class Watcher(Protocol):
-    """Is told of each collective on the thread, and where there are streams on the stream, that it belongs to."""
+    """Observes collectives, on the thread and the CUDA stream that each belongs to."""
 
     def opened(self, record: Record) -> None:
         """A collective is about to be launched."""
@@ -231,7 +231,7 @@ class Ledger:
             self.listener(record)
 
     def listen(self, listener: Callable[[Record], None]) -> None:
-        """Have a function told of each collective that has been waited for, beside those that already are."""
+        """Call a function with each collective that has been waited for, after the functions added before."""
         before = self.listener
         if before is None:
             self.listener = listener

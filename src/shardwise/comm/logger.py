@@ -11,8 +11,7 @@ size / t (2 * size / t for all-reduce) and bus bandwidth corrects for what a rin
 
 Memory is bounded: of each operation and size the newest times are kept; counts and totals are of all.
 
-In a step an engine's collectives are only put aside. They are added up when somebody reads, or many have come; the
-file's thread makes its lines from them by itself.
+In a step an engine's collectives are only queued. They are added up when the log is read, or when many have come.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _WHOLE = ("all_gather", "reduce_scatter")
 _KEPT_RECORDS = 4096
 """Collectives of engines whose times are kept one by one."""
 _AT_ONCE = 256
-"""Collectives that are added up together, in a few milliseconds at most, if nobody reads before."""
+"""Collectives that are added up together, in a few milliseconds at most, unless the log is read before."""
 _WAITING = 4096
 """Collectives of engines that wait to be added up; of what is older, and not known to have ended, no times are known.
 """
@@ -387,7 +386,7 @@ class CommsLogger:
                 self._add(waiting.popleft(), wait=wait)
 
     def source(self, comm: Communicator) -> EngineLog:
-        """Return what is to be told of each collective of an engine when it has ended.
+        """Return a listener for the ledger of an engine.
 
         Args:
             comm: the engine's. Ranks make their engines in the same order.
@@ -521,7 +520,7 @@ class CommsLogger:
 class EngineLog:
     """Listens to an engine's ledger, and writes into the communication log.
 
-    Times of a device are those of its events, read when it has got there: nobody waits for them in a step.
+    Times of a device are those of its events. They are read when the device has reached them, without a wait in a step.
 
     Args:
         log: see there.

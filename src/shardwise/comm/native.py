@@ -73,6 +73,8 @@ class Works:
             try:
                 work.wait()
             except RuntimeError as error:
+                if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+                    raise  # such as an earlier error of the device, which this is the first call to report
                 text = str(error).partition("\n")[0].partition(" This is typically")[0]
                 lost = PeerLostError(f"a collective of torch.distributed has failed: {text}")
                 lost.timed_out = "timed out" in text.lower()

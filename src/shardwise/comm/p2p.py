@@ -1,8 +1,8 @@
-"""Connections between the ranks of a group, outside of its process groups, that strangers cannot enter.
+"""Authenticated connections between the ranks of a group, outside of its process groups.
 
 A rank connects to another one when it first asks it for something; ranks that never do open no connection. Each rank
 listens on one port, of the loopback interface if all ranks are on one machine, and writes its address into the store.
-Both sides of a connection prove that they know a key, which rank 0 has made of random bytes and told the others in a
+Both sides of a connection prove that they know a key. Rank 0 makes it of random bytes and shares it in a
 collective. Each side sends a random number and gets it back under the key (HMAC-SHA256) together with both ranks and
 the direction: a proof fits one connection only.
 
@@ -38,7 +38,7 @@ from shardwise.errors import PeerLostError
 
 _NUMBER_BYTES = 32
 _HELLO = struct.Struct(f"<I{_NUMBER_BYTES}s{_NUMBER_BYTES}s")
-"""Rank, random number and proof of whoever connects."""
+"""Rank, random number and proof of a connecting rank."""
 _NAME_BYTES = 8
 _MOST_UNPROVEN = 64
 _UNPROVEN_S = 5.0
@@ -53,7 +53,7 @@ class P2PConnections:
     Args:
         comm: the group.
         selector: waits for what comes in. The data of each of its keys is a function to be called when something has.
-        found: takes the rank and the connection of whoever asks something here.
+        found: takes the rank and the connection of a rank that has connected here.
 
     Attributes:
         name: the same on all ranks, and of no other object.
@@ -118,7 +118,7 @@ class P2PConnections:
         self._door.expire()
 
     def close(self) -> None:
-        """Close all; the peers are told."""
+        """Close all connections."""
         self._door.close()
         while self._asking:
             self._asking.popitem()[1].close()
@@ -191,7 +191,7 @@ def _call(address: tuple[str, int], key: bytes, rank: int, peer: int, deadline: 
         except OSError:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(_RETRY_S)  # it was dropped, as strangers are crowding in, or was too slow
+            time.sleep(_RETRY_S)  # it was dropped among many unproven connections, or was too slow
 
 
 def _call_once(address: tuple[str, int], key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
@@ -213,7 +213,7 @@ def _call_once(address: tuple[str, int], key: bytes, rank: int, peer: int, deadl
 
 def _tune(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # nothing may be said for hours
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # nothing may be sent for hours
 
 
 class _Unproven:
@@ -222,7 +222,7 @@ class _Unproven:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.number = secrets.token_bytes(_NUMBER_BYTES)
-        self.said = b""
+        self.received = b""
         self.since = time.monotonic()
         connection.setblocking(False)
         connection.send(self.number)
@@ -256,11 +256,11 @@ class _Door:
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def patience(self) -> float | None:
-        """See `P2PConnections.patience`."""
+        """Return after how many seconds `expire` is due; None: when something has come in."""
         return STEP_S if self._unproven else None
 
     def expire(self) -> None:
-        """See `P2PConnections.expire`."""
+        """Drop connections that have not proven themselves in time."""
         for unproven in list(self._unproven.values()):
             if time.monotonic() - unproven.since > _UNPROVEN_S:
                 self._drop(unproven)
@@ -290,19 +290,19 @@ class _Door:
         if unproven.connection.fileno() not in self._unproven:
             return  # dropped while this call was due
         try:
-            said = unproven.connection.recv(_HELLO.size - len(unproven.said))
+            data = unproven.connection.recv(_HELLO.size - len(unproven.received))
         except BlockingIOError:
             return
         except OSError:
-            said = b""
-        unproven.said += said
-        if not said:
+            data = b""
+        unproven.received += data
+        if not data:
             self._drop(unproven)
-        elif len(unproven.said) == _HELLO.size:
+        elif len(unproven.received) == _HELLO.size:
             self._judge(unproven)
 
     def _judge(self, unproven: _Unproven) -> None:
-        peer, theirs, proof = _HELLO.unpack(unproven.said)
+        peer, theirs, proof = _HELLO.unpack(unproven.received)
         known = peer < self._world and peer != self._rank and peer not in self._known
         if not known or not hmac.compare_digest(
             proof, _proof(self._key, b"asks", peer, self._rank, unproven.number, theirs)

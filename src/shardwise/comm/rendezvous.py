@@ -1,6 +1,6 @@
 """Stores in which ranks meet outside of collectives, such as before they have a process group.
 
-torch's `TCPStore` has no password and, left alone, listens on every interface. Here a store whose address is
+torch's `TCPStore` has no password and, by default, listens on every interface. Here a store whose address is
 a loopback one listens on that address only: the listening socket is made first and handed over. That also
 turns a taken port into an error at once instead of a wait.
 
@@ -120,13 +120,13 @@ def _await_server(host: str, port: int, timeout: timedelta) -> None:
         waited = time.monotonic() - began
         if waited >= timeout.total_seconds():
             raise LaunchError(
-                f"nobody serves the meeting of the ranks at {host}:{port} ({reason}), after {waited:.0f} s. Rank 0 "
+                f"no process serves the rendezvous at {host}:{port} ({reason}), after {waited:.0f} s. Rank 0 "
                 "does (under torchrun, its agent): it has not been started, has ended, or has another MASTER_ADDR or "
                 "MASTER_PORT."
             )
         if waited >= notice:
             notice = 2 * waited
-            _log.warning("nobody serves the meeting of the ranks at %s:%d yet, after %.0f s", host, port, waited)
+            _log.warning("no process serves the rendezvous at %s:%d yet, after %.0f s", host, port, waited)
         time.sleep(0.1)
 
 

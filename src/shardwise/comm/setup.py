@@ -173,7 +173,7 @@ def _end_with_process() -> None:
         return
     if dist.get_world_size() > 1:
         publish_end()
-    # The interpreter keeps an exception here that nobody has caught.
+    # The interpreter keeps an uncaught exception here.
     if getattr(sys, "last_value", None) is not None and dist.get_world_size() > 1:
         # Its traceback is printed. Collectives that are in flight can only end if the peers see this process
         # gone.

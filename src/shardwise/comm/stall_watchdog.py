@@ -68,17 +68,17 @@ _IDLE_LOOKS, _IDLE_S = 6, 5.0
 _SUSPECTED = 0.25
 """Part of the limit after which a wait is suspected to be a stall."""
 _ANSWERED_S = 3.0
-"""Seconds that a process has to answer beside those until it reads the store."""
+"""Seconds that a process has to answer, in addition to those until it reads the store."""
 _LATER = 0.25
 """Part of the limit after which it is looked again whether ranks are where they were."""
-_MOURNED_S = 5.0
+_AFTER_FAILURE_S = 5.0
 """Seconds for which a rank may still wait after another has raised: where the host waits, it hears of it at once."""
 _QUIET = 0.5
 """Part of the limit for which the host has launched no collective before its device is queried."""
 _SILENT_S = 10.0
 """Seconds after which a store is taken to answer no more."""
 _SHOWN = 4
-"""Ranks of which it is said how they have launched the collective in which they part."""
+"""Ranks that are shown with how they have launched the collective in which they part."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class _Question:
         since: when it was asked, by the watch's clock.
         stage: "where", "pause", "confirm" or "parting".
         missing: ranks that have not answered.
-        answers: what the others have said.
+        answers: of the other ranks.
         places: answers to the first question.
         confirmed: answers to the second.
         candidates: by order, the collective in which ranks part, and a rank for each way of launching it.
@@ -120,7 +120,7 @@ class StallWatch:
         ranks: global ranks of the job; all have such a watch.
         rank: this process's own number among all.
         limit: seconds that a collective may wait.
-        secret: the same on all ranks, and known to nobody else.
+        secret: shared by all ranks, unknown to other programs.
         store: through which the ranks talk; None: the default group's.
         here: tells where this rank is.
         end: ends the process with an exit code, from any thread.
@@ -160,7 +160,7 @@ class StallWatch:
         self._requested: float | None = None  # since when the store has not answered
 
     def start(self) -> None:
-        """Begin to look; without a store there is nobody to ask, and nothing happens."""
+        """Start the threads; without a store nothing happens."""
         if self._shared is None or not self.join(_connected_anew(self._shared)):
             return
         for name, work in (("shardwise-stalls", self._watch), ("shardwise-store", self._watch_store)):
@@ -202,7 +202,7 @@ class StallWatch:
 
     @property
     def running(self) -> bool:
-        """Whether the thread has been started and has not been told to end."""
+        """Whether the thread has been started and not closed."""
         return bool(self._threads)
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class StallWatch:
         finally:
             self._requested = None
             if self in _watching:
-                follow_devices(False)  # because nobody else looks at what is followed
+                follow_devices(False)  # because only this thread reads followed collectives
 
     def _watch_store(self) -> None:
         """Say so if the store does not answer: a rank that serves it may be the one that is stopped."""
@@ -254,7 +254,7 @@ class StallWatch:
             raise RuntimeError("the store has gone")
         self._read_at = self._clock()
         self._answer(here)
-        if suspected or quiet_for() >= _MOURNED_S:
+        if suspected or quiet_for() >= _AFTER_FAILURE_S:
             self._end_after_failure()
         if self._question is not None:
             self._collect(self._question, here)
@@ -263,7 +263,7 @@ class StallWatch:
         self._requested = None
 
     def _place(self) -> Position:
-        return self._here(self._limit * _QUIET if self._failed is None else _MOURNED_S)
+        return self._here(self._limit * _QUIET if self._failed is None else _AFTER_FAILURE_S)
 
     # -- answering ---------------------------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class StallWatch:
         now = self._clock()
         self._failed = now if self._failed is None else self._failed
         here = self._place()
-        if now - self._failed >= _MOURNED_S and here.waits and here.seconds >= _MOURNED_S:
+        if now - self._failed >= _AFTER_FAILURE_S and here.waits and here.seconds >= _AFTER_FAILURE_S:
             self._give_up(PeerLostError, f"it {here}, and {text}", _LOST_CODE)
 
     # -- asking ------------------------------------------------------------------------------------------------------
@@ -473,7 +473,7 @@ class StallWatch:
 
 
 def _first_parting(candidates: Mapping[str, tuple[int, list[int]]], answers: Mapping[int, Any]) -> list[str]:
-    """Say where ranks have first launched different collectives, as far as they have told."""
+    """Return lines about the first collective that ranks have launched differently, as far as they have answered."""
     partings: list[dict[int, Launch]] = []
     for kind, (_, ranks) in candidates.items():
         found = {rank: answers.get(rank, {}).get("launches", {}).get(kind) for rank in ranks}
@@ -501,7 +501,7 @@ def watch(
         ranks: of the job.
         rank: of this process.
         limit: seconds.
-        secret: the same on all ranks, and known to nobody else.
+        secret: shared by all ranks, unknown to other programs.
         ledger: of the job's collectives.
         facts: see `shardwise.comm.rank_status.Here`.
     """

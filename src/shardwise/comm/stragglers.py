@@ -3,7 +3,7 @@
 Every rank has a record of each collective: when it came (launched it), and how long it was blocked in `wait()`. Nothing
 can be complete before the last rank has come. What a rank was blocked before that moment it has waited for that
 rank; what it was blocked afterwards is transfer. A rank that has launched early and waits nowhere has waited for
-nobody, however late others come, and a rank that comes late to what nobody is blocked in costs nothing.
+no rank, however late others come. A rank that comes late to a collective costs nothing if no rank is blocked in it.
 
 Ranks are matched by the number of the collective in its order, which is the same on all ranks.
 """

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from shardwise.comm.chain import Runner
+from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.compat import backward_pass, never_compiled
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import Registry
@@ -127,7 +127,7 @@ class Gatherer:
         units: Sequence[Unit],
         registry: Registry,
         channel: Channel | None,
-        gathers: Runner,
+        gathers: CollectiveQueue,
         presence: Presence,
         *,
         prefetch: bool = True,

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.comm.chain import Chain, Launch, Link
+from shardwise.comm.collective_queue import Launch, Work, WorkChain
 from shardwise.comm.compression import Compressor, Flat, Reduction, is_active
 from shardwise.comm.domain import Domain
 from shardwise.compat import never_compiled, number_of_pass
@@ -128,8 +128,8 @@ class Reducer:
         self._blocks_host = self.compressor is not None or any(unit.codes is not None for unit in units)
         self._next = 0
         self._in_flight: deque[_Flight] = deque()
-        self._onward: tuple[UnitGradients, Chain, Sequence[FlatParamStorage]] | None = None
-        self._replicating: list[Link] = []
+        self._onward: tuple[UnitGradients, WorkChain, Sequence[FlatParamStorage]] | None = None
+        self._replicating: list[Work] = []
         self._returned: UnitGradients | None = None  # what has just been given back, and may still be being stored
         self._stretches = Stretches("backward")
         self._hooks: list[Any] = []
@@ -636,7 +636,7 @@ class Reducer:
             name = gradients.unit.name
             category = Category.OTHER if own_only else Category.BUFFERS
             with self.gatherer.parked(), self.accountant.owning(category), named("wait for reduction", name):
-                if isinstance(handle, Chain):
+                if isinstance(handle, WorkChain):
                     handle.wait_first()
                 elif blocking:
                     self.domain.reductions.synchronize(handle, f"the reduction of unit {name!r}")
@@ -645,7 +645,7 @@ class Reducer:
             gradients.free()
             del flight
             self._finish_onward()
-            if isinstance(handle, Chain):
+            if isinstance(handle, WorkChain):
                 self._onward = (gradients, handle, own_only)
             else:
                 self._replicate(gradients, own_only)
@@ -665,7 +665,7 @@ class Reducer:
         if not gradients.accumulated:
             return  # it is reduced over more ranks at the accumulation boundary
         domain, depth = gradients.domain, gradients.domain.depth
-        links: list[Link] = []
+        links: list[Work] = []
         for level in sorted({section.levels.optimizer for section in own_only} - {depth}):
             moves = [(s.whole_gradient, s.own_gradient, depth) for s in own_only if s.levels.optimizer == level]
             launches = domain.gathering(moves, level, gradients.unit.name, kind="replicate")
@@ -784,7 +784,7 @@ class _Flight(NamedTuple):
     """A reduction under way."""
 
     gradients: UnitGradients
-    handle: Link
+    handle: Work
     own_only: Sequence[FlatParamStorage]
     """Sections of which only this rank's own range is reduced then."""
     sent: Sequence[Any] = ()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from shardwise.comm.chain import Launch
+from shardwise.comm.collective_queue import Launch
 from shardwise.comm.communicator import Handle
 from shardwise.comm.compression import BlockCode
 from shardwise.memory import Accountant, Category

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from shardwise.comm.chain import Launch, Link
+from shardwise.comm.collective_queue import Launch, Work
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
 from shardwise.compat import is_shared, never_compiled, storage_users, without_overrides
@@ -77,7 +77,7 @@ class GatherSource(Protocol):
     fills: bool
 
     def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
-        """Return what is to be launched in turn (see `shardwise.comm.chain.Runner.start`)."""
+        """Return what is to be launched in turn (see `shardwise.comm.collective_queue.CollectiveQueue.start`)."""
 
     def finish(self) -> None:
         """Complete the whole buffers when the gather has ended."""
@@ -476,7 +476,7 @@ class ShardSource(GatherSource):
         if not launches:
             return [lambda: _Coming(sections)]
 
-        def begin() -> Link:
+        def begin() -> Work:
             for section in sections:
                 section.bring_shard()
             return launches[0]()
@@ -564,9 +564,9 @@ class Unit:
         self._second_follows = False
         self._source: GatherSource = self.exact
         self._versions: list[int] = []
-        self._handle: Link | None = None
-        self._arrived: Link | None = None
-        self._refreshing: Link | None = None
+        self._handle: Work | None = None
+        self._arrived: Work | None = None
+        self._refreshing: Work | None = None
 
     @cached_property
     def _classes(self) -> released.Classes:
@@ -677,7 +677,7 @@ class Unit:
             return self.second
         return self.exact if self.codes is None or purpose is UnshardReason.PLAIN else self.codes
 
-    def _launch(self, purpose: UnshardReason, *, aside: bool = False) -> Link:
+    def _launch(self, purpose: UnshardReason, *, aside: bool = False) -> Work:
         """Launch the gather that a purpose asks for; `aside`: into memory that is given back when it has ended."""
         self.finish_spread()
         self.rounded = self.codes is not None and purpose is not UnshardReason.PLAIN
@@ -695,10 +695,10 @@ class Unit:
                 section.full = values
         return link
 
-    def gather_whole(self, kind: str = "gather") -> Link:
+    def gather_whole(self, kind: str = "gather") -> Work:
         """Launch the exact gather of the whole values, which have memory, from the shards.
 
-        On a device it runs behind what `Runner.follow` has been told of, not behind the current stream.
+        On a device it runs behind what `CollectiveQueue.follow` has been told of, not behind the current stream.
         """
         self.finish_spread()
         return self.domain.gathers.start(self.exact.launches(self.name, kind))

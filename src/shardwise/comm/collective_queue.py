@@ -1,9 +1,9 @@
-"""Chains: collectives of which each needs the result of the one before, behind one `wait()`.
+"""Queues of collectives: chains, in which each collective needs the result of the one before, behind one `wait()`.
 
-A rank that has launched a chain must not hold the others up because it does not wait for it yet: what comes after the
-first collective is launched without the caller. Where waiting blocks the host, a small thread does it, one chain after
-the other in the order in which they were begun, which is the same on all ranks. Elsewhere all of it is queued at once
-on a stream of its own (`shardwise.device.streams`), which the caller's stream waits for when it needs the result.
+Later collectives of a chain are launched without the caller, because other ranks may already wait for them. Where
+waiting blocks the host, a thread launches them, chain by chain in the order in which they were begun, which is the same
+on all ranks. Elsewhere the whole chain is launched at once on a CUDA stream of the queue's own
+(`shardwise.device.streams`). The caller's stream waits for it when it needs the result.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from shardwise.device.streams import Mark, Stream, Streams
 from shardwise.errors import PeerLostError
 
 
-class Link(Protocol):
-    """A collective, or several, under way."""
+class Work(Protocol):
+    """Collectives that have been launched."""
 
     @property
     def scratch(self) -> Sequence[torch.Tensor]:
-        """Buffers that it has made for itself; `wait()` gives them back."""
+        """Buffers made for the collectives; `wait()` gives them back."""
 
     def wait(self) -> None:
         """Block until the result is there (on CUDA: make the current stream wait for it)."""
 
 
-Launch = Callable[[], Link]
+Launch = Callable[[], Work]
 _LEAVING_S, _EXITING_S, _FAILED_S = 1.0, 10.0, 0.5
 """How long a thread is waited for: when its engine is closed, when the process ends, and when it ends in an error."""
 
-_open: weakref.WeakSet[Runner] = weakref.WeakSet()
+_open: weakref.WeakSet[CollectiveQueue] = weakref.WeakSet()
 
 
-class Chain:
-    """Collectives under way, the first of which has been launched.
+class WorkChain:
+    """Collectives that run one after the other, the first of which has been launched.
 
     Attributes:
         scratch: buffers that the collectives launched so far have made for themselves.
     """
 
-    def __init__(self, first: Link, rest: Sequence[Launch]) -> None:
+    def __init__(self, first: Work, rest: Sequence[Launch]) -> None:
         self._handle = first
         self._rest = list(rest)
         self._line = user_line()
@@ -62,11 +62,11 @@ class Chain:
 
     @property
     def scratch(self) -> Sequence[torch.Tensor]:
-        """See above; `wait()` gives them back."""
+        """Buffers of the collective that runs now; `wait()` gives them back."""
         return self._handle.scratch
 
     def run(self) -> None:
-        """Go through the collectives; an error is kept for whoever waits."""
+        """Run the collectives; `wait()` raises an error."""
         try:
             with on_behalf_of(self._line):
                 self._handle.wait()
@@ -84,11 +84,11 @@ class Chain:
             self._ended.set()
 
     def wait_first(self) -> None:
-        """Block until the first collective has ended, so that what it has sent may change.
+        """Block until the first collective has ended, so that its input may be written.
 
         Raises:
-            PeerLostError: see `shardwise.comm.communicator.Handle.wait`.
-            DesyncError: see there.
+            PeerLostError: a rank has gone or does not answer.
+            DesyncError: the ranks wait for each other in different collectives.
         """
         self._wait(self._begun)
 
@@ -97,7 +97,7 @@ class Chain:
         self._wait(self._ended)
 
     def _note(self) -> None:
-        """The thread has waited, which has blocked nobody who trains so far."""
+        """Keep the record of a collective, which has not blocked the training thread so far."""
         record = getattr(self._handle, "record", None)
         if record is not None:
             record.waited = 0.0
@@ -113,12 +113,12 @@ class Chain:
             raise self._error
 
 
-class Queued:
-    """Collectives that have been launched behind one another on a stream of their own.
+class QueuedWork:
+    """Collectives that have been launched one after the other on the queue's CUDA stream.
 
     Attributes:
-        scratch: nothing: their buffers belong to that stream, and need not be held.
-        mark: the end of the last one.
+        scratch: empty, because the buffers belong to that stream.
+        mark: event behind the last collective.
     """
 
     scratch: Sequence[torch.Tensor] = ()
@@ -127,43 +127,39 @@ class Queued:
         self.mark = mark
 
     def wait(self) -> None:
-        """Let the current stream go on behind the last collective."""
+        """Make the current stream wait for the last collective."""
         self.mark.wait()
 
 
-class _Imagined(Chain):
-    """A chain of which nothing is exchanged: it holds all that one may hold at each moment that a thread goes through.
-
-    What comes after the first collective is launched as soon as that has ended, and ends when it is waited for.
-    """
+class _Imagined(WorkChain):
+    """A chain of a dry run: holds the buffers that a thread would hold, and exchanges nothing."""
 
     def wait_first(self) -> None:
-        """End the first collective, and launch the others."""
+        """Wait for the first collective, and launch the others."""
         self._handle.wait()
         while self._rest:
             self._handle.wait()
             self._handle = self._rest.pop(0)()
 
     def wait(self) -> None:
-        """End all."""
+        """Wait for all collectives."""
         self.wait_first()
         self._handle.wait()
 
 
-class Runner:
-    """Takes chains on, one after the other.
+class CollectiveQueue:
+    """Runs chains of collectives, one after the other.
 
-    On a device with streams all collectives of a chain are queued at once, on a stream of the runner's own. It waits
-    for the current stream only where `follow` says so: collectives run ahead of what is computed. Where waiting blocks
-    the host, everything is launched on the current stream: nothing else would make that wait for what is launched here.
-    So are the reductions of a single rank, which has no peers.
+    On a device with streams all collectives of a chain are launched at once, on a CUDA stream of the queue's own. The
+    stream waits for the current stream only at `follow`: collectives run ahead of computation. Where waiting blocks the
+    host, collectives are launched on the current stream. So are the reductions of a single rank, which has no peers.
 
     Args:
         streams: of the device on which the collectives' tensors lie.
         waits_on_host: whether waiting for a collective blocks the host.
         name: of the stream, or of the thread.
         limit: how long the host waits for the end of a chain.
-        imagined: there is nobody to exchange anything with.
+        imagined: a dry run, in which no other rank exists.
     """
 
     def __init__(
@@ -172,7 +168,7 @@ class Runner:
         self._name = name
         self._imagined = imagined
         self._limit = limit
-        self._queue: queue.SimpleQueue[Chain | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[WorkChain | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._on_host = waits_on_host
         self._streams = streams
@@ -184,38 +180,38 @@ class Runner:
         return self._streams.current() if self._own_stream is None else self._own_stream
 
     def follow(self) -> None:
-        """Let what is launched from now on run behind what the current stream has been given so far."""
+        """Make the queue's stream wait for all work of the current stream so far."""
         if self._own_stream is not None and self._streams.beside:
             self._own_stream.wait(self._streams.mark())
 
     def leave(self) -> None:
-        """Note that no stream has waited for something that was launched here, and that no stream needs."""
+        """Note that no stream has waited for a collective, because no stream needs its result."""
         self._unawaited = True
 
     def catch_up(self) -> None:
-        """Have the current stream wait for all that was launched here, if `leave` has been called: it may be written.
+        """Make the current stream wait for the queue's stream if `leave` has been called.
 
-        What was launched may still read memory that the current stream is about to write.
+        Because a collective may still read memory that the current stream is about to write.
         """
         if self._unawaited:
             self._unawaited = False
             self.mark().wait()
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Allocate and launch for the runner's stream inside of the block."""
+        """Allocate and launch on the queue's stream inside of the block."""
         return self._stream.use()
 
     def mark(self) -> Mark:
-        """Return the place to which the runner's stream has got."""
+        """Return an event behind all work of the queue's stream."""
         with self._stream.use():
             return self._streams.mark()
 
-    def start(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Link:
-        """Launch the first of some collectives, and see to it that the others follow.
+    def start(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Work:
+        """Launch the first collective of a chain, and queue the others.
 
         Args:
-            launches: see `Chain`.
-            made: is told of buffers that the first one has made for itself.
+            launches: functions that launch the collectives.
+            made: gets each buffer that the first collective has made for itself.
         """
         if not self._on_host:
             return self._queue_up(launches, made)
@@ -225,7 +221,7 @@ class Runner:
             return first
         if self._imagined:
             return _Imagined(first, launches[1:])
-        chain = Chain(first, launches[1:])
+        chain = WorkChain(first, launches[1:])
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=f"shardwise-{self._name}", daemon=True)
             self._thread.start()
@@ -235,26 +231,26 @@ class Runner:
         self._queue.put(chain)
         return chain
 
-    def _queue_up(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None) -> Queued:
+    def _queue_up(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None) -> QueuedWork:
         with self._stream.use(), native.in_order():
             for launch in launches:
                 handle = launch()
                 _tell(handle, made)
                 handle.wait()
-            return Queued(self._streams.mark())
+            return QueuedWork(self._streams.mark())
 
-    def synchronize(self, link: Link, what: str) -> None:
-        """Block the host until a chain has ended: what it has sent may be given back, whatever stream it belongs to.
+    def synchronize(self, link: Work, what: str) -> None:
+        """Block the host until a chain has ended, so that its input may be freed on any stream.
 
         Args:
             link: what `start` returned.
             what: the chain, for errors.
 
         Raises:
-            PeerLostError: it has not ended within the limit, or see `shardwise.comm.communicator.Handle.wait`.
-            DesyncError: see there.
+            PeerLostError: the chain has not ended within the limit, or a rank has gone.
+            DesyncError: the ranks wait for each other in different collectives.
         """
-        if not isinstance(link, Queued):
+        if not isinstance(link, QueuedWork):
             link.wait()
         elif not self._streams.block(link.mark, self._limit):
             lost = PeerLostError(
@@ -265,7 +261,7 @@ class Runner:
             raise lost
 
     def close(self, limit: float = _LEAVING_S) -> None:
-        """End the thread behind the chains that it has, if none waits for a rank that will not come within `limit`."""
+        """End the thread after the chains in the queue; wait `limit` seconds for that."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(limit)
@@ -276,15 +272,15 @@ class Runner:
             chain.run()
 
 
-def _tell(link: Link, made: Callable[[torch.Tensor], None] | None) -> None:
+def _tell(link: Work, made: Callable[[torch.Tensor], None] | None) -> None:
     if made is not None:
         for buffer in link.scratch:
             made(buffer)
 
 
 def _close_all() -> None:
-    # A thread that is still inside of torch when the interpreter goes, or whose groups go, would take the process down.
-    # After an exception that nobody has caught the peers must see this process gone, and it does not linger.
+    # A thread that is inside of torch while the interpreter or its groups end would abort the process.
+    # After an uncaught exception the process ends soon, because its peers must see it gone.
     limit = _EXITING_S if getattr(sys, "last_value", None) is None else _FAILED_S
     for runner in list(_open):
         runner.close(limit)

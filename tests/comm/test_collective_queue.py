@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from shardwise.comm.chain import Chain, Runner
+from shardwise.comm.collective_queue import CollectiveQueue, WorkChain
 from shardwise.comm.ledger import Record, user_line
 from shardwise.device.streams import streams_of
 from shardwise.errors import PeerLostError
@@ -18,7 +18,7 @@ from shardwise.errors import PeerLostError
 CPU = torch.device("cpu")
 
 
-class Link:
+class Work:
     """A collective that ends when it is told to."""
 
     scratch: Sequence[torch.Tensor] = ()
@@ -34,19 +34,19 @@ class Link:
 
 
 @pytest.fixture
-def runner() -> Runner:
-    return Runner(streams_of(CPU), waits_on_host=True, name="test", limit=timedelta(seconds=10))
+def runner() -> CollectiveQueue:
+    return CollectiveQueue(streams_of(CPU), waits_on_host=True, name="test", limit=timedelta(seconds=10))
 
 
-def launching(seen: list[str], name: str, link: Link) -> Callable[[], Link]:
-    def launch() -> Link:
+def launching(seen: list[str], name: str, link: Work) -> Callable[[], Work]:
+    def launch() -> Work:
         seen.append(name)
         return link
 
     return launch
 
 
-class Recorded(Link):
+class Recorded(Work):
     """A collective that ends when it is told to, with a record that says so as a ledger does."""
 
     def __init__(self, done: threading.Event) -> None:
@@ -59,10 +59,10 @@ class Recorded(Link):
         self.record.waited = self.record.finished - self.record.launched
 
 
-def test_records_have_the_time_that_the_caller_was_blocked(runner: Runner) -> None:
+def test_records_have_the_time_that_the_caller_was_blocked(runner: CollectiveQueue) -> None:
     done, links = [threading.Event(), threading.Event()], []
 
-    def launch() -> Link:
+    def launch() -> Work:
         links.append(Recorded(done[len(links)]))
         return links[-1]
 
@@ -86,11 +86,11 @@ def test_records_have_the_time_that_the_caller_was_blocked(runner: Runner) -> No
     runner.close()
 
 
-def test_what_follows_is_launched_without_the_caller(runner: Runner) -> None:
+def test_what_follows_is_launched_without_the_caller(runner: CollectiveQueue) -> None:
     seen: list[str] = []
     first, second = threading.Event(), threading.Event()
-    chain = runner.start([launching(seen, "a", Link(first)), launching(seen, "b", Link(second))])
-    assert isinstance(chain, Chain) and seen == ["a"]
+    chain = runner.start([launching(seen, "a", Work(first)), launching(seen, "b", Work(second))])
+    assert isinstance(chain, WorkChain) and seen == ["a"]
     first.set()
     chain.wait_first()
     deadline = time.monotonic() + 10
@@ -102,12 +102,12 @@ def test_what_follows_is_launched_without_the_caller(runner: Runner) -> None:
     runner.close()
 
 
-def test_chains_go_on_in_the_order_in_which_they_were_begun(runner: Runner) -> None:
+def test_collective_queues_go_on_in_the_order_in_which_they_were_begun(runner: CollectiveQueue) -> None:
     seen: list[str] = []
     first, later = threading.Event(), threading.Event()
     later.set()  # the second chain could go on before the first one
-    one = runner.start([launching(seen, "a1", Link(first)), launching(seen, "a2", Link())])
-    two = runner.start([launching(seen, "b1", Link(later)), launching(seen, "b2", Link())])
+    one = runner.start([launching(seen, "a1", Work(first)), launching(seen, "a2", Work())])
+    two = runner.start([launching(seen, "b1", Work(later)), launching(seen, "b2", Work())])
     time.sleep(0.05)
     assert seen == ["a1", "b1"]
     first.set()
@@ -117,42 +117,44 @@ def test_chains_go_on_in_the_order_in_which_they_were_begun(runner: Runner) -> N
     runner.close()
 
 
-def test_a_single_collective_needs_no_thread(runner: Runner) -> None:
-    link = Link()
+def test_a_single_collective_needs_no_thread(runner: CollectiveQueue) -> None:
+    link = Work()
     assert runner.start([lambda: link]) is link
     assert not any(thread.name == "test" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("where", [0, 1])
-def test_an_error_is_raised_by_every_wait_and_ends_the_chain(runner: Runner, where: int) -> None:
+def test_an_error_is_raised_by_every_wait_and_ends_the_chain(runner: CollectiveQueue, where: int) -> None:
     seen: list[str] = []
-    links = [Link(), Link(), Link()]
-    links[where] = Link(error=PeerLostError("rank 3 has gone"))
+    links = [Work(), Work(), Work()]
+    links[where] = Work(error=PeerLostError("rank 3 has gone"))
     chain = runner.start([launching(seen, str(number), link) for number, link in enumerate(links)])
     for _ in range(2):
         with pytest.raises(PeerLostError, match="rank 3"):
             chain.wait()
     assert len(seen) == where + 1
-    runner.start([launching(seen, "next", Link()), launching(seen, "last", Link())]).wait()
+    runner.start([launching(seen, "next", Work()), launching(seen, "last", Work())]).wait()
     assert seen[-1] == "last"  # the thread lives
     runner.close()
 
 
-def test_records_name_the_line_that_has_begun_the_chain(runner: Runner) -> None:
+def test_records_name_the_line_that_has_begun_the_chain(runner: CollectiveQueue) -> None:
     lines: list[str] = []
 
-    def launch() -> Link:
+    def launch() -> Work:
         lines.append(user_line())
-        return Link()
+        return Work()
 
     runner.start([launch, launch]).wait()
-    assert all("test_chain.py" in line for line in lines)  # in a thread there is nothing of the script on the stack
+    assert all(
+        "test_collective_queue.py" in line for line in lines
+    )  # in a thread there is nothing of the script on the stack
     runner.close()
 
 
-def test_closing_does_not_wait_for_ranks_that_do_not_come(runner: Runner) -> None:
+def test_closing_does_not_wait_for_ranks_that_do_not_come(runner: CollectiveQueue) -> None:
     never = threading.Event()
-    runner.start([lambda: Link(never), lambda: Link()])
+    runner.start([lambda: Work(never), lambda: Work()])
     begin = time.monotonic()
     runner.close()
     assert time.monotonic() - begin < 5
@@ -161,7 +163,7 @@ def test_closing_does_not_wait_for_ranks_that_do_not_come(runner: Runner) -> Non
 
 def test_without_a_host_that_waits_everything_is_launched_at_once() -> None:
     seen: list[str] = []
-    runner = Runner(streams_of(CPU), waits_on_host=False, name="test", limit=timedelta(seconds=10))
-    chain = runner.start([launching(seen, "a", Link()), launching(seen, "b", Link())])
+    runner = CollectiveQueue(streams_of(CPU), waits_on_host=False, name="test", limit=timedelta(seconds=10))
+    chain = runner.start([launching(seen, "a", Work()), launching(seen, "b", Work())])
     assert seen == ["a", "b"]
     chain.wait()
