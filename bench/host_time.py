@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 from _gpu import imagined_ranks, keep, reason
 from _jobs import parser, read
@@ -118,11 +117,10 @@ class Streams:
 
 @contextlib.contextmanager
 def as_device() -> Iterator[None]:
-    """Have the CPU take the branches of a device: streams, and an optimizer that does not care for a cache."""
+    """Have the CPU take the branches of a device: streams."""
     from shardwise.device import streams
-    from shardwise.optim import elementwise
 
-    with streams.standing_in("cpu", Streams()), mock.patch.object(elementwise, "in_chunks", lambda device: False):
+    with streams.standing_in("cpu", Streams()):
         yield
 
 

@@ -13,8 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise
 from shardwise import optim
+from shardwise.config.schema.optimizers import NATIVE_OPTIMIZERS
 from shardwise.errors import ConfigError
 from shardwise.optim import build, names
+from shardwise.optim.registry import OURS
 
 
 def parameter(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
@@ -242,3 +244,8 @@ def test_dry_run_makes_the_same_choice(options: dict[str, Any]) -> None:
         optimizer.step()
     assert optimizer.defaults.get("fused") is (True if options else None)
     assert optimizer.state[weight]["exp_avg"].device.type == "cuda"
+
+
+def test_every_class_of_ours_has_arguments_of_its_name() -> None:
+    assert OURS.keys() == NATIVE_OPTIMIZERS.keys()
+    assert all(NATIVE_OPTIMIZERS[name].called() == cls.__name__ for name, cls in OURS.items())

@@ -1,4 +1,4 @@
-"""Engines whose optimizers step as devices do: the same bits at every stage, no farther from fp64 than plain torch."""
+"""Engines with optimizers of this library: the same bits at every stage, no farther from fp64 than plain torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 
-from shardwise.optim import elementwise
 from tests.harness import run_ranks
 from tests.models import CASES
 from tests.zero.training import Outcome, Setting, assert_identical, assert_no_worse, plain, ranks_agree, train_all
@@ -25,10 +24,7 @@ def trained(name: str, kind: str, settings: list[Setting]) -> list[Outcome]:
     def ours(_: str, parameters: Any, lr: float) -> Any:
         return getattr(optim, kind)(list(parameters), lr=lr, **OPTIONS[kind])
 
-    with (
-        mock.patch.object(elementwise, "in_chunks", lambda device: False),
-        mock.patch("tests.zero.training.make_optimizer", ours),
-    ):
+    with mock.patch("tests.zero.training.make_optimizer", ours):
         return train_all(name, settings)
 
 

@@ -87,7 +87,7 @@ def build(
         return _elementwise(name, found, params, given, device, parameter_dtype)
     if isinstance(found, schema.MuonArguments):
         return _muon(_muon_groups(params, named), given, device)
-    return _construct(_OURS.get(name.lower()) or torch_optimizers()[canonical_optimizer(name)], params, given, device)
+    return _construct(OURS.get(name.lower()) or torch_optimizers()[canonical_optimizer(name)], params, given, device)
 
 
 def names() -> list[str]:
@@ -97,9 +97,10 @@ def names() -> list[str]:
     return sorted([*classes, *(name for name in NATIVE_OPTIMIZERS if name not in served)], key=str.lower)
 
 
-_OURS: dict[str, type[torch.optim.Optimizer]] = {
-    cls.__name__.lower(): cls for cls in (Adagrad, Lion, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam)
+OURS: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__.lower(): cls for cls in (Adam, AdamW, Adagrad, Lion, Lamb, Muon, OnebitAdam, OnebitLamb, ZeroOneAdam)
 }
+"""This library's classes by name; `shardwise.config.schema.optimizers.NATIVE_OPTIMIZERS` has their arguments."""
 
 
 def _elementwise(
@@ -113,10 +114,9 @@ def _elementwise(
     """Build Adam, Adagrad or Lion: ours, or torch's if an option asks for that. Weight decay is 0 by default."""
     if "set_grad_none" in given:
         _log.info("optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them")
-    if isinstance(found, schema.AdamArguments):
-        cls: type[torch.optim.Optimizer] = AdamW if found.adam_w_mode else Adam
-    else:
-        cls = _OURS[name.lower()]
+    cls = OURS[name.lower()]
+    if isinstance(found, schema.AdamArguments) and found.adam_w_mode:
+        cls = AdamW
     plain = found.asks_torch() is None
     if not plain:
         cls = getattr(torch.optim, cls.__name__)
