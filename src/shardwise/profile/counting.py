@@ -117,7 +117,7 @@ class FlopCount:
             self._record(flops)
             return flops
 
-        count._get_raw = True  # takes tensors, not shapes
+        count._get_raw = True  # type: ignore[attr-defined]  # gets tensors, not shapes
         return count
 
     def _record(self, flops: int) -> None:
