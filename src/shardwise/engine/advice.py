@@ -1,4 +1,4 @@
-"""Warnings and hints about scripts that run without an error and do not train as their author expects."""
+"""Warnings about scripts that run without an error but do not train as their author expects."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from shardwise.config import Config
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"})
-"""Classes of torch that reduce gradients, or move parameters, themselves."""
+"""Classes of torch that reduce gradients or move parameters themselves."""
 
 _DTYPES = re.compile(r"dtype|scalar type|BFloat16|Half\b")
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise if something else already distributes the model, or a part of it.
+    """Check that neither the model nor a submodule is wrapped for distributed training.
 
     Raises:
-        UsageError: see above.
+            UsageError: a module is wrapped.
     """
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
@@ -40,7 +40,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def warn_of_arguments(settings: Config, optimizer: Any, lr_scheduler: Any, model: nn.Module, *, trains: bool) -> None:
-    """Warn of sections that arguments of `initialize` override, and of an optimizer that has nothing to train."""
+    """Warn of sections that arguments of `initialize` override, and of an optimizer without trainable parameters."""
     for name, argument, section in (
         ("optimizer", optimizer, settings.optimizer),
         ("lr_scheduler", lr_scheduler, settings.scheduler),
@@ -64,7 +64,7 @@ def warn_of_arguments(settings: Config, optimizer: Any, lr_scheduler: Any, model
 
 
 def warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
-    """Warn of batch normalization whose statistics each of several data-parallel ranks keeps for itself."""
+    """Warn of batch normalization with separate running statistics on each data-parallel rank."""
     found = [
         (name, type(module).__name__)
         for name, module in model.named_modules()
@@ -84,7 +84,7 @@ def warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
 
 
 def warn_of_memory_format(model: nn.Module) -> None:
-    """Warn of parameters in another memory format than row-major, which flat parameters do not keep."""
+    """Warn of parameters in another memory format than row-major, which flat parameters lose."""
     found = [name for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -96,7 +96,7 @@ def warn_of_memory_format(model: nn.Module) -> None:
 
 
 def warn_of_clipping(parameters: list[torch.Tensor]) -> None:
-    """Warn of `clip_grad_norm_` on parameters of an engine, whose gradients are not in `.grad`."""
+    """Warn of `clip_grad_norm_` on an engine's parameters, whose gradients are not in `.grad`."""
     own = [parameter for parameter in parameters if released.owner_of(parameter) is not None]
     if own and all(parameter.grad is None for parameter in own):
         warn_once(
@@ -107,12 +107,12 @@ def warn_of_clipping(parameters: list[torch.Tensor]) -> None:
 
 
 def explain_dtype(error: Exception, inputs: Any, dtype: torch.dtype | None) -> str | None:
-    """Return a hint where a forward pass has failed on inputs of another floating dtype than the parameters'.
+    """Return a hint if a forward pass failed on inputs of another floating dtype than the parameters.
 
     Args:
-        error: what it has raised.
-        inputs: tensors that it was given.
-        dtype: of the parameters; None: they keep their own.
+            error: error of the forward pass.
+            inputs: its input tensors.
+            dtype: of the parameters; None: their own.
     """
     given = {tensor.dtype for tensor in inputs if tensor.is_floating_point()} - {dtype}
     if dtype not in (torch.bfloat16, torch.float16) or not given or not _DTYPES.search(str(error)):
