@@ -287,7 +287,7 @@ class MemoryReporting(StepObserver):
 
 
 def _signature(values: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return shapes, dtypes and plain values of the arguments; None for nested ones. Called before every forward pass."""
+    """Return a key of the arguments' shapes; None for nested ones. Called before every forward pass."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):
