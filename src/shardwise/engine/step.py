@@ -688,7 +688,7 @@ class TrainStep:
         return _Prepared(report, reducer.passes, multiplier)
 
     def _formed(self) -> tuple[torch.Tensor | None, OffloadError | None]:
-        """Return this rank's squared norms, or a finiteness probe, if needed; after a disk failure zeros and the error."""
+        """Return this rank's squared norms, or a finiteness probe, if needed; after a disk failure zeros and its error."""
         sums, reducer = self._sharded.sums, self._sharded.reducer
         assert sums is not None and reducer is not None
         try:
