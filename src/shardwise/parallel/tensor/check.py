@@ -1,12 +1,10 @@
-"""Whether divided blocks compute what they compute whole: compared by numbers in the first forward pass.
+"""Check of tensor parallelism: compares sharded blocks with unsharded copies in the first forward pass.
 
-Which layers of a block can be divided is guessed from names and sizes, or said by rules. What lies between them is code
-of the model's own: a norm over heads, a softmax over features, a weight that is used without calling its layer. So each
-kind of divided block is copied twice, with the same random weights, as it is divided and as it was before. Both copies
-get some tokens of the block's first inputs. Outputs, gradients of inputs and gradients of parameters have to be equal.
-
-Every rank computes the whole copy by itself. The divided copies first run without sending anything, so that an error
-of shapes comes up before ranks wait for each other, and is raised by all.
+Names, sizes or rules determine which layers are sharded. The code between them belongs to the model: a norm over heads,
+a softmax over features, a weight used without its layer. So each kind of sharded block is copied twice with the same
+random weights: sharded and unsharded. Both copies get some tokens of the block's first inputs. Outputs, gradients of
+inputs and gradients of parameters must agree. Every rank runs the unsharded copy. The sharded copies first run without
+communication, so that all ranks raise a shape error before any rank waits.
 """
 
 from __future__ import annotations
@@ -52,20 +50,16 @@ from shardwise.trees import tensors_in
 KEY = "tensor_parallel.check_division"
 _RULES = "tensor_parallel.partition_config.layer_specs"
 _ROWS, _TOKENS = 2, 8
-"""Of a block's inputs, as many are used as these."""
+"""Rows and tokens of a block's inputs that are used."""
 _NEAR, _NEAR_IN_HALF = 1e-4, 5e-2
-"""Relative to the norm of a tensor."""
+"""Tolerances relative to the norm of a tensor."""
 _FLOOR = 1e-4
-"""Of the largest gradient: smaller differences relative to that are rounding."""
+"""Differences below this fraction of the largest gradient count as rounding."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)
 
 
 def watch_division(model: nn.Module) -> None:
-    """Have each kind of divided block be compared with the whole one in the first forward pass.
-
-    Args:
-        model: its layers have been divided.
-    """
+    """Install hooks that check each kind of sharded block in its first forward pass; `model` has sharded layers."""
     kinds: dict[str, _Kind] = {}
     for path in blocks_of(model):
         block = model.get_submodule(path)
@@ -76,10 +70,10 @@ def watch_division(model: nn.Module) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Return the paths of the smallest parts of a model outside of which nothing is divided.
+    """Return the paths of the smallest modules that contain all sharded layers.
 
-    These are elements of lists of layers (blocks of a decoder), and what else has layers of which the one takes parts
-    that the other gives.
+    These are elements of lists of layers (decoder blocks), and modules with layers that consume each other's sharded
+    outputs.
     """
     layers = {path: module for path, module in model.named_modules() if isinstance(module, Parallel)}
     half = sum(whole.numel() for whole in model.parameters()) / 2
@@ -105,7 +99,7 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 def _closed(layer: Parallel) -> bool:
-    """Whether a layer gets and gives whole tensors."""
+    """Whether input and output of a layer are unsharded."""
     cut_ = layer.cut
     if cut_.kind in ("words", "latent", "norm"):
         return True
@@ -113,7 +107,7 @@ def _closed(layer: Parallel) -> bool:
 
 
 def _elements(model: nn.Module, path: str) -> Iterator[str]:
-    """Yield the elements of lists in which a module is, the outermost first."""
+    """Yield the list elements that contain a module, outermost first."""
     names = path.split(".")
     for n in range(1, len(names) + 1):
         outer, own = ".".join(names[: n - 1]), ".".join(names[:n])
@@ -125,14 +119,14 @@ def _elements(model: nn.Module, path: str) -> Iterator[str]:
 
 @dataclass
 class _Kind:
-    """Blocks of one kind: which modes of them have been compared, and their hooks."""
+    """Blocks of one kind: the compared modes (training or not), and the hooks."""
 
     compared: set[bool] = field(default_factory=set)
     handles: list[RemovableHandle] = field(default_factory=list)
     blocks: list[nn.Module] = field(default_factory=list)
 
     def sum_up(self, names: Sequence[str]) -> None:
-        """Have gradients of parameters, by their names in a block, be summed over the ranks."""
+        """Sum gradients of parameters, by their names in a block, over the tensor-parallel group."""
         for block in self.blocks:
             layer = next(module for module in block.modules() if isinstance(module, Parallel))
             for name, parameter in block.named_parameters():
@@ -141,7 +135,7 @@ class _Kind:
 
 
 class _Hook:
-    """Before a block's forward pass: compares it, once."""
+    """Forward pre-hook of a block that compares it once."""
 
     may_wait_for_ranks = True
 
@@ -162,12 +156,12 @@ class _Hook:
         sequences = current_sequences()
         if sequences is not None and sequences.comparing:
             return
-        # Because copies see a few tokens of this rank, their attention exchanges nothing with ranks of its sequence.
+        # Unsplit sequences, because copies see a few tokens of this rank only.
         own_tokens = contextlib.nullcontext() if sequences is None else whole_sequences(sequences)
         with _undisturbed(group.comm.device), own_tokens:
-            # In an empty context, because by context variables models collect outputs of the pass around.
+            # In an empty context, because models collect outputs through context variables.
             summands = contextvars.Context().run(_Comparison(block, self._path, group, args, kwargs).run)
-        gc.collect()  # Because modules of the copies refer to one another, their tensors would stay for some time.
+        gc.collect()  # Because modules of the copies form reference cycles.
         self._kind.compared.add(block.training)
         self._kind.sum_up(summands)
         if block.training:
@@ -176,7 +170,7 @@ class _Hook:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Stand for a hook of the original in a copied module."""
+    """No-op that replaces a hook in a copied module."""
 
 
 def _in_a_copy() -> Callable[..., None]:
@@ -185,7 +179,7 @@ def _in_a_copy() -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Leave random numbers, autograd and autocast of the pass around as they are."""
+    """Isolate random numbers, autograd and autocast from the surrounding pass."""
     devices = [device] if device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
@@ -198,7 +192,7 @@ def _undisturbed(device: torch.device) -> Iterator[None]:
 
 
 class _Steady(TorchDispatchMode):
-    """Gives numbers that are drawn the same value everywhere; `silent`: memory is zero, as nothing is received."""
+    """Replaces random numbers by constants; `silent`: uninitialised memory is zero, because nothing is received."""
 
     def __init__(self, silent: bool = False) -> None:
         super().__init__()
@@ -235,7 +229,7 @@ class _Steady(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _frozen(block: nn.Module) -> Iterator[None]:
-    """Give a block no gradients, because a wrapped forward pass of a copy may call modules of the block."""
+    """Disable gradients of a block, because a wrapped forward pass of a copy may call the block's modules."""
     trained = [parameter for parameter in block.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:
@@ -247,7 +241,7 @@ def _frozen(block: nn.Module) -> Iterator[None]:
 
 
 class _CopyGroup(TensorGroup):
-    """The ranks of a divided copy. `silent`: nothing is sent."""
+    """Tensor-parallel group of a sharded copy. `silent`: no communication."""
 
     silent = False
 
@@ -256,13 +250,13 @@ class _CopyGroup(TensorGroup):
 
 
 class _Run:
-    """A copy, and what it has computed of a sample.
+    """A copy and its results on a sample.
 
     Args:
-        module: the copy.
-        block: of which it is a copy.
-        given: arguments of its forward pass, by place and by name.
-        wanted: tensors among these that require a gradient.
+            module: the copy.
+            block: the original.
+            given: positional and keyword arguments of its forward pass.
+            wanted: arguments that require a gradient.
     """
 
     def __init__(self, module: nn.Module, block: nn.Module, given: tuple[Any, Any], wanted: list[torch.Tensor]) -> None:
@@ -273,7 +267,7 @@ class _Run:
         self._given = given
 
     def forward(self, silent: bool = False, watching: bool = False) -> None:
-        """Compute outputs; `watching`: note those of each module inside."""
+        """Compute outputs; `watching`: record those of each submodule."""
         handles = []
         if watching:
             for path, inner in self.module.named_modules():
@@ -285,11 +279,10 @@ class _Run:
             handle.remove()
         for layer in self.module.modules():
             if isinstance(layer, Parallel):
-                layer.group.end_pass()  # it refers to an input's copy, whose graph refers to the group
+                layer.group.end_pass()  # breaks a reference cycle through the graph
         self.outputs = [tensor for tensor in tensors_in(made) if tensor.is_floating_point()]
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return a parameter of the copy by its name."""
         return dict(self.module.named_parameters())[name]
 
     def _noting(self, path: str) -> Callable[..., None]:
@@ -301,7 +294,7 @@ class _Run:
         return note
 
     def backward(self, seeds: dict[int, torch.Tensor], silent: bool = False) -> None:
-        """Compute gradients of inputs and parameters, from those of outputs by their index."""
+        """Compute gradients of inputs and parameters, from `seeds` of outputs by index."""
         named = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         roots = {index: self.outputs[index] for index in seeds if self.outputs[index].requires_grad}
         if roots:
@@ -313,28 +306,28 @@ class _Run:
 
 
 class _Sizes(NamedTuple):
-    """How much of a block's inputs a sample has; None: all."""
+    """Rows and tokens of a sample; None: all."""
 
     rows: int | None = _ROWS
     tokens: int | None = _TOKENS
 
 
 class _Comparison:
-    """One block, divided and whole.
+    """Compares a sharded block with its unsharded copy.
 
     Args:
-        block: is divided.
-        path: its name in the model.
-        group: the ranks.
-        args: of its forward pass.
-        kwargs: likewise.
+            block: sharded block.
+            path: its name in the model.
+            group: the tensor-parallel group.
+            args: of its forward pass.
+            kwargs: of its forward pass.
     """
 
     def __init__(self, block: nn.Module, path: str, group: TensorGroup, args: Any, kwargs: Any) -> None:
         self._block, self._group, self._path = block, group, path
         self._comm = group.comm
         self._given = (args, kwargs)
-        # Not those in caches, which have what other blocks have put there.
+        # Without tensors in caches, which other blocks have filled.
         given = [one for one in tree_leaves(self._given) if isinstance(one, torch.Tensor)]
         self._tensors = list({id(tensor): tensor for tensor in given}.values())
         self._declared = declared(block)
@@ -345,15 +338,15 @@ class _Comparison:
         self._length: int | None = None
         self._rows: int | None = None
         self._heads: dict[int, tuple[int, list[int], torch.Tensor]] = {}
-        # Inputs that may be of this rank's heads, and have the same values on all ranks.
+        # Inputs with the shape of this rank's heads and equal values on all ranks.
         self._alike_heads: dict[int, tuple[int, list[int], torch.Tensor]] = {}
         self._device = self._comm.device if self._hidden is None else self._tensors[self._hidden].device
 
     def run(self) -> list[str]:
-        """Compare; return names of parameters of whose gradients each rank has a summand, which nothing has said.
+        """Compare; return names of unsharded parameters with partial gradients on each rank.
 
         Raises:
-            ConfigError: the divided block computes something else, or cannot be computed; on all ranks.
+                ConfigError: the sharded block computes other values, or fails; on all ranks.
         """
         self._compare_inputs()
         whole, dtype, sizes, problem = self._whole()
@@ -391,10 +384,10 @@ class _Comparison:
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def _compare_inputs(self) -> None:
-        """Find inputs of which each rank has its own heads; all others have to be the same on all ranks.
+        """Find inputs sharded by heads; all others must be equal on all ranks.
 
         Raises:
-            ConfigError: they are not.
+                ConfigError: they differ.
         """
         own = [[list(t.shape), *numbers_of(t).tolist(), _is_half(t)] for t in self._tensors]
         every = self._comm.exchange(own, "tensor_block_inputs")
@@ -436,7 +429,7 @@ class _Comparison:
             self._heads[index] = dim, sizes[dim], whole
 
     def _sample(self, dtype: torch.dtype, sizes: _Sizes, group: TensorGroup | None) -> tuple[Any, list[torch.Tensor]]:
-        """Return inputs of a copy, and those of them that require a gradient; `group`: of a divided one."""
+        """Return inputs of a copy, and those that require a gradient; `group`: of a sharded copy."""
         order = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         wanted: list[torch.Tensor] = []
         self._wanted: list[int] = []
@@ -459,12 +452,12 @@ class _Comparison:
             made.requires_grad_()
             wanted.append(made)
             self._wanted.append(index)
-            return made.clone()  # which a block may change in place
+            return made.clone()  # cloned, because a block may modify it in place
 
         return map_inputs(self._given, change), wanted
 
     def _random_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return random numbers instead of hidden states, which are zero at the first step of some models."""
+        """Return random hidden states, because those of some models are zero at the first step."""
         shape = list(hidden.shape)
         if self._token_dim is not None and self._length is not None:
             shape[self._token_dim] = self._length
@@ -509,9 +502,9 @@ class _Comparison:
         return values
 
     def _whole(self) -> tuple[_Run | None, torch.dtype, _Sizes, str]:
-        """Compute the whole copy forward, on as few tokens as it can be computed on; or return why it cannot.
+        """Run the unsharded copy's forward on as few tokens as possible; or return the reason of a failure.
 
-        Inputs that have the same values on all ranks are taken as they are first, then as those of all heads.
+        Inputs with equal values on all ranks are first used unchanged, then as sharded by heads.
         """
         run, dtype, sizes, problem = self._whole_forward()
         if run is None and self._alike_heads:
@@ -552,7 +545,6 @@ class _Comparison:
         return self._token_dim is not None and index == 0
 
     def _seeds(self, whole: _Run, compared: Sequence[int], *, divided: bool) -> dict[int, torch.Tensor]:
-        """Return random gradients of outputs."""
         found = {}
         for index in compared:
             output = whole.outputs[index]
@@ -561,7 +553,7 @@ class _Comparison:
             found[index] = self._own_tokens(seed).contiguous() if divided and self._divides_output(index) else seed
         return found
 
-    # -- what differs --------------------------------------------------------------------------------------------------
+    # -- differences ---------------------------------------------------------------------------------------------------
 
     def _wrong_outputs(self, whole: _Run, divided: _Run, compared: Sequence[int], near: float) -> str:
         for index in compared:
@@ -573,7 +565,7 @@ class _Comparison:
         return ""
 
     def _first_difference(self, dtype: torch.dtype, sizes: _Sizes, near: float) -> str:
-        """Return which module inside is the first to compute something else (all ranks call)."""
+        """Return the first submodule with different outputs (all ranks call)."""
         given, wanted = self._sample(dtype, sizes, None)
         copy = copied(self._block, self._values(dtype, divided=False), dtype, None)
         whole = _Run(copy, self._block, given, wanted)
@@ -591,10 +583,9 @@ class _Comparison:
         return ""
 
     def _wrong_gradients(self, whole: _Run, divided: _Run, near: float) -> str:
-        """Return which gradients differ (all ranks call).
+        """Return the gradients that differ (all ranks call).
 
-        If of one that all ranks have whole each rank has a summand, the gradients of such parameters are summed from
-        now on.
+        Partial gradients of unsharded parameters are summed over ranks from now on.
         """
         known = [grad for grad in whole.parameters.values() if grad is not None]
         floor = _FLOOR * near * max((float(grad.norm()) for grad in known), default=0.0)
@@ -635,7 +626,7 @@ class _Comparison:
         return f"{children.pop() if len(children) == 1 else ''}|{said}"
 
     def _own_input(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """Return what the divided copy has of an input."""
+        """Return the sharded copy's part of an input."""
         if index in self._heads:
             dim, sizes, _ = self._heads[index]
             return mappings.part(whole, self._group, sizes, dim)
@@ -647,7 +638,7 @@ class _Comparison:
         return f"{self._path}.{path}".strip(".")
 
     def _described(self, error: Exception, run: _Run | None) -> str:
-        """Return what an error is, and where in the block it comes from."""
+        """Return an error in words, with its position in the block."""
         places = {} if run is None else {id(module): path for path, module in run.module.named_modules()}
         where, line = "", ""
         for frame, number in traceback.walk_tb(error.__traceback__):
@@ -663,7 +654,7 @@ class _Comparison:
         """Raise if a rank has found a difference.
 
         Args:
-            every: of each rank what it has found: where in the block, `|`, and what; or nothing.
+                every: of each rank: path in the block, `|`, and the difference; or empty.
         """
         told = next((one for one in every if one), None)
         if told is None:
@@ -680,7 +671,7 @@ class _Comparison:
 
 
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-"""Where code of a model is not."""
+"""Directories without model code."""
 
 
 def _is_half(tensor: torch.Tensor) -> bool:
@@ -692,7 +683,7 @@ def _or_zero(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor
 
 
 def _off(found: torch.Tensor, expected: torch.Tensor, near: float, floor: float = 0.0) -> str:
-    """Return by how much a tensor differs from another, if it is more than rounding."""
+    """Return the relative difference of a tensor from the expected one, if beyond rounding."""
     size, off = float(expected.norm()), float((found - expected).norm())
     if off <= near * size + floor:
         return ""
