@@ -111,7 +111,6 @@ def explain_dtype(error: Exception, inputs: Any, dtype: torch.dtype | None) -> s
 
     Args:
             error: error of the forward pass.
-            inputs: its input tensors.
             dtype: of the parameters; None: their own.
     """
     given = {tensor.dtype for tensor in inputs if tensor.is_floating_point()} - {dtype}

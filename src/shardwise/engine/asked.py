@@ -254,7 +254,6 @@ def told_lines(job: Communicator, own: Sequence[int], where: str, what: str) -> 
     """Exchange each rank's group; return all groups by ranks in the job, ordered by first rank.
 
     Args:
-            job: all ranks, which call.
             own: global ranks of this rank's group.
             where: source of the request, for messages.
             what: purpose of the group, for messages.
@@ -279,7 +278,6 @@ def tensor_lines(
     """Return the tensor-parallel groups if the caller has made them, otherwise their size.
 
     Args:
-            job: all ranks, which call.
             size: of the groups.
             sequence: ranks of a sequence-parallel group.
             asked: the caller's request; None: only the configuration.

@@ -17,7 +17,6 @@ def of_part(
 
     Args:
             part: name of the engine's attribute that holds the part.
-            method: of the part's class.
     """
 
     @functools.wraps(method)
@@ -46,7 +45,7 @@ class Held(Generic[Value]):
 class OfOptimizer:
     """Attribute delegated to the optimizer, unless the module has one of this name.
 
-    It has no setter, because a script may set an attribute of its own.
+    It has no setter, because a script may set its own attribute.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:

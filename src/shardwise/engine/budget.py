@@ -153,7 +153,6 @@ def make(subject: PlanningTarget, job: Communicator) -> Budget:
 
     Args:
             subject: model, optimizer and configuration, before sharding.
-            job: all ranks.
 
     Raises:
             OutOfMemoryError: on all ranks, if any limit is too small.
@@ -293,14 +292,7 @@ class Watched:
 
 
 def claims_of(subject: PlanningTarget, plan: MemoryPlan, rank: int, node: str) -> list[Claim]:
-    """Return this rank's need of every limited resource.
-
-    Args:
-            subject: model, optimizer and configuration.
-            plan: its memory plan.
-            rank: this process's.
-            node: name of this machine.
-    """
+    """Return this rank's need of every limited resource."""
     config, device = subject.resolution.config, subject.device
     limits = config.memory_limits
     cpu = device.type == "cpu"
@@ -368,7 +360,7 @@ def checks_of(claims: Sequence[Sequence[Claim]]) -> list[Check]:
     return found
 
 
-# -- what would fit ----------------------------------------------------------------------------------------------------
+# -- search for a fit --------------------------------------------------------------------------------------------------
 
 
 def _refusal(
@@ -443,7 +435,7 @@ def tightest(rooms: Sequence[Room]) -> list[Room]:
     return list(found.values())
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------------
+# -- offload traffic ---------------------------------------------------------------------------------------------------
 
 
 def _traffic(

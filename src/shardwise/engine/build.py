@@ -459,7 +459,6 @@ def _take_device_limit(resolution: Resolution) -> None:
 
 
 def _communicator(settings: Any, group: Any, device: torch.device) -> Communicator:
-    """Return the communicator of a group, with its ledger."""
     compare_calls(settings.strict_sync)
     ledger = Ledger()
     comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce, call="initialize()")

@@ -104,7 +104,7 @@ class Checkpoints:
                 `shardwise.checkpoint.register_type`.
                 save_latest: let the file `latest` name this checkpoint.
                 exclude_frozen_parameters: leave out parameters that do not require a gradient.
-                asynchronous: write in the background; None: as `checkpoint.async_save` says. The same on every rank.
+                asynchronous: write in the background; None: `checkpoint.async_save`. The same on every rank.
 
         Returns:
                 True.

@@ -129,8 +129,6 @@ class DryRunEngine:
             optimizer: copied without its state; None: the model is only evaluated.
             groups: parameters of the module in each of the optimizer's groups.
             config: validated, for the same number of ranks.
-            world: number of ranks.
-            device: of the engine.
             like: communicator of a running engine with the same number of ranks; None: ranks may span machines.
             grid: arrangement of ranks; None: as configured.
     """
@@ -212,7 +210,6 @@ class DryRunEngine:
         Args:
                 batch: of one pass, real tensors or shapes; its own memory is not counted. None: modules only use their
                 parameters, and activations are left out.
-                accumulation: number of passes.
                 loss: returns a scalar from the module's output; None: `shardwise.memory.dryrun.loss_of`.
                 masks: the batch may contain attention masks (`shardwise.memory.dryrun.has_masks`).
 
@@ -259,7 +256,6 @@ class DryRunEngine:
             yield
 
     def _window(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None) -> dict[Tier, Moved]:
-        """Run passes and step of a window; return the bytes moved by all its passes."""
         self._batches.steps = passes = min(accumulation, MOST_PASSES)
         marks = [self._moved()]
         for _ in range(passes):

@@ -21,7 +21,6 @@ def exchanges_in_backward(model: nn.Module, lines: RankGrid) -> bool:
 
     Args:
             model: after its tensors and experts have been sharded.
-            lines: the rank grid.
     """
     if len(lines.sequence[0]) > 1 or any(part_of(parameter).ranks is not None for parameter in model.parameters()):
         return True

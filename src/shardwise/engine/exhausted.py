@@ -114,7 +114,6 @@ def over_limit(at: OomContext, limit: int) -> OutOfMemoryError:
     """Return the error for a peak above `memory_limits.device`, although memory was available.
 
     Args:
-            at: context.
             limit: of the bytes that the accountant counts on the device.
     """
     held = at.accountant.peak_total

@@ -28,7 +28,6 @@ def divide_experts(model: nn.Module, config: Config, comm: Communicator, lines: 
     Args:
             model: its mixture-of-experts layers are bound to the groups. Layers of transformers models are converted if
             `expert_parallel` is enabled.
-            comm: all ranks.
             lines: rank grid; ranks with the same index in their tensor-parallel groups share experts among themselves.
 
     Returns:

@@ -58,9 +58,6 @@ def describe(
     """Write the description of the run on rank 0.
 
     Args:
-            engine: the engine.
-            resolution: its configuration.
-            memory: makes the memory plan.
             log: run log of this rank.
             ranks: host and process of each rank.
     """

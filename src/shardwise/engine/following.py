@@ -34,9 +34,6 @@ class Following(StepObserver):
     """Records each step for the run log and the progress display.
 
     Args:
-            sharded: the model.
-            step: has the step reports.
-            ledger: all collectives.
             ranks: number of ranks of the job; each has the same number of tokens.
             log: run log of this rank, or None.
             every: steps between rows of the log.
@@ -92,7 +89,7 @@ class Following(StepObserver):
             self._ended = time.perf_counter()
             self._before = self._step.global_samples, 0
             if self.log is not None:
-                self._collectives = self._totals()  # without those of `initialize` and of evaluations before
+                self._collectives = self._totals()  # excludes `initialize` and earlier evaluations
         return self._part("forward")
 
     @override
@@ -161,7 +158,6 @@ class Following(StepObserver):
         self.log.write_step(values, pending, self._rest())
 
     def _rest(self) -> Callable[[dict[str, Any]], None]:
-        """Take the counts since the last row; return a function that adds them to a row."""
         parts, self._parts = self._parts, []
         laps = self._accountant.lap()
         totals, before = self._totals(), self._collectives

@@ -27,8 +27,6 @@ def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = Non
     """Return the domain of an engine's parameters (all ranks call).
 
     Args:
-            config: validated.
-            comm: all ranks.
             mesh: the client's; None: as configured.
 
     Raises:
@@ -118,7 +116,6 @@ def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Ar
 
     Args:
             mesh: a DeviceMesh with one dimension (shard) or two (replicate, shard), as for torch's `fully_shard`.
-            zero: the section `zero_optimization`.
             members: the engine's ranks, as numbered by the mesh.
 
     Raises:

@@ -131,8 +131,6 @@ def convert_buffers(
     """Convert the buffers of an engine's module; parameters keep their dtype and device.
 
     Args:
-            module: the engine's.
-            parameters: of the engine.
             fn: converts a tensor, as `nn.Module._apply` passes it.
 
     Raises:

@@ -74,7 +74,6 @@ class NonFinite:
 
         Args:
                 wrong: the step's gradients are not finite.
-                evidence: of the step.
                 late: the next step has begun, and the gradients are gone.
         """
         first = self._job.rank == 0

@@ -26,7 +26,6 @@ def explain_overflow(
             job: all ranks that step together.
             sums: sum of squares of each parameter's gradient over all ranks.
             factor: scale from the sums to the gradient.
-            loss_scale: of the losses.
             lost: a loss of this rank was not finite.
 
     Raises:
@@ -54,7 +53,7 @@ def explain_overflow(
 
 
 def explain_late(sharded: ShardedModel, job: Communicator, sums: torch.Tensor, lost: bool) -> OverflowReport:
-    """Return what is still known of the previous window's gradients; all ranks call and get the same.
+    """Return the remaining information on the previous window's gradients; all ranks call and get the same.
 
     Args:
             sharded: its accumulators already hold the current window.
@@ -81,7 +80,6 @@ def _report(
     """Return phase, ranks and tensor of the first non-finite values.
 
     Args:
-            sharded: the model.
             place: index of the first tensor with a non-finite gradient; None if only the global norm is non-finite.
             sums: a number for each tensor, non-finite if its gradient is.
             told: of each rank: a loss was not finite; gradients of the unit were finite (None: unknown); the result of

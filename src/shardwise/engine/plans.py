@@ -296,7 +296,6 @@ class PlanningTarget:
             module: the user's; unchanged.
             optimizer: the engine's or the client's, or None; unchanged.
             groups: parameters of each optimizer group before sharding.
-            resolution: the configuration.
             comm: the engine's; only read.
             setting: the current setting.
             grid: arrangement of ranks; settings with other numbers of ranks use the configured one.
@@ -336,7 +335,6 @@ class Planner:
     """Makes memory plans of a target; caches shared results.
 
     Args:
-            subject: the target.
             batch: a micro-batch of the current setting, to plan activations: real tensors, or shapes on the meta
             device. None: without activations.
             loss: returns a scalar from the module's output; see `shardwise.memory.dryrun.loss_of`.
@@ -505,8 +503,6 @@ def search(
     Args:
             planner: of the target that does not fit.
             settings: in the order of trial.
-            rooms: available bytes.
-            seconds: time limit.
 
     Returns:
             The plans made, and whether the search was completed within the time limit.

@@ -77,7 +77,7 @@ class Profiling(StepObserver):
         asked = job.rank == 0 and (config.wall_clock_breakdown or config.memory_breakdown)
         self._interval = self._every or int(asked)
         self._times: Breakdown | None = None
-        self._timed = 0  # steps since times were told
+        self._timed = 0  # steps since times were reported
         if (self._interval and config.wall_clock_breakdown) or (self._every and self._options.enabled):
             self._times = Breakdown(self._cuda)
         self._rates: Rates | None = None

@@ -15,7 +15,6 @@ class CommunicatorMemory:
     """Counts the device memory of communicators under `Category.COMMUNICATORS`; 0 on a CPU.
 
     Args:
-            world: number of ranks.
             planned: a dry run: nothing is measured.
     """
 

@@ -22,11 +22,9 @@ class SharedSequences:
     """The sequence-parallel group of an engine, while it is open.
 
     Args:
-            job: all ranks.
             lines: sequence-parallel groups, by ranks in the job.
             data: data-parallel group of this rank, with the same index in all sequence-parallel groups.
             asked: the caller's request; None: only the configuration.
-            divided: the model is tensor-parallel.
 
     Attributes:
             group: this rank's sequence-parallel group.
@@ -83,8 +81,6 @@ class SharedSequences:
         """Compare the model's outputs with a run on unsharded sequences, before its first training pass (all ranks).
 
         Args:
-                model: the module.
-                run: calls it.
                 args, kwargs: of that pass.
 
         Raises:
@@ -143,8 +139,6 @@ def sequence_lines(
     """Return the sequence-parallel groups if a caller has named them, otherwise their size (all ranks call).
 
     Args:
-            job: all ranks.
-            size: of the sequence-parallel groups.
             tensor: size of the tensor-parallel groups.
             asked: the caller's request; None: only the configuration.
 

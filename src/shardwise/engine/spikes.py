@@ -82,7 +82,6 @@ class History:
             window: number of values that a new one is compared with.
             threshold: deviations above the median from which a value is a spike.
             least: values before the first judgement.
-            factors: compare logarithms.
 
     >>> history = History(window=10, threshold=8.0, least=3)
     >>> [history.judge(step, value) for step, value in enumerate([2.0, 2.1, 1.9, 2.05])]
@@ -152,7 +151,6 @@ class SpikeWatch:
     """Detects spikes in the steps of one engine.
 
     Args:
-            options: the section `anomaly_watch`.
             names: of the parameters, by index.
 
     Attributes:
@@ -187,7 +185,6 @@ class SpikeWatch:
         """Add a step, and return its spikes.
 
         Args:
-                step: its number.
                 loss: mean of all ranks; None if unknown.
                 norm: of the gradients; None if not computed.
                 sums: squared gradient norm of each parameter; None if not computed.

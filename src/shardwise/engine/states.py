@@ -145,7 +145,6 @@ def get_state_devices(model: Moving, state: OffloadStateTypeEnum | str) -> set[t
     State on a disk, or state that does not exist, has no device.
 
     Args:
-            model: the engine.
             state: a kind of state, or its name.
 
     Raises:

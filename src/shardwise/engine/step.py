@@ -121,7 +121,6 @@ class TrainStep:
     Args:
             optimizer: of the model; None: evaluation only.
             scheduler: stepped after every applied update, or None.
-            scaler: of losses; None: unscaled.
             signals: signals of this rank, exchanged in each step.
             shows_loss: steps report the loss (the same on all ranks).
 
@@ -232,7 +231,6 @@ class TrainStep:
         """Yield the scaled losses for the backward pass of a micro-batch.
 
         Args:
-                loss: scalar.
                 weight: see `Engine.backward`.
                 scale_wrt_gas: see `Engine.backward`.
 
@@ -245,7 +243,7 @@ class TrainStep:
         steps = float(self._batches.steps)
         factor: Weight = self.scale * (1.0 if scale_wrt_gas else steps)
         if self._sharded.plain is not None:
-            factor /= steps  # no step divides
+            factor /= steps  # because no step divides it
         if counted is not None:
             factor = counted * (self.scale / self._reference)
         zero = counted is not None and not isinstance(counted, torch.Tensor) and counted == 0.0
@@ -521,7 +519,6 @@ class TrainStep:
         return True
 
     def _step_schedule(self, arguments: dict[str, Any]) -> None:
-        """Step the schedule, and warn once if the script steps it as well."""
         last = getattr(self.lr_scheduler, "last_epoch", None)
         self._own_schedule_steps = self._own_schedule_steps + 1 if last == self._scheduled else 0
         if self._own_schedule_steps == _FEW and self._job.rank == 0:
@@ -581,7 +578,6 @@ class TrainStep:
         self.anomalies.note(anomaly, message, self.global_steps, overflow, told, level=level)
 
     def _searched(self, overflow: OverflowReport) -> bool:
-        """Whether an overflow is part of the search for a loss scale."""
         return self.loss_scaler is not None and overflow.phase != "forward" and not self.loss_scaler.exhausted
 
     def _rates(self) -> list[float]:
@@ -688,7 +684,8 @@ class TrainStep:
         return _Prepared(report, reducer.passes, multiplier)
 
     def _formed(self) -> tuple[torch.Tensor | None, OffloadError | None]:
-        """Return this rank's squared norms, or a finiteness probe, if needed; after a disk failure zeros and its error."""
+        """Return this rank's squared norms, or a finiteness probe, if needed. After a disk failure: zeros, and its
+        error."""
         sums, reducer = self._sharded.sums, self._sharded.reducer
         assert sums is not None and reducer is not None
         try:
@@ -707,7 +704,6 @@ class TrainStep:
         """Read the step's all-reduce: now, or at the next step if only weights, signals and a warning depend on it.
 
         Args:
-                told: reduced values.
                 evidence: state of the step's gradients.
                 now: wait for the values.
                 checked: a further number to read.
@@ -758,7 +754,6 @@ class TrainStep:
             )
 
     def _judged(self, evidence: Evidence, loss: float | None, norm: float | None) -> Spike | None:
-        """Log the spikes of a step, and return the one with the strongest action (all ranks call)."""
         assert self.watch is not None
         squares = evidence.of_parameters if norm is not None and evidence.summed else None
         step = evidence.step
@@ -798,7 +793,6 @@ class TrainStep:
 
     @property
     def _averages(self) -> bool:
-        """Whether gradients are averaged over ranks."""
         return self._config.gradient_allreduce_op == "mean"
 
     def _factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:

@@ -31,11 +31,8 @@ def make_optimizer(
     """Return the client's optimizer or the configured one; frozen parameters are left out. None without trainable ones.
 
     Args:
-            settings: the configuration.
             client: an optimizer, or a callable of the parameters; None: as configured.
             parameters: to be optimised; None: all.
-            model: the user's.
-            device: of the step.
             dtype: compute dtype of the parameters; None: their own.
 
     Raises:
@@ -87,8 +84,6 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer | None, resolution: Resol
     """Check an optimizer against the configuration, prepare its step, and return how it can be sharded.
 
     Args:
-            optimizer: of the user's parameters.
-            resolution: the configuration.
             masters: it steps fp32 master weights of 16-bit parameters.
 
     Raises:
@@ -141,7 +136,6 @@ def _step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, s
 
 
 def _check_momentum(settings: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Warn of momentum in both gradient compression and the optimizer."""
     method = method_parameters(settings)
     if not isinstance(method, DGCOptions) or method.momentum == 0:
         return

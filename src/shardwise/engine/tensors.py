@@ -31,11 +31,8 @@ class SharedTensors:
     """The tensor-parallel group of an engine, while it is open (all ranks call).
 
     Args:
-            job: all ranks.
             lines: tensor-parallel groups, by ranks in the job.
             model: its layers are sharded, unless they already are.
-            config: validated.
-            data: the data-parallel group.
             client: the client has sharded the layers, which communicate by themselves; parameters are marked.
 
     Attributes:

@@ -101,9 +101,7 @@ class Tracer:
     """Traces the modules of one engine.
 
     Args:
-            root: the user's model.
             mode: "off", "always", or "after" (for some steps after one with non-finite gradients).
-            steps: number of these steps.
 
     Attributes:
             micro_batch: returns the index of the micro-batch in its window.
@@ -308,9 +306,7 @@ class Tracer:
         """Return the origin of non-finite values; None if untraced or unseen. All ranks call and get the same.
 
         Args:
-                report: of the non-finite gradients.
                 trace: of the window; None on all ranks or on none.
-                losses: of this rank.
                 job: all ranks that step together.
         """
         if trace is None:
@@ -390,7 +386,6 @@ class Tracer:
 
 
 def _visible(values: torch.Tensor) -> bool:
-    """Whether minimum and maximum of the values can be computed."""
     return values.dtype in _FLOATS and values.numel() > 0 and values.layout is torch.strided and not values.is_nested
 
 
@@ -412,7 +407,6 @@ def _finite(pair: tuple[float, float]) -> bool:
 
 
 def _read(trace: Trace) -> list[tuple[float, float]]:
-    """Return the recorded ranges, with one host wait for each device."""
     found: list[tuple[float, float]] = [(0.0, 0.0)] * len(trace)
     places: dict[torch.device, list[int]] = {}
     for place, look in enumerate(trace):

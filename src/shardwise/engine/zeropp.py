@@ -23,8 +23,6 @@ def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor],
     """Return the configured lossy gradient reduction, or None for exact reduction (all ranks call).
 
     Args:
-            config: validated.
-            comm: the data-parallel group.
             hold: called with each buffer, to count it.
 
     Raises:

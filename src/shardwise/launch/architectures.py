@@ -47,7 +47,6 @@ class Decoder(nn.Module):
     """Decoder that returns the next-token cross entropy.
 
     Args:
-            shape: its sizes.
             recompute: use activation checkpointing for layers.
     """
 

@@ -49,9 +49,7 @@ class Attempt:
     Args:
             number: of the attempt, from 0.
             argv: program and arguments by rank.
-            env: environment by rank.
             cores: cores by rank; None: unbound.
-            display: display of output.
             scratch: private directory for error files.
             uninterrupted: context that holds back signals.
     """

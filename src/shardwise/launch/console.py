@@ -61,7 +61,6 @@ def print_numbers(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _width(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Return the width of a table without wrapping."""
     return sum(2 + max(len(row[place]) for row in (head, *rows)) for place in range(len(head)))
 
 

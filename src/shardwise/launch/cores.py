@@ -107,10 +107,7 @@ def deal(cores: Cores, processes: int, nodes: Sequence[int] | None = None, syste
     """Split cores evenly among processes, in order; remaining cores stay idle.
 
     Args:
-            cores: see `available`.
-            processes: their number.
             nodes: preferred NUMA node of each process; used if each node has enough cores.
-            system: see `available`.
 
     Raises:
             CommandLineError: there are fewer cores than processes.

@@ -69,7 +69,6 @@ class Failure:
             report: its traceback, or the last lines of its standard error; may be empty.
             has_traceback: `report` is a traceback.
             failed: number of ranks that failed by themselves.
-            world_size: number of ranks.
             guilty: rank that caused the failure by its absence, if known.
             guilt: description of that rank's state.
     """
@@ -273,7 +272,6 @@ def _last_exception(report: str) -> str:
 
 
 def _recorded(path: Path) -> tuple[float, str] | None:
-    """Return time and content of the file of torch's `@record`, if present."""
     try:
         at = path.stat().st_mtime
         message = json.loads(path.read_text(encoding="utf-8"))["message"]

@@ -33,7 +33,6 @@ def parse_hostfile(text: str, name: str) -> dict[str, int]:
     """Return the machines of a hostfile with their numbers of slots, in order.
 
     Args:
-            text: content of the file.
             name: name of the file, for errors.
 
     Raises:

@@ -215,9 +215,6 @@ def worker_environment(
     """Return the launcher's environment with devices, number of threads and Gloo's interface.
 
     Args:
-            job: the job.
-            placement: its slots.
-            env: the launcher's environment.
             cores: number of cores of each process, if bound.
     """
     # Variables of an outer launcher are not for these ranks.

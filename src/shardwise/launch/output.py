@@ -113,7 +113,6 @@ class OutputChannel:
 
     Args:
             rank: global rank of the worker.
-            screen: destination.
             prefix: bytes in front of every line.
             raw: pass bytes on unchanged, without a prefix.
             log: file that gets every byte as well.

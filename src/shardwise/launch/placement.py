@@ -100,7 +100,6 @@ def place(resources: Resources, devices: Devices) -> Placement:
 
     Args:
             resources: requested by the command line.
-            devices: of this machine.
 
     Raises:
             CommandLineError: the options contradict each other, the hostfile or the machine.
@@ -163,7 +162,6 @@ def _this_machine_only(resources: Resources, devices: Devices) -> dict[str, tupl
 
 
 def _on_devices(slots: tuple[int, ...], resources: Resources, devices: Devices) -> tuple[int, ...]:
-    """Return the hostfile's slots that are usable devices."""
     usable = tuple(slot for slot in slots if slot in devices.slots)
     if usable == slots:
         return slots

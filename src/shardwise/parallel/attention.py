@@ -31,7 +31,6 @@ def shared_attention(
     Args:
             attention: maps query, key and value of (rows, all tokens, some heads, width) to an output of the same
             shape.
-            group: the sequence-parallel group.
             query, key, value: (rows, this rank's tokens, all heads, width); key and value may have fewer heads.
             lengths: tokens of each rank.
             grouped: `attention` accepts fewer key heads than query heads, in the model's proportion.

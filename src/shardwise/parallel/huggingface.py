@@ -127,7 +127,6 @@ def register(core: str, name: str, *, in_eval: bool = True) -> None:
     """Register the sequence-parallel form of an attention with transformers.
 
     Args:
-            core: single-process attention.
             name: registered name; the name of the core replaces it for all models.
             in_eval: see `share_attention`.
     """
@@ -264,12 +263,9 @@ def whole_mask(
     """Return the attention mask of the whole sequence (all ranks call).
 
     Args:
-            group: the sequence-parallel group.
-            module: the attention, for messages.
             query, key: this rank's tokens, (rows, heads, tokens, width).
             mask: the model's mask, or the tensor that carries a pattern.
             causal, window: pattern if the model has made no mask.
-            positions: of this rank's tokens.
     """
     rows, _, own, _ = query.shape
     pattern = Pattern(causal, window) if mask is None else carried_pattern(mask, rows, own)
@@ -322,10 +318,8 @@ class OwnHeads:
     Tensors with one number for each head (attention sinks) are cut to this rank's heads.
 
     Args:
-            module: the attention.
             heads: query heads of all ranks.
             keys: key heads of all ranks.
-            group: the sequence-parallel group.
     """
 
     def __init__(self, module: nn.Module, heads: int, keys: int, group: SequenceGroup) -> None:

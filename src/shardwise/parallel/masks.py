@@ -103,9 +103,6 @@ def carried(
             pattern: its number is the last size.
             kept: this rank's tokens that are no padding, for a padded pattern.
             positions: of the tokens, for a packed pattern.
-            rows: of the batch.
-            own: tokens of this rank.
-            device: of the tensor.
     """
     if pattern not in _patterns:
         _patterns.append(pattern)
@@ -135,7 +132,6 @@ class WholeMask:
     Attributes:
             layout: layout of the sequence on the ranks, with padding and samples.
             pattern: mask pattern.
-            rows: of the batch.
     """
 
     layout: Layout

@@ -45,8 +45,6 @@ class _Call:
 
 @dataclass
 class _Seen:
-    """Inputs and outputs of a module call."""
-
     name: str
     taken: list[torch.Tensor]
     returned: list[torch.Tensor]
@@ -110,9 +108,7 @@ def difference(
     All ranks of the job call, because parameters may be sharded over them.
 
     Args:
-            run: calls the model.
             model: its modules are compared.
-            group: the sequence-parallel group.
             args: of the first forward pass.
             kwargs: of the first forward pass.
             divided: the model is tensor-parallel, and the following pass compares its layers with unsharded ones.
@@ -189,7 +185,6 @@ class _Batch:
     """A batch of one row with the first tokens of each rank.
 
     Attributes:
-            group: the sequence-parallel group.
             few: tokens of each rank.
             rows, own: rows and tokens of this rank's arguments.
             padded: some tokens are padding.
@@ -253,7 +248,6 @@ class _Batch:
 
 
 def _first_difference(whole: list[_Seen], own: list[_Seen], group: SequenceGroup, few: int) -> str | None:
-    """Return the first module with a different output, and whether its inputs differ."""
     expected: dict[tuple[str, int], _Seen] = {}
     calls: dict[str, int] = {}
     for seen in whole:

@@ -171,7 +171,6 @@ def ring_attention(
     """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
 
     Args:
-            group: the sequence-parallel group.
             query: (rows, heads, this rank's tokens, width).
             key: the same, with as many heads or a divisor.
             value: as `key`.

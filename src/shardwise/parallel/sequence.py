@@ -1,8 +1,8 @@
 """Sequence-parallel groups: each rank has a range of every sequence's tokens.
 
     ranks        0 1 2 3 4 5 6 7        sequence_parallel_size 4
-    sequence     [a a a a][b b b b]     ranks 0-3 have the parts of one sequence, ranks 4-7 those of another
-    data          0 0 0 0  1 1 1 1      which samples a rank gets
+    sequence     [a a a a][b b b b]     ranks 0-3 are one sequence-parallel group, ranks 4-7 another
+    data          0 0 0 0  1 1 1 1      data-parallel index
 
 Parameters, gradients and optimizer state are sharded over all ranks by the ZeRO stage. Samples are split over the
 data-parallel ranks only. A process has one default group at a time, for attention layers without an explicit group.
@@ -74,11 +74,9 @@ class SequenceGroup:
     It can be passed as `deepspeed.initialize(mpu=...)`: it returns group, size and rank.
 
     Args:
-            comm: of the ranks.
             data: communicator of the data-parallel ranks, with the same index in all sequence-parallel groups.
 
     Attributes:
-            data: see above.
             size: number of ranks.
             rank: this process's index.
             aligned: a batch was split in which every rank's part is a sample of its own.
@@ -187,8 +185,6 @@ class SequenceGroup:
         it once. Without positions and padding, exchanged once in a forward pass.
 
         Args:
-                own: tokens of this rank.
-                rows: of the batch.
                 positions: of this rank's tokens in their samples, (rows or 1, tokens).
                 kept: True for tokens that are no padding.
                 device: of the created tensors.

@@ -180,7 +180,6 @@ def to_heads(
     """All-to-all to all tokens of this rank's heads (all ranks of the group call; one for each tensor).
 
     Args:
-            group: the sequence-parallel group.
             tensors: each (rows, this rank's tokens, all heads, ...).
             lengths: tokens of each rank.
             runs: for each tensor, the heads of each rank.

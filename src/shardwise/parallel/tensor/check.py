@@ -179,7 +179,6 @@ def _in_a_copy() -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Isolate random numbers, autograd and autocast from the surrounding pass."""
     devices = [device] if device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))
@@ -253,8 +252,6 @@ class _Run:
     """A copy and its results on a sample.
 
     Args:
-            module: the copy.
-            block: the original.
             given: positional and keyword arguments of its forward pass.
             wanted: arguments that require a gradient.
     """
@@ -316,11 +313,7 @@ class _Comparison:
     """Compares a sharded block with its unsharded copy.
 
     Args:
-            block: sharded block.
             path: its name in the model.
-            group: the tensor-parallel group.
-            args: of its forward pass.
-            kwargs: of its forward pass.
     """
 
     def __init__(self, block: nn.Module, path: str, group: TensorGroup, args: Any, kwargs: Any) -> None:
@@ -565,7 +558,6 @@ class _Comparison:
         return ""
 
     def _first_difference(self, dtype: torch.dtype, sizes: _Sizes, near: float) -> str:
-        """Return the first submodule with different outputs (all ranks call)."""
         given, wanted = self._sample(dtype, sizes, None)
         copy = copied(self._block, self._values(dtype, divided=False), dtype, None)
         whole = _Run(copy, self._block, given, wanted)
@@ -626,7 +618,6 @@ class _Comparison:
         return f"{children.pop() if len(children) == 1 else ''}|{said}"
 
     def _own_input(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """Return the sharded copy's part of an input."""
         if index in self._heads:
             dim, sizes, _ = self._heads[index]
             return mappings.part(whole, self._group, sizes, dim)
@@ -638,7 +629,6 @@ class _Comparison:
         return f"{self._path}.{path}".strip(".")
 
     def _described(self, error: Exception, run: _Run | None) -> str:
-        """Return an error in words, with its position in the block."""
         places = {} if run is None else {id(module): path for path, module in run.module.named_modules()}
         where, line = "", ""
         for frame, number in traceback.walk_tb(error.__traceback__):

@@ -75,7 +75,6 @@ def copied(
     """Return a copy of a block.
 
     Args:
-            block: of a sharded model.
             values: makes the copy's parameter from a name and the block's parameter.
             dtype: of floating-point buffers.
             group: tensor-parallel group of a sharded copy; None: unsharded copy.
@@ -131,7 +130,6 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _mapped(value: Any, memo: dict[int, Any], dtype: torch.dtype) -> Any:
-    """Return an attribute's value with modules and tensors replaced by copies."""
     if isinstance(value, (nn.Module, nn.Parameter)):
         return memo.get(id(value), value)
     if isinstance(value, torch.Tensor):

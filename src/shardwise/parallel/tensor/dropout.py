@@ -31,8 +31,6 @@ class _Region:
     """A region with rank-specific random numbers.
 
     Args:
-            device: of the generator.
-            restore: restores the common state.
             untouched: returns whether no number has been drawn in the region.
     """
 
@@ -47,7 +45,6 @@ class Regions:
 
     Args:
             model: its sharded layers begin and end regions.
-            group: the tensor-parallel group.
 
     Attributes:
             active: regions are tracked: the model has dropout, or drew numbers in its first training pass.
@@ -70,7 +67,6 @@ class Regions:
         """Install the hooks.
 
         Args:
-                model: with sharded layers.
                 hook: makes a module hook from a function.
         """
         divided = False
@@ -137,7 +133,6 @@ class Regions:
         self._of_pass.append(region)  # also if a script has set the seed of an earlier pass
 
     def _region(self, device: torch.device) -> _Region | None:
-        """Return the active region of a device's generator."""
         found = self._known.get(generator_of(device).initial_seed())
         return found if found is not None and found.device == device else None
 
@@ -238,7 +233,6 @@ def _set(generator: torch.Generator, state: torch.Tensor) -> None:
 
 
 def _watched(generator: torch.Generator, device: torch.device) -> Callable[[], bool]:
-    """Return a function that returns whether no number has been drawn since now."""
     if device.type == "cuda":
         return lambda: generator.get_offset() == 0
     before = generator.get_state()

@@ -83,12 +83,7 @@ def _mesh_dim(name: str, tensor: Any) -> int | None:
 
 
 class DTensors:
-    """Replaces a model's DTensors by local tensors while an engine is open.
-
-    Args:
-            model: its parameters are replaced.
-            group: ranks of the sharding.
-    """
+    """Replaces a model's DTensors by local tensors while an engine is open."""
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._local: dict[int, nn.Parameter] = {}  # by id() of the DTensor
@@ -195,6 +190,5 @@ def _swap(optimizer: torch.optim.Optimizer, others: dict[int, nn.Parameter]) -> 
 
 
 def _chunks(size: int, ranks: int) -> tuple[Runs, ...]:
-    """Return each rank's range of a dimension, as `torch.chunk` splits it."""
     each = -(-size // ranks)
     return tuple(((min(rank * each, size), min((rank + 1) * each, size)),) for rank in range(ranks))

@@ -42,10 +42,6 @@ def divide_model(
     The first rank's values are broadcast before, because all parts must be of one model.
 
     Args:
-            model: modified.
-            group: the tensor-parallel group.
-            section: `tensor_parallel` of the configuration.
-            everybody: all ranks.
             experts: also shard stacked experts; False with `expert_parallel`.
 
     Returns:
@@ -100,8 +96,6 @@ def _plain(parameter: nn.Parameter) -> bool:
 
 @dataclass(eq=False)
 class _Begun:
-    """Result of `begin_tensors`."""
-
     group: TensorGroup
     everybody: Communicator
 
@@ -260,7 +254,6 @@ def tp_model_init(
 
 
 def _section_of(config: Any) -> tuple[TensorParallel, bool]:
-    """Return the section `tensor_parallel`, and whether the engine casts parameters."""
     given = {} if config is None else load(config)
     own = {name: given[name] for name in ("tensor_parallel",) if name in given}
     found = resolve({"train_micro_batch_size_per_gpu": 1, **own}, world_size=len(members_of(None))).config

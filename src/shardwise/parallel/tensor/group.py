@@ -42,10 +42,8 @@ class TensorGroup:
             data: the data-parallel group, if known.
 
     Attributes:
-            data: see above.
             size: number of ranks.
             place: index of this rank.
-            columns: see above.
             copies: number of tensor-parallel groups.
             compared: saved inputs of recomputed functions that the ranks have compared.
     """

@@ -29,12 +29,7 @@ _summed = WeakTensorKeyDictionary()
 
 
 def sum_gradient(parameter: nn.Parameter, layer: Parallel) -> None:
-    """All-reduce a parameter's partial gradients over the tensor-parallel group from now on.
-
-    Args:
-            parameter: unsharded parameter.
-            layer: has the group.
-    """
+    """All-reduce a parameter's partial gradients over the tensor-parallel group from now on."""
     if parameter in _summed:
         return
     _summed[parameter] = True

@@ -24,11 +24,6 @@ from shardwise.parallel.tensor.plan import TensorParallelPlan
 def divide_model(model: nn.Module, division: TensorParallelPlan, group: TensorGroup) -> None:
     """Shard a model in place by a plan.
 
-    Args:
-            model: modified.
-            division: the plan.
-            group: the tensor-parallel group.
-
     Raises:
             UsageError: a layer cannot be sharded as planned.
             ConfigError: the model's loss does not support vocabulary-parallel logits.
@@ -253,7 +248,6 @@ def _uses_loss_function(kind: type[nn.Module]) -> bool:
 
 
 def _become(module: nn.Module, parallel: type[Parallel], cut: ShardSpec, group: TensorGroup) -> Any:
-    """Change the module's class to a tensor-parallel subclass."""
     module.__class__ = class_of(type(module), parallel)
     part: Any = module
     part.cut, part.group = cut, group

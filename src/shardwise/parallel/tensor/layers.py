@@ -60,7 +60,6 @@ class Parallel:
     """Base class of tensor-parallel layers.
 
     Attributes:
-            group: the tensor-parallel group.
             cut: sharding of the layer.
     """
 
@@ -254,8 +253,6 @@ def divide(layer: nn.Module, cut: ShardSpec, group: TensorGroup, path: str) -> N
 
     Args:
             layer: a linear layer (also with a transposed weight, as transformers' `Conv1D`), an embedding, or a norm.
-            cut: the sharding.
-            group: the tensor-parallel group.
             path: the layer's name, for messages.
 
     Raises:
@@ -355,7 +352,6 @@ def len_of(runs: Sequence[Runs]) -> int:
 
 
 def _tell_sizes(layer: nn.Module, cut: ShardSpec, own: int) -> None:
-    """Set a layer's size attributes to this rank's."""
     names = {"column": ("out_features", "nf"), "row": ("in_features", "nx"), "words": ("num_embeddings",)}
     for name in names.get(cut.kind, ("embedding_dim",)):
         if hasattr(layer, name):

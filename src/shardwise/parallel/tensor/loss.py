@@ -31,7 +31,6 @@ def words_cross_entropy(
     Args:
             logits: of this rank's words; [..., own words].
             labels: of all words, the same on every rank; [...].
-            group: the tensor-parallel group.
             sizes: number of words of each rank, in order.
             ignore_index: label of ignored tokens.
             reduction: as of `torch.nn.functional.cross_entropy`.

@@ -8,7 +8,7 @@
     gather_tokens      all-gather               reduce-scatter      from sharded tokens to tensor-parallel layers
     sum_split          reduce-scatter           all-gather
 
-The first two are f and g of Shoeybi et al., "Megatron-LM" (1909.08053), the last two those of Korthikanti et al.,
+The first two are f and g of Shoeybi et al., "Megatron-LM" (1909.08053), the last two are from Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models" (2205.05198).
 """
 
@@ -45,10 +45,7 @@ def gather(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int =
     """All-gather the parts of all ranks along a dimension; own part in backward.
 
     Args:
-            x: this rank's part.
-            group: the tensor-parallel group.
             sizes: of the parts in that dimension, by rank.
-            dim: see above.
     """
     return x if group.size == 1 else _Gather.apply(x, group, tuple(sizes), dim)
 
@@ -123,7 +120,6 @@ def summed_part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: 
 
 
 def _filled_up(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Pad a tensor with zeros to a size."""
     missing = size - x.shape[dim]
     if not missing:
         return x

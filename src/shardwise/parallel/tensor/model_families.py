@@ -137,8 +137,6 @@ class Finder:
     """Finds the blocks of a model that can be sharded.
 
     Args:
-            inventory: of the model.
-            size: number of ranks.
             grain: sizes of sharded MLP dimensions are multiples of this.
             planned: names of layers and parameters in the model's own plan.
     """
@@ -289,11 +287,7 @@ class Finder:
         """Return other parameters of attention; None if one cannot be sharded safely.
 
         Args:
-                path: of the module.
-                known: its layers.
                 width: of a head; 0: other parameters stay unsharded.
-                total: query heads.
-                keys: key heads.
         """
         names = {layer.path for layer in known}
         module, found = self._inventory.modules[path], _Inside()
@@ -385,7 +379,6 @@ class Finder:
         return [self._inventory.modules[name] for name in holders]
 
     def _heads(self, holders: Sequence[str], layer: Layer) -> int | None:
-        """Return the number of query heads, from modules or configuration."""
         modules = self._modules(holders)
         configs = [found for module in modules if (found := getattr(module, "config", None)) is not None]
         return number([*modules, *configs, self._config], HEADS)
@@ -436,7 +429,6 @@ class Finder:
         return found
 
     def _normed(self, path: str, features: int) -> bool:
-        """Whether a module has a norm over `features` features."""
         for child in self._inventory.modules[path].children():
             named = "norm" in type(child).__name__.lower()
             own = [p for name, p in child._parameters.items() if p is not None and (named or name == "weight")]

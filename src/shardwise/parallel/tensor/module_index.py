@@ -58,7 +58,6 @@ class Inventory:
     """Modules of a model by name without wrappers.
 
     Attributes:
-            model: see above.
             modules: all modules; of nested wrappers the innermost.
             layers: linear layers and embeddings, without adapters.
     """

@@ -2,12 +2,7 @@
 
 In order of precedence:
 
-1. the rules of the configuration (`partition_config.layer_specs`), the first that matches a layer;
-2. names of layers whose outputs are summed (`injection_policy_tuple`), or the model's own plan (`tp_plan` of
-   transformers), or neither for a family (`preset_model`);
-3. the kind of each block, by the names and sizes of its layers (`shardwise.parallel.tensor.model_families`).
-   Where that knows a block, heads stay whole, and fused projections are divided in each of their parts, also where
-   the model's plan would put outputs together.
+1. the first matching rule of the configuration (`partition_config.layer_specs`);
 2. names of row-parallel layers (`injection_policy_tuple`), or the model's own plan (`tp_plan` of transformers), or
    neither for a family (`preset_model`);
 3. the kind of each block, by names and sizes of its layers (`shardwise.parallel.tensor.model_families`). In a known
@@ -98,9 +93,7 @@ def cuts_of(model: nn.Module, size: int, section: TensorParallel, *, experts: bo
     """Return the tensor-parallel plan of a model.
 
     Args:
-            model: unchanged.
             size: ranks of a tensor-parallel group.
-            section: `tensor_parallel` of the configuration.
             experts: also shard stacked experts; False with `expert_parallel`.
 
     Raises:
@@ -200,7 +193,6 @@ class _Planner:
         return next((one for one in self._rules if self._finds(one[1].patterns, name)), None)
 
     def _ruled(self, layer: Layer, rule: LayerSpec, key: str, block: Block | None) -> ShardSpec:
-        """Return the sharding of a layer by a rule."""
         dim = rule.partition_dim
         if layer.is_embedding:
             words = (rule.partition_type == "column") if dim is None else dim == 0
@@ -293,7 +285,6 @@ class _Planner:
         return found
 
     def _chosen(self, blocks: list[Block], plan: dict[str, str]) -> list[Block]:
-        """Return the blocks that are sharded without a rule."""
         preset, named = self._section.preset_model, self._row_names()
         if named is not None:
             return [block for block in blocks if _named(block.row, named)]
@@ -419,7 +410,6 @@ class _Planner:
                 self._cuts[path] = ShardSpec("width", even(layer.weight.shape[1], self._size, path), whole_output=True)
 
     def _sharing(self) -> dict[int, list[str]]:
-        """Return the names of layers by shared weight."""
         found: dict[int, list[str]] = {}
         for path, layer in self._inventory.layers.items():
             found.setdefault(id(layer.weight), []).append(path)
@@ -460,7 +450,6 @@ class _Planner:
     # -- consistency ---------------------------------------------------------------------------------------------------
 
     def _is_whole(self, block: Block) -> bool:
-        """Whether all layers of a block have the block's sharding."""
         return all(self._cuts.get(path) == cut for path, cut in block.cuts.items())
 
     def _in_use(self, path: str) -> bool:
@@ -469,7 +458,6 @@ class _Planner:
         return any(cut is not None and cut.kind == "column" and not cut.whole_output for cut in cuts)
 
     def _stacked(self) -> Iterator[tuple[str, Stacked]]:
-        """Yield the sharding of stacked experts, by default or by rules."""
         if self._section.injection_policy_tuple is not None:
             return
         for path, module in self._inventory.modules.items():
@@ -482,7 +470,6 @@ class _Planner:
                 yield path, found
 
     def _placed(self) -> Iterator[tuple[str, ShardSpec]]:
-        """Yield the sharding of layers and their adapters, by name in the model."""
         for path, cut in self._cuts.items():
             for place in self._inventory.layers[path].places:
                 yield place, cut
@@ -540,7 +527,6 @@ def _embeddings(model: nn.Module, name: str) -> Any:
 
 
 def _named(path: str, names: Any) -> bool:
-    """Whether a layer's name ends in one of `names`."""
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 

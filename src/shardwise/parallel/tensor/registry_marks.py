@@ -1,9 +1,9 @@
 """Parameters marked as tensor parts by a client with its own tensor parallelism, such as Megatron.
 
-parameter.tensor_model_parallel    True: each rank of a copy of the model has another part
-parameter.partition_dim            the dimension that is divided
-parameter.partition_stride         a part consists of so many blocks, which the ranks have by turns
-parameter.sequence_parallel        True: whole, and each rank's gradient is a summand (of its own tokens)
+parameter.tensor_model_parallel    True: sharded over the tensor-parallel group
+parameter.partition_dim            sharded dimension
+parameter.partition_stride         number of blocks in a part, interleaved over ranks
+parameter.sequence_parallel        True: unsharded, with partial gradients (of each rank's tokens)
 """
 
 from __future__ import annotations
@@ -27,10 +27,6 @@ def is_marked(parameter: Any) -> bool:
 
 def declare_marked(model: nn.Module, group: TensorGroup) -> bool:
     """Declare a client's marked parameters as parts of global tensors (all ranks call).
-
-    Args:
-            model: its parameters are marked.
-            group: the tensor-parallel group.
 
     Returns:
             Whether any parameter is marked.
@@ -66,7 +62,6 @@ def declare_marked(model: nn.Module, group: TensorGroup) -> bool:
 
 
 def _mark(name: str, parameter: nn.Parameter) -> tuple[int, int, int]:
-    """Return sharded dimension, number of blocks, and size of a part."""
     dim = getattr(parameter, "partition_dim", 0 if parameter.dim() == 1 else -1)
     stride = getattr(parameter, "partition_stride", 1)
     if not isinstance(dim, int) or not 0 <= dim < parameter.dim():

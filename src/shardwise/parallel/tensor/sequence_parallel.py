@@ -123,9 +123,7 @@ def tokens_of(model: nn.Module, cuts: dict[str, ShardSpec], section: TensorParal
     assumed to precede tensor-parallel layers.
 
     Args:
-            model: unchanged.
             cuts: of its sharded layers.
-            section: `tensor_parallel` of the configuration.
 
     Raises:
             ConfigError: the model has no such blocks.
@@ -156,7 +154,6 @@ def tokens_of(model: nn.Module, cuts: dict[str, ShardSpec], section: TensorParal
 
 
 def _blocks(model: nn.Module, cuts: dict[str, ShardSpec]) -> tuple[str, list[str]]:
-    """Return path and element names of the list of blocks with row-parallel layers."""
     rows = [path for path, cut in cuts.items() if cut.kind == "row"]
     lists: dict[str, list[str]] = {}
     for path, module in model.named_modules():
@@ -174,7 +171,6 @@ def _blocks(model: nn.Module, cuts: dict[str, ShardSpec]) -> tuple[str, list[str
 
 
 def _named(model: nn.Module, rules: list[LayerSpec]) -> dict[str, str]:
-    """Return modules matched by rules, by path or weight name, without nested matches."""
     found: dict[str, str] = {}
     finds = name_search(model)
     for path, _ in model.named_modules():
@@ -186,7 +182,6 @@ def _named(model: nn.Module, rules: list[LayerSpec]) -> dict[str, str]:
 
 
 def _found(model: nn.Module, prefix: str, cuts: dict[str, ShardSpec]) -> Iterator[tuple[str, str]]:
-    """Find norms and unsharded modules in and after a list of blocks."""
     for number, block in model.get_submodule(prefix).named_children():
         layers = norms = 0
         for name, child in block.named_children():
