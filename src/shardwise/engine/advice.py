@@ -24,11 +24,7 @@ _DTYPES = re.compile(r"dtype|scalar type|BFloat16|Half\b")
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Check that neither the model nor a submodule is wrapped for distributed training.
-
-    Raises:
-            UsageError: a module is wrapped.
-    """
+    """Raise a UsageError if the model or a submodule is wrapped for distributed training."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
@@ -107,12 +103,7 @@ def warn_of_clipping(parameters: list[torch.Tensor]) -> None:
 
 
 def explain_dtype(error: Exception, inputs: Any, dtype: torch.dtype | None) -> str | None:
-    """Return a hint if a forward pass failed on inputs of another floating dtype than the parameters.
-
-    Args:
-            error: error of the forward pass.
-            dtype: of the parameters; None: their own.
-    """
+    """Return a hint if a forward pass failed on inputs of another floating dtype than `dtype` (of the parameters)."""
     given = {tensor.dtype for tensor in inputs if tensor.is_floating_point()} - {dtype}
     if dtype not in (torch.bfloat16, torch.float16) or not given or not _DTYPES.search(str(error)):
         return None

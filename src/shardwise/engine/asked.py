@@ -188,11 +188,7 @@ def _described(mesh: DeviceMesh) -> str:
 
 
 def check_ranks(what: str, ranks: Sequence[int], members: Sequence[int]) -> None:
-    """Check that a mesh contains each of the engine's ranks once.
-
-    Raises:
-            UsageError: it does not.
-    """
+    """Raise a UsageError unless a mesh contains each of the engine's ranks once."""
     if sorted(ranks) != sorted(members):
         raise UsageError(f"{what} has ranks {list(ranks)}; the engine has ranks {list(members)}, each once")
 

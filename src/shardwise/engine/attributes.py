@@ -13,11 +13,8 @@ Arguments = ParamSpec("Arguments")
 def of_part(
     part: str, method: Callable[Concatenate[Any, Arguments], Value]
 ) -> Callable[Concatenate[Any, Arguments], Value]:
-    """Return an engine method that calls a method of a part, with its signature and documentation.
-
-    Args:
-            part: name of the engine's attribute that holds the part.
-    """
+    """Return an engine method that calls a method of the part in attribute `part`, with its signature and
+    documentation."""
 
     @functools.wraps(method)
     def call(engine: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:

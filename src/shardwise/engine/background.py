@@ -25,11 +25,7 @@ _WORTH_TELLING_S = 1.0
 
 
 class BackgroundSaves:
-    """Checkpoints of a model that are written while training continues.
-
-    Attributes:
-            saving: writer process and snapshot; None before the first save.
-    """
+    """Asynchronous checkpoints of a model. `saving` has writer process and snapshot; None before the first save."""
 
     def __init__(self, sharded: ShardedModel, config: Config, job: Communicator) -> None:
         self.saving: Background | None = None

@@ -149,10 +149,7 @@ def wanted(config: Config, places: Iterable[str]) -> bool:
 
 
 def make(subject: PlanningTarget, job: Communicator) -> Budget:
-    """Plan memory and compare it with the limits (all ranks call).
-
-    Args:
-            subject: model, optimizer and configuration, before sharding.
+    """Plan memory before sharding, and compare it with the limits (all ranks call).
 
     Raises:
             OutOfMemoryError: on all ranks, if any limit is too small.
@@ -244,10 +241,9 @@ def watches(config: Config, places: Iterable[str]) -> bool:
 
 
 class Watched:
-    """Memory watchdog of this machine, while an engine lives; runs on the machine's first rank.
+    """Memory watchdog of this machine, on its first rank, while an engine lives.
 
-    Attributes:
-            checkpoint: returns the newest checkpoint, or None.
+    `checkpoint` returns the newest checkpoint, or None.
     """
 
     def __init__(self, budget: Budget, rank: int, accountant: Accountant) -> None:

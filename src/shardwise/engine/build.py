@@ -472,8 +472,7 @@ def _communicator(settings: Any, group: Any, device: torch.device) -> Communicat
 def _plan(settings: Any, domain: Domain, model: nn.Module) -> Plan:
     """Return the ZeRO plan, and warn of keys without effect.
 
-    Raises:
-            ConflictError: the model was built under zero.Init for another kind of all-gather than configured.
+    Raises a ConflictError if the model was built under zero.Init for another kind of all-gather.
     """
     zero = settings.zero_optimization
     plan = Plan.of(zero, domain)

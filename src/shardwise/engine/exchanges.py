@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 
 def exchanges_in_backward(model: nn.Module, lines: RankGrid) -> bool:
-    """Return True if other ranks wait for gradients from this rank's backward pass.
-
-    Args:
-            model: after its tensors and experts have been sharded.
-    """
+    """Return True if other ranks wait for gradients from this rank's backward pass (after tensors and experts are
+    sharded)."""
     if len(lines.sequence[0]) > 1 or any(part_of(parameter).ranks is not None for parameter in model.parameters()):
         return True
     return any(
@@ -30,12 +27,7 @@ def exchanges_in_backward(model: nn.Module, lines: RankGrid) -> bool:
 
 
 def exchanges_of(model: nn.Module, lines: RankGrid) -> str:
-    """Describe the collectives of a forward and backward pass besides ZeRO's all-gathers and reductions.
-
-    Args:
-            model: after its tensors and experts have been sharded.
-            lines: the rank grid; empty text without tensor, sequence and expert parallelism.
-    """
+    """Describe the collectives of a forward and backward pass besides ZeRO's; "" without other parallelism."""
     tensor, sequence = len(lines.tensor[0]), len(lines.sequence[0])
     modules = list(model.modules())
     divided = sum(isinstance(module, Parallel) for module in modules)

@@ -70,14 +70,7 @@ class OomContext:
 
 @contextlib.contextmanager
 def explaining(circumstances: Callable[[], OomContext]) -> Iterator[None]:
-    """Turn an out-of-memory error of the block into an `OutOfMemoryError`.
-
-    Args:
-            circumstances: returns the context; called only after such an error.
-
-    Raises:
-            OutOfMemoryError: see there.
-    """
+    """Turn an out-of-memory error of the block into an `OutOfMemoryError`; only then call `circumstances`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -111,11 +104,7 @@ def explained(error: BaseException, at: OomContext) -> OutOfMemoryError:
 
 
 def over_limit(at: OomContext, limit: int) -> OutOfMemoryError:
-    """Return the error for a peak above `memory_limits.device`, although memory was available.
-
-    Args:
-            limit: of the bytes that the accountant counts on the device.
-    """
+    """Return the error for a peak above `limit` (`memory_limits.device`), although memory was available."""
     held = at.accountant.peak_total
     lines = [
         f"rank {at.rank} has held {readable(held)} on its device up to the end of {at.where}, {readable(held - limit)} "

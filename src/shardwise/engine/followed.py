@@ -55,12 +55,7 @@ def _new_directory() -> str:
 def describe(
     engine: Engine, resolution: Resolution, memory: MemoryReporting, log: RunLog, ranks: Sequence[Any]
 ) -> None:
-    """Write the description of the run on rank 0.
-
-    Args:
-            log: run log of this rank.
-            ranks: host and process of each rank.
-    """
+    """Write the description of the run on rank 0; `ranks` are host and process of each rank."""
     if engine.job.rank != 0:
         return
     settings = resolution.config

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 class MemoryReporting(StepObserver):
     """Plans, measures and reports an engine's memory, also for other settings and when memory runs out.
 
-    Attributes:
-            budget: plan made when the engine was built; None without one.
+    `budget` is the plan made when the engine was built; None without one.
     """
 
     def __init__(

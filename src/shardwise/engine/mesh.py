@@ -152,8 +152,7 @@ def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Ar
 def replicas_of(asked: RequestedParallelism, zero: ZeroConfig, world: int) -> Arrangement | None:
     """Return the HSDP arrangement of a parsed mesh (`shardwise.engine.asked`); None without replicas.
 
-    Raises:
-            UsageError: it contradicts the configuration.
+    Raises a UsageError if it contradicts the configuration.
     """
     if asked.replicas == 1:
         return None

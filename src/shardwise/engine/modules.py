@@ -35,11 +35,7 @@ def check_lazy(model: nn.Module) -> None:
 
 
 def check_one_device(model: nn.Module) -> None:
-    """Check that all layers are on one device.
-
-    Raises:
-            UsageError: layers are on several devices; names a parameter on each, or Hugging Face's `device_map`.
-    """
+    """Raise a UsageError if layers are on several devices, with a parameter on each, or Hugging Face's `device_map`."""
     placed = dict.fromkeys(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():

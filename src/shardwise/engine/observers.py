@@ -17,8 +17,7 @@ NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 class StepObserver:
     """Observes the passes and steps of one engine. Subclasses override the methods they need.
 
-    Attributes:
-            active: False: disabled by the configuration; the engine calls no method.
+    `active` False: disabled by the configuration; the engine calls no method.
     """
 
     active = True

@@ -14,8 +14,7 @@ RESERVE = 400_000_000
 class CommunicatorMemory:
     """Counts the device memory of communicators under `Category.COMMUNICATORS`; 0 on a CPU.
 
-    Args:
-            planned: a dry run: nothing is measured.
+    With `planned` (a dry run) nothing is measured.
     """
 
     def __init__(self, accountant: Accountant, device: torch.device, world: int, *, planned: bool = False) -> None:

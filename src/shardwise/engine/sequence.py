@@ -80,11 +80,7 @@ class SharedSequences:
     def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Compare the model's outputs with a run on unsharded sequences, before its first training pass (all ranks).
 
-        Args:
-                args, kwargs: of that pass.
-
-        Raises:
-                UsageError: on all ranks, if outputs differ on any of them.
+        Raises a UsageError on all ranks, if outputs differ on any of them.
         """
         if self._compared or not model.training or not all(has_values(x) for x in tensors_in((args, kwargs))):
             return

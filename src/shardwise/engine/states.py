@@ -26,11 +26,7 @@ class Moving(Protocol):
 
 
 def kinds_of(include: Iterable[OffloadStateTypeEnum | str] | None) -> list[OffloadStateTypeEnum]:
-    """Return the selected kinds of state; None selects all.
-
-    Raises:
-            UsageError: a kind is unknown.
-    """
+    """Return the selected kinds of state; None selects all. Raises a UsageError for an unknown kind."""
     if include is None:
         return list(OffloadStateTypeEnum)
     try:
@@ -41,11 +37,7 @@ def kinds_of(include: Iterable[OffloadStateTypeEnum | str] | None) -> list[Offlo
 
 
 def check_device(device: Any) -> None:
-    """Check that a device is the host ("cpu").
-
-    Raises:
-            UsageError: it is another device.
-    """
+    """Raise a UsageError unless a device is the host ("cpu")."""
     named = getattr(device, "value", device)
     if str(named) != "cpu":
         raise UsageError(

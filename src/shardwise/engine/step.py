@@ -365,11 +365,7 @@ class TrainStep:
         return place if 0 <= place < steps else self.micro_steps % steps
 
     def check_between_windows(self, what: str) -> None:
-        """Raise in the middle of an accumulation window.
-
-        Raises:
-                BatchSizeError: names the number of micro-batches of the window.
-        """
+        """Raise a BatchSizeError, with the number of micro-batches, in the middle of an accumulation window."""
         had = max(self._window.passes, self.micro_steps - self.window_began if self._managed else 0)
         if had:
             raise BatchSizeError(
@@ -434,10 +430,8 @@ class TrainStep:
     def take(self, lr_kwargs: dict[str, Any] | None = None) -> bool:
         """End a micro-batch; at a boundary update parameters, loss scale and schedule (all ranks call).
 
-        Raises as `Engine.step`.
-
-        Returns:
-                Whether a window has ended. False, without any change, if no rank has run a backward pass.
+        Raises as `Engine.step`. Returns whether a window has ended: False, without any change, if no rank has run a
+        backward pass.
         """
         if self.inside_no_sync_ctxt:
             raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
@@ -532,10 +526,9 @@ class TrainStep:
         self._scheduled = epoch + 1 if isinstance(epoch, int) else object()
 
     def _decide(self, report: StepReport) -> None:
-        """Act on a step's overflow or spike before its update: raise to stop, or mark a rewind.
+        """Act on a step's overflow or spike before its update: mark a rewind, or raise an AnomalyError on all ranks.
 
-        Raises:
-                AnomalyError: on all ranks; only the window's gradients are dropped.
+        The error drops only the window's gradients.
         """
         overflow, spike = report.overflow, report.spike
         key, action, cause = "", "warn", ""
@@ -703,10 +696,7 @@ class TrainStep:
     ) -> _Heard:
         """Read the step's all-reduce: now, or at the next step if only weights, signals and a warning depend on it.
 
-        Args:
-                evidence: state of the step's gradients.
-                now: wait for the values.
-                checked: a further number to read.
+        `checked` is a further number to read.
         """
         self.hear_before()
         values = Later(told if checked is None else torch.cat([told, checked.reshape(1)]))
@@ -766,12 +756,7 @@ class TrainStep:
         return max(found, key=lambda spike: order.index(spike.action), default=None)
 
     def _refuse(self, unused: list[str], failure: OffloadError | None) -> None:
-        """Raise on every rank the error of some rank's gradients.
-
-        Args:
-                unused: names of parameters without a gradient on this rank.
-                failure: of a disk with gradients on this rank.
-        """
+        """Raise on every rank the error of some rank's gradients: `unused` parameters, or a disk's `failure`."""
         everyone = self._job.exchange((self._unscaled, unused, told_of(failure)), "step")
         self._sharded.interruptions.raise_untouched([said for _, _, said in everyone], failure)
         unscaled = [rank for rank, (found, *_) in enumerate(everyone) if found]

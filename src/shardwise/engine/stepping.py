@@ -66,8 +66,7 @@ def make_optimizer(
 def stepping_of(optimizer: torch.optim.Optimizer | None) -> Stepping:
     """Return how the optimizer can be sharded: elementwise, with norms, or with unsharded tensors.
 
-    Raises:
-            ConfigError: the optimizer cannot be sharded, and why.
+    Raises a ConfigError with the reason, if it cannot be sharded.
     """
     if optimizer is None:
         return Stepping()
@@ -98,11 +97,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer | None, resolution: Resol
 
 
 def _step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, stepping: Stepping) -> None:
-    """Prepare an optimizer to step 16-bit parameters directly.
-
-    Raises:
-            ConfigError: it cannot step them as configured.
-    """
+    """Prepare an optimizer to step 16-bit parameters directly; raise a ConfigError if it cannot."""
     fp16, bf16 = resolution.config.fp16.enabled, resolution.config.bf16
     name = type(optimizer).__name__
     rounding: str = "nearest" if fp16 else bf16.rounding or "nearest"
@@ -154,8 +149,7 @@ def _check_momentum(settings: Any, optimizer: torch.optim.Optimizer) -> None:
 def make_scheduler(settings: Any, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
     """Return the client's scheduler or the configured one; None without one.
 
-    Raises:
-            UsageError: the client's object is no scheduler, or belongs to another optimizer.
+    Raises a UsageError if the client's object is no scheduler, or belongs to another optimizer.
     """
     if client is not None:
         return _given_scheduler(client, optimizer)

@@ -94,8 +94,7 @@ class SharedTensors:
     def compare_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Compare the inputs of the first training pass over the tensor-parallel group (all ranks of it call).
 
-        Raises:
-                DesyncError: on all ranks, if they differ.
+        Raises a DesyncError on all ranks, if they differ.
         """
         if self._compared or not model.training:
             return
@@ -114,8 +113,7 @@ class SharedTensors:
     def check_gradients(self, loss: torch.Tensor | None = None) -> None:
         """Compare gradients of unsharded parameters and the loss once (all ranks of the tensor-parallel group call).
 
-        Raises:
-                ConfigError: one differs between the ranks.
+        Raises a ConfigError if one differs between the ranks.
         """
         if self._gradients is not None:
             self._gradients.check(loss)

@@ -52,11 +52,7 @@ class _Recording:
 
 
 class Timelines(StepObserver):
-    """Records timelines of one engine's steps.
-
-    Attributes:
-            directory: output directory if none is configured.
-    """
+    """Records timelines of one engine's steps, into `directory` unless configured otherwise."""
 
     def __init__(self, sharded: ShardedModel, config: Config, job: Communicator, steps: TrainStep) -> None:
         self.directory = Path("timeline")

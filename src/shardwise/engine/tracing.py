@@ -139,8 +139,7 @@ class Tracer:
     def arm(self, step: int) -> int | None:
         """Start tracing from the next window on, after non-finite gradients (all ranks call).
 
-        Returns:
-                Number of traced steps, if tracing was off.
+        Returns the number of traced steps, if tracing was off.
         """
         if self._mode != "after":
             return None
@@ -234,12 +233,8 @@ class Tracer:
         return None
 
     def _follow(self, call: Call, made: set[Node]) -> None:
-        """Record the gradients that a module's own autograd nodes pass to its inputs.
-
-        Args:
-                call: of the module, after its return.
-                made: autograd nodes of its outputs.
-        """
+        """Record the gradients that a module's own autograd nodes pass to its inputs; `made` are the nodes of its
+        outputs."""
         newest = max(number_of(node) for node in call.begins)
         pending, seen = list(made), set(made)
         while pending and len(seen) < _FAR:
@@ -305,9 +300,7 @@ class Tracer:
     ) -> Origin | None:
         """Return the origin of non-finite values; None if untraced or unseen. All ranks call and get the same.
 
-        Args:
-                trace: of the window; None on all ranks or on none.
-                job: all ranks that step together.
+        `trace` is None on all ranks or on none.
         """
         if trace is None:
             return None

@@ -45,8 +45,7 @@ def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor],
 def node_size(comm: Communicator) -> int:
     """Return the number of ranks of a node, the same for all nodes (all ranks call).
 
-    Raises:
-            ConfigError: nodes have different numbers of ranks, or ranks are not numbered node by node.
+    Raises a ConfigError if nodes have different numbers of ranks, or ranks are not numbered node by node.
     """
     if comm.imagined:
         told = _told() or comm.world

@@ -52,12 +52,7 @@ _ENDED_ON = {
 
 
 class EndedOnRequest(Exception):
-    """Raised when a rank has ended in order after a signal: the job is over and is not restarted.
-
-    Attributes:
-            rank: the rank.
-            signal: the signal.
-    """
+    """Raised when a rank has ended in order after a signal: the job is over and is not restarted."""
 
     def __init__(self, rank: int, asked: signal.Signals) -> None:
         super().__init__(f"rank {rank} was sent {asked.name}")

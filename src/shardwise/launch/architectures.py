@@ -44,11 +44,7 @@ SHAPES = {
 
 
 class Decoder(nn.Module):
-    """Decoder that returns the next-token cross entropy.
-
-    Args:
-            recompute: use activation checkpointing for layers.
-    """
+    """Decoder that returns the next-token cross entropy; `recompute`: with activation checkpointing of layers."""
 
     def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
         super().__init__()

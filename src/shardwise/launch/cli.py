@@ -57,11 +57,7 @@ for _command in [_one for _app in (app, *_groups) if _app is not None for _one i
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line and exit with its code.
-
-    Args:
-            args: arguments after the program's name; None: of this process.
-    """
+    """Run the command line (`args`, or the arguments of this process) and exit with its code."""
     try:
         app(args, prog_name="shardwise")
     except ShardwiseError as error:

@@ -87,11 +87,7 @@ def sizes_between(least: int, most: int) -> tuple[int, ...]:
 
 
 def check(wanted: CommWanted) -> None:
-    """Check the options before torch is imported.
-
-    Raises:
-            CommandLineError: names the option and the fix.
-    """
+    """Check the options before torch is imported; raise a CommandLineError with option and fix."""
     for option, given, known in (("--ops", wanted.ops, OPS), ("--dtype", wanted.dtypes, DTYPES)):
         unknown = [name for name in given if name not in known]
         if unknown or not given:

@@ -36,12 +36,7 @@ def table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 def print_numbers(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of numbers; on a narrow terminal it is transposed and split to fit.
-
-    Args:
-            head: titles; the first is that of the rows' names.
-            rows: cells, each row's name first.
-    """
+    """Print a table of numbers, row names first; on a narrow terminal it is transposed and split to fit."""
     screen = output()
     shown = table(*head, numbers=tuple(head))
     for row in rows:
@@ -79,11 +74,7 @@ def in_bytes(size: int) -> str:
 
 
 def must_exist(path: str) -> None:
-    """Check that a path exists, before torch is imported to read it.
-
-    Raises:
-            CheckpointError: it does not exist.
-    """
+    """Raise a CheckpointError if a path does not exist, before torch is imported to read it."""
     if not os.path.lexists(path):
         raise CheckpointError(f"{path}: there is no such file or directory")
 

@@ -119,11 +119,7 @@ def _deal(job: Job, placement: Placement, cores: Cores) -> list[Cores]:
 
 
 def check(job: Job) -> None:
-    """Check a job before torch is imported.
-
-    Raises:
-            CommandLineError: names the option, its value, and the fix.
-    """
+    """Check a job before torch is imported; raise a CommandLineError with option, value and fix."""
     if job.module and job.no_python:
         raise CommandLineError("--module runs a Python module, --no_python no Python at all. Give one of them.")
     if job.max_restarts < 0:
@@ -214,8 +210,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """Return the launcher's environment with devices, number of threads and Gloo's interface.
 
-    Args:
-            cores: number of cores of each process, if bound.
+    `cores` is the number of cores of each process, if bound.
     """
     # Variables of an outer launcher are not for these ranks.
     variables = {name: value for name, value in env.items() if name not in (MEMORY_DIRECTORY, RECOVERY_FILE)}

@@ -39,24 +39,14 @@ Tags = Literal["auto", "always", "never"]
 
 @dataclass
 class Cursor:
-    """State of the terminal's last line.
-
-    Attributes:
-            mid_line: an unfinished line of rank 0.
-            bar: it is a progress bar, which overwrites itself.
-    """
+    """State of the terminal's last line: an unfinished line of rank 0, and whether it is a progress bar."""
 
     mid_line: bool = False
     bar: bool = False
 
 
 class Terminal:
-    """Standard output or error of the launcher.
-
-    Args:
-            file: a binary file, such as `sys.stdout.buffer`.
-            cursor: shared by streams of the same terminal.
-    """
+    """Standard output or error of the launcher, a binary file; streams of the same terminal share `cursor`."""
 
     def __init__(self, file: BinaryIO, cursor: Cursor | None = None) -> None:
         self._file = file
@@ -274,11 +264,7 @@ class OutputReader:
 
 
 def open_pipe(terminal: int | None) -> tuple[int, int]:
-    """Return a descriptor to read from and one for a worker.
-
-    Args:
-            terminal: descriptor of a terminal, for a pseudo-terminal of its size; None: a plain pipe.
-    """
+    """Return a descriptor to read from and one for a worker: a pipe, or a pseudo-terminal of the size of `terminal`."""
     if terminal is None:
         return os.pipe()
     import fcntl

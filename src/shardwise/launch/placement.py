@@ -131,11 +131,7 @@ def place(resources: Resources, devices: Devices) -> Placement:
 
 
 def check_resources(resources: Resources) -> None:
-    """Check options that are wrong for any devices, before torch is imported.
-
-    Raises:
-            CommandLineError: names the option and the fix.
-    """
+    """Check options that are wrong for any devices, before torch is imported; raise a CommandLineError with the fix."""
     for option, value in (("--nproc", resources.nproc), ("--num_nodes", resources.num_nodes)):
         if value is not None and value < 1:
             raise CommandLineError(f"{option} {value}: a job has at least one. Leave the option out for the default.")

@@ -97,8 +97,7 @@ class WorkerGroup:
     def start(self, streams: Mapping[int, Streams]) -> None:
         """Start every worker with the given standard streams (by rank), which stay open.
 
-        Raises:
-                LaunchError: a process cannot be started; earlier ones have been stopped.
+        Raises a LaunchError if a process cannot be started; earlier ones have been stopped.
         """
         for worker in self.workers:
             given = streams[worker.rank]

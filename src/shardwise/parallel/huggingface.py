@@ -296,11 +296,7 @@ def _check_ring(kwargs: dict[str, Any]) -> None:
 
 
 def eager_core(module: nn.Module) -> Callable[..., Any]:
-    """Return the plain torch attention of a model's own file.
-
-    Raises:
-            UsageError: it has none.
-    """
+    """Return the plain torch attention of a model's own file; raises a UsageError without one."""
     for kind in type(module).__mro__:
         found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
         if found is not None:
@@ -313,13 +309,9 @@ def eager_core(module: nn.Module) -> Callable[..., Any]:
 
 
 class OwnHeads:
-    """View of an attention module for a rank with some of its heads.
+    """View of an attention module for a rank with some of its heads; `heads` and `keys` count those of all ranks.
 
     Tensors with one number for each head (attention sinks) are cut to this rank's heads.
-
-    Args:
-            heads: query heads of all ranks.
-            keys: key heads of all ranks.
     """
 
     def __init__(self, module: nn.Module, heads: int, keys: int, group: SequenceGroup) -> None:

@@ -301,8 +301,7 @@ def _settle() -> None:
 def needed() -> SequenceGroup:
     """Return the process's sequence-parallel group, or the single-rank group of an engine without sequence parallelism.
 
-    Raises:
-            UsageError: there is neither.
+    Raises a UsageError without either.
     """
     group = current() or next((own for known in reversed(_alone) if (own := known()) is not None), None)
     if group is None:
@@ -314,11 +313,7 @@ def needed() -> SequenceGroup:
 
 
 def take_over(group: SequenceGroup) -> None:
-    """Set the process's sequence-parallel group.
-
-    Raises:
-            ConflictError: a group of other ranks is set.
-    """
+    """Set the process's sequence-parallel group. Raises a ConflictError if a group of other ranks is set."""
     before = current()
     if before is not None and before.members != group.members:
         del before
@@ -345,11 +340,7 @@ def let_go(group: SequenceGroup) -> None:
 
 
 def partition(size: int, world: int) -> list[list[int]]:
-    """Return groups of `size` consecutive ranks.
-
-    Raises:
-            ConflictError: `size` does not divide the number of ranks.
-    """
+    """Return groups of `size` consecutive ranks. Raises a ConflictError if `size` does not divide `world`."""
     if size < 1 or world % size:
         near = max(number for number in range(1, world + 1) if world % number == 0 and number <= max(size, 1))
         raise ConflictError(

@@ -24,11 +24,7 @@ Run = tuple[int, int]
 
 
 def query_runs(heads: int, ranks: int) -> list[Run]:
-    """Return the query heads of each rank.
-
-    Raises:
-            UsageError: there are fewer heads than ranks.
-    """
+    """Return the query heads of each rank; raises a UsageError with fewer heads than ranks."""
     if heads < ranks:
         raise UsageError(
             f"sequence parallelism over {ranks} ranks needs at least as many attention heads, the model has {heads}: "

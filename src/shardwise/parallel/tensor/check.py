@@ -249,12 +249,7 @@ class _CopyGroup(TensorGroup):
 
 
 class _Run:
-    """A copy and its results on a sample.
-
-    Args:
-            given: positional and keyword arguments of its forward pass.
-            wanted: arguments that require a gradient.
-    """
+    """A copy and its results on a sample; `wanted` are the arguments that require a gradient."""
 
     def __init__(self, module: nn.Module, block: nn.Module, given: tuple[Any, Any], wanted: list[torch.Tensor]) -> None:
         self.module, self._block, self._wanted = module, block, wanted
@@ -310,11 +305,7 @@ class _Sizes(NamedTuple):
 
 
 class _Comparison:
-    """Compares a sharded block with its unsharded copy.
-
-    Args:
-            path: its name in the model.
-    """
+    """Compares a sharded block, named `path` in the model, with its unsharded copy."""
 
     def __init__(self, block: nn.Module, path: str, group: TensorGroup, args: Any, kwargs: Any) -> None:
         self._block, self._group, self._path = block, group, path
@@ -338,8 +329,7 @@ class _Comparison:
     def run(self) -> list[str]:
         """Compare; return names of unsharded parameters with partial gradients on each rank.
 
-        Raises:
-                ConfigError: the sharded block computes other values, or fails; on all ranks.
+        Raises a ConfigError on all ranks if the sharded block computes other values, or fails.
         """
         self._compare_inputs()
         whole, dtype, sizes, problem = self._whole()
@@ -377,11 +367,7 @@ class _Comparison:
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def _compare_inputs(self) -> None:
-        """Find inputs sharded by heads; all others must be equal on all ranks.
-
-        Raises:
-                ConfigError: they differ.
-        """
+        """Find inputs sharded by heads; raise a ConfigError if any other input differs between ranks."""
         own = [[list(t.shape), *numbers_of(t).tolist(), _is_half(t)] for t in self._tensors]
         every = self._comm.exchange(own, "tensor_block_inputs")
         if any(len(other) != len(every[0]) for other in every):
@@ -641,11 +627,7 @@ class _Comparison:
         return f"{where}|{type(error).__name__}{at}{f' at `{line}`' if line else ''}: {said}"
 
     def _refuse(self, every: Sequence[str]) -> None:
-        """Raise if a rank has found a difference.
-
-        Args:
-                every: of each rank: path in the block, `|`, and the difference; or empty.
-        """
+        """Raise the first difference of any rank, as "path in the block|difference"; "" is none."""
         told = next((one for one in every if one), None)
         if told is None:
             return

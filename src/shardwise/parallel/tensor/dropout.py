@@ -28,11 +28,7 @@ _ADAPTED = ".base_layer"
 
 
 class _Region:
-    """A region with rank-specific random numbers.
-
-    Args:
-            untouched: returns whether no number has been drawn in the region.
-    """
+    """A region with rank-specific random numbers; `untouched` returns whether no number has been drawn in it."""
 
     __slots__ = ("__weakref__", "device", "restore", "untouched")
 
@@ -41,13 +37,9 @@ class _Region:
 
 
 class Regions:
-    """Tracks the regions of a model with rank-specific random numbers.
+    """Tracks the regions of a model with rank-specific random numbers, which sharded layers begin and end.
 
-    Args:
-            model: its sharded layers begin and end regions.
-
-    Attributes:
-            active: regions are tracked: the model has dropout, or drew numbers in its first training pass.
+    `active`: regions are tracked, because the model has dropout, or drew numbers in its first training pass.
     """
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
@@ -64,11 +56,7 @@ class Regions:
         self.active = False
 
     def watch(self, model: nn.Module, hook: Callable[[Callable[..., None]], Any]) -> None:
-        """Install the hooks.
-
-        Args:
-                hook: makes a module hook from a function.
-        """
+        """Install the hooks; `hook` makes a module hook from a function."""
         divided = False
         kinds = (ColumnParallel, PickedColumns, RowParallel)
         layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, kinds)]

@@ -44,8 +44,7 @@ def _found(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def line_of(model: nn.Module) -> list[int] | None:
     """Return the global ranks over which a model's DTensors are sharded; None without DTensors.
 
-    Raises:
-            UsageError: the sharding of a parameter is not supported.
+    Raises a UsageError for an unsupported sharding.
     """
     line: list[int] | None = None
     for name, tensor in _found(model):
@@ -147,11 +146,7 @@ class DTensors:
     # -- forward pass --------------------------------------------------------------------------------------------------
 
     def watch(self, hook: Callable[[Callable[..., None]], Any]) -> None:
-        """Install hooks that provide DTensors during forward passes, after the hooks that unshard parameters.
-
-        Args:
-                hook: makes a module hook from a function.
-        """
+        """Install hooks that provide DTensors during forward passes, after the hooks that unshard parameters."""
         for module in self._own:
             self._hooks.append(module.register_forward_pre_hook(hook(self._begins)))
             self._hooks.append(module.register_forward_hook(hook(self._ended), prepend=True, always_call=True))

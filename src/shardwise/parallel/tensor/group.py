@@ -73,11 +73,7 @@ class TensorGroup:
 
     @property
     def comm(self) -> Communicator:
-        """Communicator of the group.
-
-        Raises:
-                UsageError: there is no engine.
-        """
+        """Communicator of the group; raises a UsageError without an engine."""
         if self._comm is None:
             raise UsageError(
                 f"this model is divided over {self.size} ranks (tensor parallelism), and there is no engine that "
@@ -135,12 +131,10 @@ class TensorGroup:
         return shares(tokens, self.size)
 
     def tokens_of_all(self, own: int) -> list[int]:
-        """Return the number of tokens of each rank, as split before.
+        """Return the number of tokens of each rank, as split before; raises a UsageError if this rank has another
+        number.
 
         A recomputed block may belong to an earlier pass. So with several sequence lengths, ranks exchange them.
-
-        Raises:
-                UsageError: this rank has another number.
         """
         if backward_pass() is not None and len(self._totals) > 1:
             self._tokens = sum(self.comm.exchange(own, "tensor_tokens"))
@@ -157,8 +151,7 @@ class TensorGroup:
     def tokens_of_whole(self, tokens: int) -> list[int]:
         """Return the number of a sequence's tokens of each rank, after a layer has computed all of them.
 
-        Raises:
-                UsageError: the layer has computed some of them.
+        Raises a UsageError if the layer has computed only some.
         """
         if backward_pass() is not None and tokens in self._totals:
             self._tokens = tokens

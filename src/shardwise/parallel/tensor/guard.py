@@ -75,13 +75,9 @@ class GradientGuard:
         return not self._handles
 
     def check(self, loss: torch.Tensor | None = None) -> None:
-        """Compare the gradients of a backward pass (all ranks of the group call).
+        """Compare the gradients (and the loss, if known) of a backward pass (all ranks of the group call).
 
-        Args:
-                loss: of the pass, if known.
-
-        Raises:
-                ConfigError: a gradient differs.
+        Raises a ConfigError if a gradient differs.
         """
         if not self._handles:
             return

@@ -57,11 +57,7 @@ class ShardSpec:
 
 
 class Parallel:
-    """Base class of tensor-parallel layers.
-
-    Attributes:
-            cut: sharding of the layer.
-    """
+    """Base class of tensor-parallel layers; `cut` is the sharding of the layer."""
 
     group: TensorGroup
     cut: ShardSpec
@@ -182,8 +178,7 @@ class NormParallel(Parallel):
 class OwnParts(Parallel):
     """Module with unsharded tensors that have a number for each head or feature, of which it uses this rank's.
 
-    Attributes:
-            slices: name of a parameter, buffer or module list -> dimension, and each rank's ranges.
+    `slices` maps a parameter, buffer or module list to the dimension and each rank's ranges.
     """
 
     slices: dict[str, tuple[int, tuple[Runs, ...]]]

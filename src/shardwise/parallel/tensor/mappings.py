@@ -42,11 +42,7 @@ def leave(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
 
 
 def gather(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
-    """All-gather the parts of all ranks along a dimension; own part in backward.
-
-    Args:
-            sizes: of the parts in that dimension, by rank.
-    """
+    """All-gather the parts of all ranks (`sizes` by rank) along a dimension; own part in backward."""
     return x if group.size == 1 else _Gather.apply(x, group, tuple(sizes), dim)
 
 

@@ -136,9 +136,8 @@ class _Inside:
 class Finder:
     """Finds the blocks of a model that can be sharded.
 
-    Args:
-            grain: sizes of sharded MLP dimensions are multiples of this.
-            planned: names of layers and parameters in the model's own plan.
+    Sizes of sharded MLP dimensions are multiples of `grain`. The model's own plan names `planned` layers and
+    parameters.
     """
 
     def __init__(self, inventory: Inventory, size: int, grain: int, planned: Collection[str] = ()) -> None:
@@ -284,11 +283,7 @@ class Finder:
         return Block(path, cuts, row.path, heads, (row.inputs, kv.outputs), holders)
 
     def _inside(self, path: str, known: Sequence[Layer], width: int, total: int, keys: int) -> _Inside | None:
-        """Return other parameters of attention; None if one cannot be sharded safely.
-
-        Args:
-                width: of a head; 0: other parameters stay unsharded.
-        """
+        """Return other parameters of attention; None if one cannot be sharded safely. `width` 0: all unsharded."""
         names = {layer.path for layer in known}
         module, found = self._inventory.modules[path], _Inside()
         for name, child in module.named_children():
@@ -450,8 +445,7 @@ def _joined_cut(heads: Heads, parts: Sequence[tuple[Runs, ...]]) -> ShardSpec:
 def even(total: int, size: int, path: str, grain: int = 1) -> tuple[Runs, ...]:
     """Return ranges as equal as possible, in multiples of `grain`; the last may be smaller.
 
-    Raises:
-            ConfigError: there are fewer grains than ranks; names the layer.
+    Raises a ConfigError that names the layer, if there are fewer grains than ranks.
     """
     grains = -(-total // grain)
     if grains < size:
