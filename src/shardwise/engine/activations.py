@@ -28,10 +28,8 @@ class Activations(StepObserver):
     """Applies the sections `activation_offload` and `activation_checkpointing`.
 
     Args:
-            module: model of the forward passes; its buffers are not offloaded.
-            accountant: counts the bytes on the host.
-            group: tensor-parallel group, or None.
-            step: counts the steps after which times are logged; None: no logging.
+        module: model of the forward passes; its buffers are not offloaded.
+        step: counts the steps after which times are logged; None: no logging.
     """
 
     def __init__(

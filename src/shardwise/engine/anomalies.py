@@ -29,19 +29,16 @@ class Anomaly:
     """An anomaly of a step; the same on every rank.
 
     Attributes:
-            kind: "non_finite", "loss_spike", "grad_norm_spike", or "rewind" (the reaction to one of these).
-            step: number of the step (`engine.global_steps` before it).
-            text: description.
-            action: "warn", "skip", "stop" or "rewind".
-            ranks: ranks with non-finite values.
-            module: module of origin; None if unknown.
-            parameters: first and last parameter with a non-finite gradient, or parameters whose gradients have grown
-            most.
-            phase: "forward", "backward", "reduce" or "gradients" (see `OverflowReport`).
-            line: `file:line` that called the module.
-            value: loss or norm; of a rewind, the restored step.
-            usual: median of the previous values.
-            advice: suggested fix.
+        kind: "non_finite", "loss_spike", "grad_norm_spike", or "rewind" (the reaction to one of these).
+        step: number of the step (`engine.global_steps` before it).
+        action: "warn", "skip", "stop" or "rewind".
+        ranks: ranks with non-finite values.
+        module: module of origin; None if unknown.
+        parameters: first and last parameter with a non-finite gradient, or parameters whose gradients have grown most.
+        phase: "forward", "backward", "reduce" or "gradients" (see `OverflowReport`).
+        line: `file:line` that called the module.
+        value: loss or norm; of a rewind, the restored step.
+        usual: median of the previous values.
     """
 
     kind: Literal["non_finite", "loss_spike", "grad_norm_spike", "rewind"]
@@ -102,12 +99,7 @@ class Anomaly:
 
 
 class Anomalies:
-    """Keeps the last anomalies of one engine; rank 0 logs them.
-
-    Attributes:
-            noted: last anomalies, oldest first.
-            rewinds: number of rewinds.
-    """
+    """Keeps the last anomalies of one engine; rank 0 logs them."""
 
     def __init__(self, rank: int) -> None:
         self.noted: deque[Anomaly] = deque(maxlen=KEPT)

@@ -36,15 +36,14 @@ class RequestedParallelism:
     """Parallelism requested by arguments of `initialize`.
 
     Attributes:
-            size: ranks of a sequence-parallel group; None: as configured.
-            where: source of the request, for messages.
-            lines: sequence-parallel groups, by ranks in the job; None: consecutive ranks.
-            own: global ranks of this rank's sequence-parallel group, if only these are known.
-            group: existing group of these ranks.
-            tensor: ranks of a tensor-parallel group; None: as configured.
-            own_tensor: their global ranks, if the caller has made the groups; None: consecutive ranks.
-            replicas: number of HSDP replicas, from a mesh with further dimensions.
-            meshed: a mesh has been read.
+        size: ranks of a sequence-parallel group; None: as configured.
+        where: source of the request, for messages.
+        lines: sequence-parallel groups, by ranks in the job; None: consecutive ranks.
+        own: global ranks of this rank's sequence-parallel group, if only these are known.
+        tensor: ranks of a tensor-parallel group; None: as configured.
+        own_tensor: their global ranks, if the caller has made the groups; None: consecutive ranks.
+        replicas: number of HSDP replicas, from a mesh with further dimensions.
+        meshed: a mesh has been read.
     """
 
     size: int | None
@@ -62,14 +61,12 @@ def asked_by(mpu: Any, mesh: Any, model: nn.Module, members: Sequence[int]) -> R
     """Return the parallelism that `initialize(mpu=..., mesh_param=..., model=...)` requests; None: none.
 
     Args:
-            mpu: a model-parallel unit, or None.
-            mesh: a DeviceMesh, numbers (data, sequence) or (data, sequence, tensor), or None.
-            model: may consist of DTensors, or be tensor-parallel already.
-            members: the engine's ranks, as numbered by a mesh.
+        mesh: a DeviceMesh, numbers (data, sequence) or (data, sequence, tensor), or None.
+        model: may consist of DTensors, or be tensor-parallel already.
 
     Raises:
-            ConflictError: numbers do not fit the ranks, or contradict each other.
-            UsageError: the mesh has unsupported dimensions, or an unsupported order of ranks.
+        ConflictError: numbers do not fit the ranks, or contradict each other.
+        UsageError: the mesh has unsupported dimensions, or an unsupported order of ranks.
     """
     found = _of_arguments(mpu, mesh, members)
     line = line_of(model)
@@ -205,8 +202,8 @@ def model_parallel_size(mpu: Any) -> int:
     """Return the number of ranks of an mpu's tensor-parallel group.
 
     Raises:
-            NotBuiltError: the mpu has pipeline stages.
-            UsageError: the mpu does not return the groups.
+        NotBuiltError: the mpu has pipeline stages.
+        UsageError: the mpu does not return the groups.
     """
     for name in _PIPELINE if mpu is not None else ():
         size = getattr(mpu, name, lambda: 1)()
@@ -250,12 +247,11 @@ def told_lines(job: Communicator, own: Sequence[int], where: str, what: str) -> 
     """Exchange each rank's group; return all groups by ranks in the job, ordered by first rank.
 
     Args:
-            own: global ranks of this rank's group.
-            where: source of the request, for messages.
-            what: purpose of the group, for messages.
+        own: global ranks of this rank's group.
+        what: purpose of the group, for messages.
 
     Raises:
-            UsageError: the groups differ in size, or do not contain each rank once.
+        UsageError: the groups differ in size, or do not contain each rank once.
     """
     numbers = {rank: number for number, rank in enumerate(job.members)}
     told = job.exchange(coded([numbers.get(rank, -1) for rank in own]), "groups_of_ranks")
@@ -274,13 +270,11 @@ def tensor_lines(
     """Return the tensor-parallel groups if the caller has made them, otherwise their size.
 
     Args:
-            size: of the groups.
-            sequence: ranks of a sequence-parallel group.
-            asked: the caller's request; None: only the configuration.
-            mpu: the caller's unit; its data-parallel ranks must have the same index in all tensor-parallel groups.
+        asked: the caller's request; None: only the configuration.
+        mpu: the caller's unit; its data-parallel ranks must have the same index in all tensor-parallel groups.
 
     Raises:
-            UsageError: the groups contradict each other.
+        UsageError: the groups contradict each other.
     """
     if size == 1 or asked is None or asked.own_tensor is None:
         return size

@@ -76,10 +76,9 @@ class BackgroundSaves:
         """Copy the state to a snapshot, and start writing it.
 
         Args:
-                request: destination and options.
-                state: state besides parameters and optimizer.
-                begun: time at which the save began (`time.monotonic`).
-                waited: seconds that the save waited for the previous one.
+            state: state besides parameters and optimizer.
+            begun: time at which the save began (`time.monotonic`).
+            waited: seconds that the save waited for the previous one.
         """
         if self.saving is None:
             ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self._job.world

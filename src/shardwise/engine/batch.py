@@ -31,13 +31,13 @@ class Batches:
     train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel ranks, always.
 
     Args:
-            data: the data-parallel group.
-            device: batches are pinned for it.
+        data: the data-parallel group.
+        device: batches are pinned for it.
 
     Attributes:
-            micro: samples of one rank in a forward pass.
-            steps: micro-batches in a step.
-            training_dataloader: its position is saved in checkpoints; None without one.
+        micro: samples of one rank in a forward pass.
+        steps: micro-batches in a step.
+        training_dataloader: its position is saved in checkpoints; None without one.
     """
 
     def __init__(self, config: Config, data: Communicator, device: torch.device) -> None:
@@ -99,17 +99,17 @@ class Batches:
         Checkpoints save only the position of `engine.training_dataloader`.
 
         Args:
-                dataset: a map-style or iterable dataset.
-                batch_size: samples in a batch of this rank; None: train_micro_batch_size_per_gpu.
-                route: "train" shuffles a map-style dataset without a sampler; "eval" and "predict" keep its order.
-                pin_memory: pin batches for a CUDA device; no effect for a CPU.
-                data_sampler: yields this rank's indices.
-                collate_fn: makes a batch from a list of samples.
-                num_local_io_workers: prefetching processes; None: none.
+            dataset: a map-style or iterable dataset.
+            batch_size: samples in a batch of this rank; None: train_micro_batch_size_per_gpu.
+            route: "train" shuffles a map-style dataset without a sampler; "eval" and "predict" keep its order.
+            pin_memory: pin batches for a CUDA device; no effect for a CPU.
+            data_sampler: yields this rank's indices.
+            collate_fn: makes a batch from a list of samples.
+            num_local_io_workers: prefetching processes; None: none.
 
         Raises:
-                UsageError: an unknown route.
-                ConfigError: the settings contradict each other or the dataset, or yield no batch.
+            UsageError: an unknown route.
+            ConfigError: the settings contradict each other or the dataset, or yield no batch.
         """
         if route not in ROUTES:
             raise UsageError(f"deepspeed_io(route={route!r}): expected one of {', '.join(ROUTES)}")

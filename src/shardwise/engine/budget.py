@@ -73,13 +73,11 @@ class Claim:
     """Memory that one rank needs of a limited resource.
 
     Attributes:
-            key: identifies the resource among ranks that share it.
-            limit: name of the limit.
-            tiers: names of the tiers that count.
-            free: free bytes of the resource.
-            freed: bytes that this rank holds now, and frees when its model is sharded.
-            needed: peak bytes.
-            directories: of the files that count, on disks; empty: all.
+        key: identifies the resource among ranks that share it.
+        tiers: names of the tiers that count.
+        freed: bytes that this rank holds now, and frees when its model is sharded.
+        needed: peak bytes.
+        directories: of the files that count, on disks; empty: all.
     """
 
     key: str
@@ -96,12 +94,10 @@ class Check:
     """Memory that all ranks together need of a limited resource.
 
     Attributes:
-            limit: name of the limit.
-            tiers: names of the tiers that count.
-            ranks: ranks that share the resource.
-            needed: their peak bytes.
-            there: available bytes.
-            directories: of the files that count, on disks.
+        tiers: names of the tiers that count.
+        needed: their peak bytes.
+        there: available bytes.
+        directories: of the files that count, on disks.
     """
 
     limit: str
@@ -129,11 +125,10 @@ class Budget:
     """Result of the memory preflight.
 
     Attributes:
-            checks: compared limits.
-            planned: bytes by tier of each rank; empty for ranks without a plan.
-            processes: process id of each rank.
-            node: ranks on this machine.
-            traffic: offload traffic of a step, if it takes noticeable time.
+        checks: compared limits.
+        planned: bytes by tier of each rank; empty for ranks without a plan.
+        node: ranks on this machine.
+        traffic: offload traffic of a step, if it takes noticeable time.
     """
 
     checks: tuple[Check, ...]
@@ -152,7 +147,7 @@ def make(subject: PlanningTarget, job: Communicator) -> Budget:
     """Plan memory before sharding, and compare it with the limits (all ranks call).
 
     Raises:
-            OutOfMemoryError: on all ranks, if any limit is too small.
+        OutOfMemoryError: on all ranks, if any limit is too small.
     """
     config = subject.resolution.config
     numel = sum(parameter.numel() for parameter in subject.module.parameters())

@@ -118,37 +118,37 @@ def initialize(
     """Shard a model for training and return its engine.
 
     Args:
-            args: namespace whose `deepspeed_config` (or `shardwise_config`) names the configuration, if `config` is
+        args: namespace whose `deepspeed_config` (or `shardwise_config`) names the configuration, if `config` is
             missing.
-            model: any `nn.Module`, built plainly, on the meta device, or under `shardwise.zero.Init`. Its parameters
-            keep their identity.
-            optimizer: an instance (kept; its groups are edited in place), or a callable (such as a class) of the
+        model: any `nn.Module`, built plainly, on the meta device, or under `shardwise.zero.Init`. Its parameters keep
+            their identity.
+        optimizer: an instance (kept; its groups are edited in place), or a callable (such as a class) of the
             parameters. Overrides the `optimizer` section.
-            model_parameters: parameters, (name, parameter) pairs, or parameter groups to optimise; default: all that
+        model_parameters: parameters, (name, parameter) pairs, or parameter groups to optimise; default: all that
             require a gradient.
-            training_data: dataset of the returned dataloader.
-            lr_scheduler: a scheduler, or a callable of the optimizer. Overrides the `scheduler` section.
-            distributed_port: port of the rendezvous if no launcher has set one.
-            mpu: model-parallel unit. Its `get_data_parallel_group()` returns the ranks to shard over. A
+        training_data: dataset of the returned dataloader.
+        lr_scheduler: a scheduler, or a callable of the optimizer. Overrides the `scheduler` section.
+        distributed_port: port of the rendezvous if no launcher has set one.
+        mpu: model-parallel unit. Its `get_data_parallel_group()` returns the ranks to shard over. A
             `get_sequence_parallel_group()` of several ranks sets the sequence-parallel group; state is then sharded
             over all ranks, or over those of `get_sequence_data_parallel_group()`.
-            dist_init_required: False: use the existing process group. None or True: create it if missing.
-            collate_fn: makes a batch from a list of samples.
-            config: dict, path, or base64 or text JSON.
-            mesh_param: mesh of the ranks to shard over, in one of three forms. (1) A DeviceMesh with a dimension
-            `shard`, or with `replicate` and `shard` (HSDP; also the key `zero_optimization.mics_shard_size`). (2) A
-            pair of numbers, data-parallel and sequence-parallel ranks, or a mesh with a dimension `sp` (also the key
+        dist_init_required: False: use the existing process group. None or True: create it if missing.
+        collate_fn: makes a batch from a list of samples.
+        config: dict, path, or base64 or text JSON.
+        mesh_param: mesh of the ranks to shard over, in one of three forms. (1) A DeviceMesh with a dimension `shard`,
+            or with `replicate` and `shard` (HSDP; also the key `zero_optimization.mics_shard_size`). (2) A pair of
+            numbers, data-parallel and sequence-parallel ranks, or a mesh with a dimension `sp` (also the key
             `sequence_parallel_size`). (3) A mesh with the last dimension `tp` (also the key
             `tensor_parallel.autotp_size`), optionally after `dp_replicate`, `dp` (or `dp_shard`) and `sp`.
-            config_params: older name of `config`.
+        config_params: older name of `config`.
 
     Returns:
-            (engine, optimizer, training dataloader or None, lr scheduler or None).
+        (engine, optimizer, training dataloader or None, lr scheduler or None).
 
     Raises:
-            ConfigError: the configuration is wrong; the message names every offending key.
-            UsageError: arguments contradict each other.
-            LaunchError: `dist_init_required` is False, and no process group exists.
+        ConfigError: the configuration is wrong; the message names every offending key.
+        UsageError: arguments contradict each other.
+        LaunchError: `dist_init_required` is False, and no process group exists.
 
     Example:
         >>> import shardwise, torch

@@ -47,9 +47,9 @@ class Checkpoints:
     """Saves and loads an engine's training state. Methods are collective unless noted.
 
     Attributes:
-            background: asynchronous saves.
-            numbers: sequence numbers of this engine's saved states.
-            last_load: report of the last `load_checkpoint`; None before.
+        background: asynchronous saves.
+        numbers: sequence numbers of this engine's saved states.
+        last_load: report of the last `load_checkpoint`; None before.
     """
 
     def __init__(
@@ -96,23 +96,22 @@ class Checkpoints:
         (`safe_set_full_fp32_param` and similar); parameters may be changed.
 
         Args:
-                save_dir: directory of the run's checkpoints, on a file system that all ranks share. Rank 0's value is
-                used.
-                tag: name of this checkpoint; `global_step<N>` if None.
-                client_state: the script's state; rank 0's is saved. Nested collections of numbers, strings, tensors,
+            save_dir: directory of the run's checkpoints, on a file system that all ranks share. Rank 0's value is used.
+            tag: name of this checkpoint; `global_step<N>` if None.
+            client_state: the script's state; rank 0's is saved. Nested collections of numbers, strings, tensors,
                 arrays, dates, paths, enumerations, dataclasses, and classes registered with
                 `shardwise.checkpoint.register_type`.
-                save_latest: let the file `latest` name this checkpoint.
-                exclude_frozen_parameters: leave out parameters that do not require a gradient.
-                asynchronous: write in the background; None: `checkpoint.async_save`. The same on every rank.
+            save_latest: let the file `latest` name this checkpoint.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            asynchronous: write in the background; None: `checkpoint.async_save`. The same on every rank.
 
         Returns:
-                True.
+            True.
 
         Raises:
-                CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
-                UsageError: ranks differ in `asynchronous`, or the engine does not span all processes.
-                CheckpointError: `client_state` cannot be saved, or writing failed on some rank; raised on all ranks.
+            CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
+            UsageError: ranks differ in `asynchronous`, or the engine does not span all processes.
+            CheckpointError: `client_state` cannot be saved, or writing failed on some rank; raised on all ranks.
                 Earlier checkpoints are unchanged, unless the message says that this one is complete and only `latest`
                 could not be written. Also raised if the previous asynchronous save failed, which the message names;
                 this save has not begun then, and can be repeated.
@@ -176,14 +175,13 @@ class Checkpoints:
         """Wait until the pending asynchronous save has been published (all ranks call).
 
         Returns:
-                Path of the checkpoint; None without a pending save.
+            Path of the checkpoint; None without a pending save.
 
         Raises:
-                CheckpointError: writing failed, or made no progress for most of a collective's timeout (a stopped
-                process, a disk that hangs); raised on all ranks. Earlier checkpoints are unchanged, unless the message
-                says that this one is complete. Each failure is raised once: here, by the next `save_checkpoint`, or by
-                `destroy`.
-                UsageError: the engine has been destroyed.
+            CheckpointError: writing failed, or made no progress for most of a collective's timeout (a stopped process,
+                a disk that hangs); raised on all ranks. Earlier checkpoints are unchanged, unless the message says that
+                this one is complete. Each failure is raised once: here, by the next `save_checkpoint`, or by `destroy`.
+            UsageError: the engine has been destroyed.
 
         Example:
             >>> import shardwise, tempfile
@@ -233,33 +231,32 @@ class Checkpoints:
         logged. DeepSpeed checkpoints load as well; state without a counterpart here is logged.
 
         Args:
-                load_dir: directory of the run's checkpoints.
-                tag: name of the checkpoint. None: the newest complete one, which is the one that `latest` names, unless
-                a later one was completed. Skipped checkpoints are logged with the reason.
-                load_module_strict: require equal names of parameters and buffers in model and checkpoint, and a match
-                for each pattern and rule. False: load the names that both have. Shapes must match in any case.
-                load_optimizer_states: also load optimizer state, settings of parameter groups, and the loss scale.
-                load_lr_scheduler_states: also load the schedule.
-                load_module_only: load parameters and buffers only.
-                custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters gathered,
-                instead of loading parameters by name.
-                include: load only parameters and buffers (names in the model) that match one of these patterns: `*` is
-                any text, `?` one character, `[ab]` one of a set. Others keep their values.
-                exclude: skip names that match one of these patterns.
-                rename: maps names of the model to names of the checkpoint: a dictionary; a list of (regular expression,
+            load_dir: directory of the run's checkpoints.
+            tag: name of the checkpoint. None: the newest complete one, which is the one that `latest` names, unless a
+                later one was completed. Skipped checkpoints are logged with the reason.
+            load_module_strict: require equal names of parameters and buffers in model and checkpoint, and a match for
+                each pattern and rule. False: load the names that both have. Shapes must match in any case.
+            load_optimizer_states: also load optimizer state, settings of parameter groups, and the loss scale.
+            load_lr_scheduler_states: also load the schedule.
+            load_module_only: load parameters and buffers only.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters gathered, instead
+                of loading parameters by name.
+            include: load only parameters and buffers (names in the model) that match one of these patterns: `*` is any
+                text, `?` one character, `[ab]` one of a set. Others keep their values.
+            exclude: skip names that match one of these patterns.
+            rename: maps names of the model to names of the checkpoint: a dictionary; a list of (regular expression,
                 replacement), applied one after another; or a function of the name.
-                load_param_groups: with optimizer state, also load the settings of parameter groups (lr, weight_decay,
-                ...), which requires unchanged groups. False: keep this engine's settings; parameters may be in any
-                groups.
+            load_param_groups: with optimizer state, also load the settings of parameter groups (lr, weight_decay, ...),
+                which requires unchanged groups. False: keep this engine's settings; parameters may be in any groups.
 
         Returns:
-                (path of the checkpoint, client_state), or (None, None) if `tag` is None and no checkpoint exists.
+            (path of the checkpoint, client_state), or (None, None) if `tag` is None and no checkpoint exists.
 
         Raises:
-                CheckpointPathError: `load_dir` or `tag` cannot be used.
-                CheckpointError: the checkpoint is missing, incomplete, damaged, or of another format or model. If names
-                or shapes differ, its attribute `report` lists them all.
-                UsageError: an argument is invalid, or differs between ranks.
+            CheckpointPathError: `load_dir` or `tag` cannot be used.
+            CheckpointError: the checkpoint is missing, incomplete, damaged, or of another format or model. If names or
+                shapes differ, its attribute `report` lists them all.
+            UsageError: an argument is invalid, or differs between ranks.
 
         See `save_checkpoint` for an example.
         """

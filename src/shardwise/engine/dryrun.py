@@ -59,14 +59,14 @@ class MemoryPlan:
     """Planned bytes of one rank in a window.
 
     Attributes:
-            peaks: peak of each category; activations only with a batch.
-            total: peak of the sum on the device.
-            floor: minimum of each category.
-            least: sum of minima at the time of the peak.
-            elsewhere: peak of each tier except the device.
-            near: peak of device and host together.
-            moved: bytes moved between each tier and its users in a window.
-            files: bytes of the file in each directory on a disk.
+        peaks: peak of each category; activations only with a batch.
+        total: peak of the sum on the device.
+        floor: minimum of each category.
+        least: sum of minima at the time of the peak.
+        elsewhere: peak of each tier except the device.
+        near: peak of device and host together.
+        moved: bytes moved between each tier and its users in a window.
+        files: bytes of the file in each directory on a disk.
     """
 
     peaks: dict[Category, int]
@@ -125,12 +125,12 @@ class DryRunEngine:
     """A model's engine on fake tensors.
 
     Args:
-            module: copied without its values.
-            optimizer: copied without its state; None: the model is only evaluated.
-            groups: parameters of the module in each of the optimizer's groups.
-            config: validated, for the same number of ranks.
-            like: communicator of a running engine with the same number of ranks; None: ranks may span machines.
-            grid: arrangement of ranks; None: as configured.
+        module: copied without its values.
+        optimizer: copied without its state; None: the model is only evaluated.
+        groups: parameters of the module in each of the optimizer's groups.
+        config: validated, for the same number of ranks.
+        like: communicator of a running engine with the same number of ranks; None: ranks may span machines.
+        grid: arrangement of ranks; None: as configured.
     """
 
     def __init__(
@@ -208,13 +208,13 @@ class DryRunEngine:
         """Return the memory plan of a window; to be called once.
 
         Args:
-                batch: of one pass, real tensors or shapes; its own memory is not counted. None: modules only use their
+            batch: of one pass, real tensors or shapes; its own memory is not counted. None: modules only use their
                 parameters, and activations are left out.
-                loss: returns a scalar from the module's output; None: `shardwise.memory.dryrun.loss_of`.
-                masks: the batch may contain attention masks (`shardwise.memory.dryrun.has_masks`).
+            loss: returns a scalar from the module's output; None: `shardwise.memory.dryrun.loss_of`.
+            masks: the batch may contain attention masks (`shardwise.memory.dryrun.has_masks`).
 
         Raises:
-                Exception: any error of the module on fake tensors.
+            Exception: any error of the module on fake tensors.
         """
         given = None if batch is None else fake_values(batch, self._mode, self._device)
         found = None

@@ -61,29 +61,29 @@ class Engine(ConfigGetters, StateGetters):
     """A model, its optimizer and its schedule, sharded by the configuration; built by `shardwise.initialize`.
 
     Attributes:
-            module: the user's model; also looked up for unknown attributes of the engine.
-            optimizer: the optimizer (the client's instance, if one was given); its groups have this rank's shards.
-            lr_scheduler: stepped after each applied update; may be set to None to step it in the script.
-            loss_scaler: fp16 loss scaler; None without fp16.
-            training_dataloader: made from `training_data`, or None.
-            config: the dictionary that the user passed.
-            job: all ranks that step, agree and save together.
-            data: data-parallel ranks, which get different samples.
-            global_steps: accumulation boundaries passed, skipped steps included.
-            micro_steps: calls of `step()`, without calls that had nothing to do.
-            skipped_steps: steps skipped because of an overflow or a spike.
-            global_samples: samples of all ranks used in steps.
-            last_step: `StepReport` of the last `step()` at a boundary.
-            last_load: `LoadReport` of the last `load_checkpoint`; None before.
-            resumed: result of the last `resume`; None before.
-            accountant: bytes held, by category.
-            ledger: flight recorder of this engine's collectives.
-            monitor: writes to the services that the configuration enables (`shardwise.monitor.Monitor`).
-            run_log: log of this rank's steps (`shardwise.monitor.runlog.RunLog`); None if disabled.
-            param_groups: the optimizer's. With `defaults` and `state`, frameworks can step the engine as an optimizer
+        module: the user's model; also looked up for unknown attributes of the engine.
+        optimizer: the optimizer (the client's instance, if one was given); its groups have this rank's shards.
+        lr_scheduler: stepped after each applied update; may be set to None to step it in the script.
+        loss_scaler: fp16 loss scaler; None without fp16.
+        training_dataloader: made from `training_data`, or None.
+        config: the dictionary that the user passed.
+        job: all ranks that step, agree and save together.
+        data: data-parallel ranks, which get different samples.
+        global_steps: accumulation boundaries passed, skipped steps included.
+        micro_steps: calls of `step()`, without calls that had nothing to do.
+        skipped_steps: steps skipped because of an overflow or a spike.
+        global_samples: samples of all ranks used in steps.
+        last_step: `StepReport` of the last `step()` at a boundary.
+        last_load: `LoadReport` of the last `load_checkpoint`; None before.
+        resumed: result of the last `resume`; None before.
+        accountant: bytes held, by category.
+        ledger: flight recorder of this engine's collectives.
+        monitor: writes to the services that the configuration enables (`shardwise.monitor.Monitor`).
+        run_log: log of this rank's steps (`shardwise.monitor.runlog.RunLog`); None if disabled.
+        param_groups: the optimizer's. With `defaults` and `state`, frameworks can step the engine as an optimizer
             (Lightning Fabric reads these before `engine.step()`).
-            defaults: the optimizer's.
-            state: the optimizer's.
+        defaults: the optimizer's.
+        state: the optimizer's.
     """
 
     pipeline_parallelism = False
@@ -193,7 +193,7 @@ class Engine(ConfigGetters, StateGetters):
         """Change the global batch size by changing the number of accumulation steps.
 
         Raises:
-                BatchSizeError: the size is not a positive multiple of micro-batch size times ranks; the script counts
+            BatchSizeError: the size is not a positive multiple of micro-batch size times ranks; the script counts
                 micro-batches itself; or an accumulation window has begun.
         """
         self._step.check_between_windows("engine.set_train_batch_size()")
@@ -203,7 +203,7 @@ class Engine(ConfigGetters, StateGetters):
         """Change the micro-batch size and keep the number of accumulation steps.
 
         Raises:
-                BatchSizeError: the size is not positive.
+            BatchSizeError: the size is not positive.
         """
         self._batches.set_micro(micro_batch_size)
 
@@ -218,9 +218,9 @@ class Engine(ConfigGetters, StateGetters):
         calls of `engine.module` run outside.
 
         Raises:
-                UsageError: the engine has been destroyed, or the model's parameters have changed.
-                OutOfMemoryError: out of memory; the message names a setting that would fit. `backward` and `step` raise
-                the same error.
+            UsageError: the engine has been destroyed, or the model's parameters have changed.
+            OutOfMemoryError: out of memory; the message names a setting that would fit. `backward` and `step` raise the
+                same error.
         """
         self.sharded.check_there("the engine's forward()", values=True)
         # Transforms of torch.func differentiate by themselves and accumulate no gradients.
@@ -286,21 +286,21 @@ class Engine(ConfigGetters, StateGetters):
         is zero.
 
         Args:
-                loss: scalar tensor.
-                retain_graph: as in `torch.Tensor.backward`.
-                scale_wrt_gas: see above; ignored for weighted losses.
-                weight: finite number >= 0, or a tensor with one element. The tensor's value is unchecked where reading
-                it would wait for the device. A loss with weight 0 adds zeros to all gradients, and may be NaN (the mean
+            loss: scalar tensor.
+            retain_graph: as in `torch.Tensor.backward`.
+            scale_wrt_gas: see above; ignored for weighted losses.
+            weight: finite number >= 0, or a tensor with one element. The tensor's value is unchecked where reading it
+                would wait for the device. A loss with weight 0 adds zeros to all gradients, and may be NaN (the mean
                 over no tokens).
 
         Returns:
-                The loss divided by the number of accumulation steps, with its graph, for logging. A weighted loss is
+            The loss divided by the number of accumulation steps, with its graph, for logging. A weighted loss is
             returned unchanged.
 
         Raises:
-                NotScalarError: the loss is not a scalar.
-                UsageError: the loss is no tensor that requires a gradient; `weight` is invalid, or given where
-                gradients are summed over ranks (`gradient_allreduce_op` "sum"); or the engine has been destroyed.
+            NotScalarError: the loss is not a scalar.
+            UsageError: the loss is no tensor that requires a gradient; `weight` is invalid, or given where gradients
+                are summed over ranks (`gradient_allreduce_op` "sum"); or the engine has been destroyed.
         """
         self.sharded.check_there("engine.backward()")
         if not isinstance(loss, torch.Tensor):
@@ -326,7 +326,7 @@ class Engine(ConfigGetters, StateGetters):
         outputs.
 
         Raises:
-                NotScalarError: the loss is not a scalar.
+            NotScalarError: the loss is not a scalar.
         """
         _check_scalar(loss, "engine.scale(loss)")
         return loss
@@ -350,16 +350,16 @@ class Engine(ConfigGetters, StateGetters):
         micro-batch without its backward pass counts.
 
         Args:
-                lr_kwargs: arguments of the scheduler's `step`.
+            lr_kwargs: arguments of the scheduler's `step`.
 
         Raises:
-                UsageError: the engine has no optimizer, or has been destroyed.
-                SyncError: the call is inside `no_sync()`.
-                NonFiniteError: a gradient is not finite, and `non_finite` is "stop", or "rewind" too often. Parameters,
+            UsageError: the engine has no optimizer, or has been destroyed.
+            SyncError: the call is inside `no_sync()`.
+            NonFiniteError: a gradient is not finite, and `non_finite` is "stop", or "rewind" too often. Parameters,
                 optimizer and schedule are unchanged; the window's gradients are dropped.
-                AnomalyError: the same for `anomaly_watch`; also if no in-memory copy exists to rewind to.
-                OffloadError: a disk that holds state has failed on this or another rank. A second call continues where
-                the first stopped.
+            AnomalyError: the same for `anomaly_watch`; also if no in-memory copy exists to rewind to.
+            OffloadError: a disk that holds state has failed on this or another rank. A second call continues where the
+                first stopped.
         """
         self.sharded.check_there("engine.step()")
         if self.optimizer is None:
@@ -421,7 +421,7 @@ class Engine(ConfigGetters, StateGetters):
         """Allocate parameters and buffers without values, once the engine has been destroyed.
 
         Raises:
-                UsageError: the engine has not been destroyed.
+            UsageError: the engine has not been destroyed.
         """
         if not self.sharded.closed:
             raise UsageError(
@@ -439,7 +439,7 @@ class Engine(ConfigGetters, StateGetters):
         model.
 
         Raises:
-                UsageError: the engine has been destroyed.
+            UsageError: the engine has been destroyed.
         """
         self.sharded.check_there("engine.gathered()", values=True)
         return self.sharded.whole()
@@ -455,14 +455,14 @@ class Engine(ConfigGetters, StateGetters):
         """Compile the engine's forward in place with `torch.compile`; a second call does nothing.
 
         Args:
-                backend: of `torch.compile`.
-                compile_kwargs: further arguments of `torch.compile`.
-                schedule: compiler passes by step; not supported.
-                compiled_autograd_enabled: not supported.
-                options: further arguments of `torch.compile`.
+            backend: of `torch.compile`.
+            compile_kwargs: further arguments of `torch.compile`.
+            schedule: compiler passes by step; not supported.
+            compiled_autograd_enabled: not supported.
+            options: further arguments of `torch.compile`.
 
         Raises:
-                UsageError: `schedule` or `compiled_autograd_enabled` is set.
+            UsageError: `schedule` or `compiled_autograd_enabled` is set.
         """
         if schedule:
             raise UsageError(f"engine.compile(schedule=...): {COMPILER}; leave it out")
@@ -542,9 +542,9 @@ class Engine(ConfigGetters, StateGetters):
         engine twice does nothing.
 
         Raises:
-                CheckpointError: the pending asynchronous save has failed. The engine is destroyed nevertheless.
-                DesyncError: other ranks are still training (stage 3); parameters stay sharded. During the handling of
-                an exception, this is a warning.
+            CheckpointError: the pending asynchronous save has failed. The engine is destroyed nevertheless.
+            DesyncError: other ranks are still training (stage 3); parameters stay sharded. During the handling of an
+                exception, this is a warning.
         """
         self._memory.close()
         self._timelines.close()

@@ -50,12 +50,11 @@ class OomContext:
     """Context of an out-of-memory error.
 
     Attributes:
-            where: the user's call.
-            subject: model, optimizer and configuration.
-            batch: shapes of the current micro-batch; None without one.
-            graph: the full autograd graph may be held.
-            stepping: optimizer state may have been allocated but not counted yet.
-            report: returns the engine's memory report; None before the engine exists.
+        where: the user's call.
+        batch: shapes of the current micro-batch; None without one.
+        graph: the full autograd graph may be held.
+        stepping: optimizer state may have been allocated but not counted yet.
+        report: returns the engine's memory report; None before the engine exists.
     """
 
     where: str

@@ -107,10 +107,10 @@ def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, 
     """Compare `facts_of_arguments` between ranks in one small exchange, before groups are made (all ranks call).
 
     Returns:
-            Whether rank 0 has values of all parameters, and another rank has some on the meta device.
+        Whether rank 0 has values of all parameters, and another rank has some on the meta device.
 
     Raises:
-            DesyncError: on every rank, if arguments differ, or rank 0 lacks values that another rank has.
+        DesyncError: on every rank, if arguments differ, or rank 0 lacks values that another rank has.
     """
     if job.world == 1 or job.imagined:
         return False

@@ -60,8 +60,8 @@ class FaultTolerance:
     """Saves on signals, copies state into memory, and resumes. Methods are collective unless noted.
 
     Attributes:
-            resumed: result of the last `resume`; None before.
-            copies: in-memory checkpoints; None if not configured.
+        resumed: result of the last `resume`; None before.
+        copies: in-memory checkpoints; None if not configured.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class FaultTolerance:
         """Set the function that returns the script's state for saves by the engine: on signals and in memory.
 
         Args:
-                function: called on every rank at the end of a `step()`; counters and dataloader position are those of
-                the next step. Returns the `client_state` of `save_checkpoint`. None: no state.
+            function: called on every rank at the end of a `step()`; counters and dataloader position are those of the
+                next step. Returns the `client_state` of `save_checkpoint`. None: no state.
         """
         if function is not None and not callable(function):
             raise UsageError(
@@ -175,14 +175,14 @@ class FaultTolerance:
         `checkpoint.on_signal` do the same.
 
         Args:
-                save_dir: as for `save_checkpoint`.
-                exit_on: names of signals after which the job ends.
-                save_on: names of signals after which training continues, even if the save fails, which is logged.
+            save_dir: as for `save_checkpoint`.
+            exit_on: names of signals after which the job ends.
+            save_on: names of signals after which training continues, even if the save fails, which is logged.
 
         Raises:
-                CheckpointPathError: `save_dir` cannot be used.
-                UsageError: a name is no signal that can be handled, or is in both lists; ranks give different signals;
-                or the caller is not the main thread.
+            CheckpointPathError: `save_dir` cannot be used.
+            UsageError: a name is no signal that can be handled, or is in both lists; ranks give different signals; or
+                the caller is not the main thread.
 
         Example:
             >>> import os, signal, shardwise, tempfile
@@ -223,7 +223,7 @@ class FaultTolerance:
         """Act on signals now, during long phases without steps such as an evaluation; a small collective.
 
         Raises:
-                SystemExit: a rank has received a signal that ends the job.
+            SystemExit: a rank has received a signal that ends the job.
         """
         self._sharded.check_there("engine.check_signals()")
         facts = self._signals.facts(self._job.rank)
@@ -295,8 +295,8 @@ class FaultTolerance:
         """Copy the training state into memory now, in addition to `checkpoint.memory_copies.every`.
 
         Raises:
-                UsageError: `checkpoint.memory_copies` is not configured, or an accumulation window holds gradients.
-                CheckpointError: memory is too small, on all ranks alike; the newest copy is kept.
+            UsageError: `checkpoint.memory_copies` is not configured, or an accumulation window holds gradients.
+            CheckpointError: memory is too small, on all ranks alike; the newest copy is kept.
         """
         self._sharded.check_there("engine.copy_to_memory()")
         if self.copies is None:
@@ -372,7 +372,7 @@ class FaultTolerance:
         """Undo the step by loading the newest in-memory copy; the dataloader position stays.
 
         Raises:
-                AnomalyError: no complete copy exists; the step was not taken.
+            AnomalyError: no complete copy exists; the step was not taken.
         """
         step, why = self._step, self._step.rewinding
         assert why is not None
@@ -434,15 +434,15 @@ class FaultTolerance:
         stage and number of ranks may have changed; learning rate and schedule continue.
 
         Args:
-                save_dir: directory that is passed to `save_checkpoint`; need not exist yet.
+            save_dir: directory that is passed to `save_checkpoint`; need not exist yet.
 
         Returns:
-                The script's state (`client_state`, or the result of the `provide_client_state` function); None without
-            a saved state. `engine.resumed` has source, path and duration.
+            The script's state (`client_state`, or the result of the `provide_client_state` function); None without a
+            saved state. `engine.resumed` has source, path and duration.
 
         Raises:
-                CheckpointPathError: `save_dir` cannot be used, or differs between ranks.
-                CheckpointError: saved states exist, but are of another model, all damaged, or cannot be listed.
+            CheckpointPathError: `save_dir` cannot be used, or differs between ranks.
+            CheckpointError: saved states exist, but are of another model, all damaged, or cannot be listed.
 
         Example:
             >>> import shardwise, tempfile
@@ -530,8 +530,8 @@ def in_turn(generations: Sequence[Generation], heads: Sequence[Head]) -> list[in
     Of equally new states, the in-memory copy comes first.
 
     Args:
-            generations: in-memory copies, newest first.
-            heads: checkpoints, in the order in which they are tried.
+        generations: in-memory copies, newest first.
+        heads: checkpoints, in the order in which they are tried.
     """
     turns: list[int | tuple[str, ...]] = []
     waiting = list(range(len(generations)))

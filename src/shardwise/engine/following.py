@@ -34,11 +34,9 @@ class Following(StepObserver):
     """Records each step for the run log and the progress display.
 
     Args:
-            ranks: number of ranks of the job; each has the same number of tokens.
-            log: run log of this rank, or None.
-            every: steps between rows of the log.
-            display: progress display of this rank, or None.
-            limit: most bytes that the device may hold; None if unknown.
+        ranks: number of ranks of the job; each has the same number of tokens.
+        every: steps between rows of the log.
+        limit: most bytes that the device may hold; None if unknown.
     """
 
     def __init__(

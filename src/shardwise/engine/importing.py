@@ -54,8 +54,8 @@ def check_schedule(saved: Checkpoint, scheduler: Any) -> None:
     """Check that a schedule can continue from the saved state.
 
     Raises:
-            CheckpointError: the state is of another schedule class; or, if another library has saved it without the
-            class, has other entries; or has an impossible number of steps.
+        CheckpointError: the state is of another schedule class; or, if another library has saved it without the class,
+            has other entries; or has an impossible number of steps.
     """
     state, own = saved.manifest.scheduler, schedule_name(scheduler)
     recorded = saved.manifest.layout.get("scheduler")

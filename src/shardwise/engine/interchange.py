@@ -55,20 +55,19 @@ class Interchange:
         `from_pretrained(directory)` works.
 
         Args:
-                directory: directory of the files, on rank 0; created if needed.
-                format: `hf` (safetensors, for Hugging Face's `from_pretrained`) or `pt` (a state dict of tensors, as
+            directory: directory of the files, on rank 0; created if needed.
+            format: `hf` (safetensors, for Hugging Face's `from_pretrained`) or `pt` (a state dict of tensors, as
                 `torch.save` writes it).
-                dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for the dtype of the
-                values.
-                max_shard_size: maximum size of a file, as "5GB" or a number of bytes. None: 5GB for `hf`, one file for
+            dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for the dtype of the values.
+            max_shard_size: maximum size of a file, as "5GB" or a number of bytes. None: 5GB for `hf`, one file for
                 `pt`.
-                exclude_frozen_parameters: leave out parameters that do not require a gradient, and the configuration.
-                all_names: `hf`: write a tied tensor under each of its names instead of once.
-                overwrite: replace weights in `directory`. A configuration is always replaced.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient, and the configuration.
+            all_names: `hf`: write a tied tensor under each of its names instead of once.
+            overwrite: replace weights in `directory`. A configuration is always replaced.
 
         Raises:
-                CheckpointPathError: the directory cannot be used, or already holds weights.
-                CheckpointError: an argument is wrong, or writing failed; raised on all ranks.
+            CheckpointPathError: the directory cannot be used, or already holds weights.
+            CheckpointError: an argument is wrong, or writing failed; raised on all ranks.
 
         Example:
             >>> import os, shardwise, tempfile
@@ -101,20 +100,19 @@ class Interchange:
         unfinished accumulation window are dropped.
 
         Args:
-                path: Hugging Face weights (a directory, or a file .safetensors, .index.json, .bin, .pt), a
+            path: Hugging Face weights (a directory, or a file .safetensors, .index.json, .bin, .pt), a
                 torch.distributed.checkpoint directory, or a checkpoint; the same on every rank.
-                strict: require a file entry for every parameter and buffer, and a parameter or buffer for every file
-                entry.
-                rename: name in the files -> name in the model, as a mapping (missing names stay) or a function; None as
-                a name skips the tensor.
-                tag: checkpoint to load from a directory of checkpoints.
+            strict: require a file entry for every parameter and buffer, and a parameter or buffer for every file entry.
+            rename: name in the files -> name in the model, as a mapping (missing names stay) or a function; None as a
+                name skips the tensor.
+            tag: checkpoint to load from a directory of checkpoints.
 
         Returns:
-                (missing, unexpected): names only in the model, and names only in the files; both empty if `strict`.
+            (missing, unexpected): names only in the model, and names only in the files; both empty if `strict`.
 
         Raises:
-                CheckpointPathError: there are no weights at `path`.
-                CheckpointError: names (if `strict`) or shapes differ, or a file is damaged; no value has been changed.
+            CheckpointPathError: there are no weights at `path`.
+            CheckpointError: names (if `strict`) or shapes differ, or a file is damaged; no value has been changed.
 
         Example: a model of Hugging Face's, never whole on any rank.
             >>> config = AutoConfig.from_pretrained(folder)  # doctest: +SKIP
@@ -145,19 +143,18 @@ class Interchange:
         Hugging Face does.
 
         Args:
-                save_dir: directory; created if needed.
-                save_filename: ends in `.safetensors`; or in `.bin`, `.pt` or `.pth` for a state dict of tensors as
+            save_dir: directory; created if needed.
+            save_filename: ends in `.safetensors`; or in `.bin`, `.pt` or `.pth` for a state dict of tensors as
                 `torch.save` writes it (`torch.load(weights_only=True)` reads it).
-                exclude_frozen_parameters: leave out parameters that do not require a gradient.
-                max_shard_size: maximum size of each of several files, in bytes or as "5GB", with an index. None: one
-                file.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            max_shard_size: maximum size of each of several files, in bytes or as "5GB", with an index. None: one file.
 
         Returns:
-                True.
+            True.
 
         Raises:
-                CheckpointPathError: the directory or the name cannot be used.
-                CheckpointError: `max_shard_size` is not a size, or writing failed; raised on all ranks.
+            CheckpointPathError: the directory or the name cannot be used.
+            CheckpointError: `max_shard_size` is not a size, or writing failed; raised on all ranks.
 
         Example:
             >>> engine.save_16bit_model("out")  # doctest: +SKIP
@@ -185,13 +182,13 @@ class Interchange:
         """Return the module's unsharded state dict, on the CPU of every rank.
 
         Args:
-                destination: dictionary to add to; a new one if None.
-                prefix: prefix of every name.
-                keep_vars: must be False, because values are copies.
-                exclude_frozen_parameters: leave out parameters that do not require a gradient.
+            destination: dictionary to add to; a new one if None.
+            prefix: prefix of every name.
+            keep_vars: must be False, because values are copies.
+            exclude_frozen_parameters: leave out parameters that do not require a gradient.
 
         Raises:
-                UsageError: `keep_vars` is set.
+            UsageError: `keep_vars` is set.
         """
         self._sharded.check_there("engine.module_state_dict()", values=True)
         if keep_vars:
@@ -218,15 +215,15 @@ class Interchange:
         """Load an unsharded state dict of the module, the same on every rank. Optimizer state stays.
 
         Args:
-                checkpoint: state dict, or a dictionary that has it under the key "module".
-                strict: require equal names in module and state dict.
-                custom_load_fn: called instead as `custom_load_fn(src=state_dict, dst=module)`, with all parameters
+            checkpoint: state dict, or a dictionary that has it under the key "module".
+            strict: require equal names in module and state dict.
+            custom_load_fn: called instead as `custom_load_fn(src=state_dict, dst=module)`, with all parameters
                 gathered.
-                fetch_z3_params: accepted for existing scripts and ignored.
-                allowed_missing_keys: names that may be missing although `strict` is set; they keep their values.
+            fetch_z3_params: accepted for existing scripts and ignored.
+            allowed_missing_keys: names that may be missing although `strict` is set; they keep their values.
 
         Raises:
-                CheckpointError: names or shapes differ; no value has been changed.
+            CheckpointError: names or shapes differ; no value has been changed.
         """
         self._sharded.check_there("engine.load_module_state_dict()")
         self._sharded.hooks.settle()

@@ -83,10 +83,10 @@ class MemoryReporting(StepObserver):
         `shardwise.memory.track_activations(engine.accountant)`, and planned if a sample batch is given.
 
         Args:
-                sample_batch: one micro-batch, to plan activations. A mapping is passed to the module as keyword
-                arguments, a tuple or list as positional arguments, any other value as the only argument.
-                loss: returns a scalar from the module's output, as the training loop does. Default: the output's
-                `loss`, the output itself, or the sum of its tensors.
+            sample_batch: one micro-batch, to plan activations. A mapping is passed to the module as keyword arguments,
+                a tuple or list as positional arguments, any other value as the only argument.
+            loss: returns a scalar from the module's output, as the training loop does. Default: the output's `loss`,
+                the output itself, or the sum of its tensors.
 
         Example:
             >>> import shardwise
@@ -181,15 +181,15 @@ class MemoryReporting(StepObserver):
         Each setting is planned with the engine's own code on fake tensors and a fake communicator.
 
         Args:
-                sample_batch: micro-batch of the current size, to plan activations; see `memory_report`. Tensors with
-                the first dimension of its first tensor are cut for smaller micro-batches.
-                loss: as in `memory_report`.
-                stages: ZeRO stages.
-                micro_batches: micro-batch sizes, compensated by accumulation; default: the current size.
-                ranks: numbers of data-parallel ranks; default: that of the engine.
+            sample_batch: micro-batch of the current size, to plan activations; see `memory_report`. Tensors with the
+                first dimension of its first tensor are cut for smaller micro-batches.
+            loss: as in `memory_report`.
+            stages: ZeRO stages.
+            micro_batches: micro-batch sizes, compensated by accumulation; default: the current size.
+            ranks: numbers of data-parallel ranks; default: that of the engine.
 
         Raises:
-                UsageError: a micro-batch size times a number of ranks does not divide the global batch.
+            UsageError: a micro-batch size times a number of ranks does not divide the global batch.
 
         Example:
             >>> import shardwise
@@ -234,7 +234,7 @@ class MemoryReporting(StepObserver):
         """Compare the peak device memory with `memory_limits.device`.
 
         Raises:
-                OutOfMemoryError: the limit is exceeded (`shardwise.engine.exhausted.over_limit`).
+            OutOfMemoryError: the limit is exceeded (`shardwise.engine.exhausted.over_limit`).
         """
         if self._communicators is not None:
             self._communicators.after_step()

@@ -27,11 +27,11 @@ def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = Non
     """Return the domain of an engine's parameters (all ranks call).
 
     Args:
-            mesh: the client's; None: as configured.
+        mesh: the client's; None: as configured.
 
     Raises:
-            ConfigError: groups and nodes do not fit.
-            ConflictError: a key cannot be combined with the client's mesh.
+        ConfigError: groups and nodes do not fit.
+        ConflictError: a key cannot be combined with the client's mesh.
     """
     zero = config.zero_optimization
     shard = int(zero.mics_shard_size)
@@ -62,12 +62,11 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
     """Return the domains of all parameters, including parameters shared by some ranks only (all ranks call).
 
     Args:
-            model: its parameters may be declared as parts of tensors.
-            domain: of all other parameters.
+        model: its parameters may be declared as parts of tensors.
 
     Raises:
-            UsageError: the declarations of ranks contradict each other.
-            ConfigError: a plan is made for other ranks than those declared.
+        UsageError: the declarations of ranks contradict each other.
+        ConfigError: a plan is made for other ranks than those declared.
     """
     comm = domain.ranks
     keys: dict[DomainKey, None] = {}
@@ -115,11 +114,11 @@ def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Ar
     """Return the arrangement of a client's mesh; None for one dimension, over which all state is sharded.
 
     Args:
-            mesh: a DeviceMesh with one dimension (shard) or two (replicate, shard), as for torch's `fully_shard`.
-            members: the engine's ranks, as numbered by the mesh.
+        mesh: a DeviceMesh with one dimension (shard) or two (replicate, shard), as for torch's `fully_shard`.
+        members: the engine's ranks, as numbered by the mesh.
 
     Raises:
-            UsageError: the mesh is invalid, or contradicts the configuration.
+        UsageError: the mesh is invalid, or contradicts the configuration.
     """
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(

@@ -127,10 +127,10 @@ def convert_buffers(
     """Convert the buffers of an engine's module; parameters keep their dtype and device.
 
     Args:
-            fn: converts a tensor, as `nn.Module._apply` passes it.
+        fn: converts a tensor, as `nn.Module._apply` passes it.
 
     Raises:
-            UsageError: `fn` would change the dtype or device of a parameter, whose memory belongs to the engine.
+        UsageError: `fn` would change the dtype or device of a parameter, whose memory belongs to the engine.
     """
     for dtype, device in sorted({(p.dtype, p.device) for p in parameters}, key=str):
         made = fn(torch.empty(0, dtype=dtype, device=device))

@@ -29,11 +29,9 @@ class Evidence:
     """State of a step, kept until its gradients are known to be finite.
 
     Attributes:
-            step: its number.
-            window: its micro-batches.
-            factor: scale from gradient sums to the gradient.
-            of_parameters: a number for each parameter, non-finite if its gradient is; None if unchecked.
-            summed: the numbers are summed over all ranks; otherwise they are of this rank.
+        factor: scale from gradient sums to the gradient.
+        of_parameters: a number for each parameter, non-finite if its gradient is; None if unchecked.
+        summed: the numbers are summed over all ranks; otherwise they are of this rank.
     """
 
     step: int
@@ -47,11 +45,10 @@ class NonFinite:
     """Applies the policy for non-finite gradients.
 
     Args:
-            policy: "skip" where skipped steps search a loss scale; otherwise the key `non_finite`.
-            tracer: finds the module of origin.
+        policy: "skip" where skipped steps search a loss scale; otherwise the key `non_finite`.
 
     Attributes:
-            since: first step of the current series with non-finite gradients; None if the last known step was finite.
+        since: first step of the current series with non-finite gradients; None if the last known step was finite.
     """
 
     def __init__(
@@ -73,8 +70,8 @@ class NonFinite:
         """Log where a series of non-finite steps begins and ends (all ranks call, with the same `wrong`).
 
         Args:
-                wrong: the step's gradients are not finite.
-                late: the next step has begun, and the gradients are gone.
+            wrong: the step's gradients are not finite.
+            late: the next step has begun, and the gradients are gone.
         """
         first = self._job.rank == 0
         if not wrong:

@@ -22,14 +22,13 @@ def explain_overflow(
     """Return the origin of a window's non-finite gradients; all ranks call and get the same.
 
     Args:
-            sharded: its accumulators hold the window's reduced sums.
-            job: all ranks that step together.
-            sums: sum of squares of each parameter's gradient over all ranks.
-            factor: scale from the sums to the gradient.
-            lost: a loss of this rank was not finite.
+        sharded: its accumulators hold the window's reduced sums.
+        sums: sum of squares of each parameter's gradient over all ranks.
+        factor: scale from the sums to the gradient.
+        lost: a loss of this rank was not finite.
 
     Raises:
-            OffloadError: on all ranks, if gradients on a disk cannot be read.
+        OffloadError: on all ranks, if gradients on a disk cannot be read.
     """
     assert sharded.reducer is not None
     place = first_not_finite(sums)
@@ -56,10 +55,9 @@ def explain_late(sharded: ShardedModel, job: Communicator, sums: torch.Tensor, l
     """Return the remaining information on the previous window's gradients; all ranks call and get the same.
 
     Args:
-            sharded: its accumulators already hold the current window.
-            job: all ranks that step together.
-            sums: a number for each parameter, non-finite if its gradient was; the same on all ranks.
-            lost: a loss of this rank was not finite.
+        sharded: its accumulators already hold the current window.
+        sums: a number for each parameter, non-finite if its gradient was; the same on all ranks.
+        lost: a loss of this rank was not finite.
     """
     assert sharded.reducer is not None
     place = first_not_finite(sums)
@@ -80,9 +78,9 @@ def _report(
     """Return phase, ranks and tensor of the first non-finite values.
 
     Args:
-            place: index of the first tensor with a non-finite gradient; None if only the global norm is non-finite.
-            sums: a number for each tensor, non-finite if its gradient is.
-            told: of each rank: a loss was not finite; gradients of the unit were finite (None: unknown); the result of
+        place: index of the first tensor with a non-finite gradient; None if only the global norm is non-finite.
+        sums: a number for each tensor, non-finite if its gradient is.
+        told: of each rank: a loss was not finite; gradients of the unit were finite (None: unknown); the result of
             `_known`; and more.
     """
     without_loss = tuple(rank for rank, fact in enumerate(told) if fact[0])

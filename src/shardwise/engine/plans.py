@@ -45,9 +45,9 @@ class Offload:
     """Tiers of state: `offload_optimizer.device` and `offload_param.device`.
 
     Attributes:
-            optimizer: none, cpu or nvme.
-            parameters: the same. On nvme no parameter stays on the host (`max_in_cpu` 0).
-            path: directory for nvme.
+        optimizer: none, cpu or nvme.
+        parameters: the same. On nvme no parameter stays on the host (`max_in_cpu` 0).
+        path: directory for nvme.
     """
 
     optimizer: str = "none"
@@ -103,9 +103,9 @@ class Room:
     """Bytes available to one rank.
 
     Attributes:
-            tiers: counted together.
-            size: bytes.
-            directories: of the files that count, on disks; empty: all.
+        tiers: counted together.
+        size: bytes.
+        directories: of the files that count, on disks; empty: all.
     """
 
     tiers: tuple[Tier, ...]
@@ -179,8 +179,8 @@ class Setting:
         """Return settings with the same batches and ranks, other tiers and higher stages; cheapest first.
 
         Args:
-                ways: offload settings to be tried.
-                now: configured offload setting, which is skipped at the current stage.
+            ways: offload settings to be tried.
+            now: configured offload setting, which is skipped at the current stage.
         """
         found = []
         for way in ways:
@@ -202,13 +202,12 @@ class SettingPlan:
     """Planned memory of one rank under a setting.
 
     Attributes:
-            setting: the setting.
-            peaks: peak bytes of each category, by name; activations if they could be planned.
-            total: peak bytes of the sum; None without a plan.
-            elsewhere: peak bytes of each used tier except the device, by name.
-            moved: bytes that a step reads from ("read") and writes to ("written") each of these tiers.
-            fits: within the limits, with a margin of 15 %; None if unknown.
-            note: reason for an unknown value.
+        peaks: peak bytes of each category, by name; activations if they could be planned.
+        total: peak bytes of the sum; None without a plan.
+        elsewhere: peak bytes of each used tier except the device, by name.
+        moved: bytes that a step reads from ("read") and writes to ("written") each of these tiers.
+        fits: within the limits, with a margin of 15 %; None if unknown.
+        note: reason for an unknown value.
     """
 
     setting: Setting
@@ -225,9 +224,8 @@ class MemoryPlans:
     """Plans of several settings.
 
     Attributes:
-            plans: cheapest first.
-            room: bytes available to the engine on this rank; None if unknown.
-            notes: assumptions.
+        plans: cheapest first.
+        room: bytes available to the engine on this rank; None if unknown.
     """
 
     plans: tuple[SettingPlan, ...]
@@ -293,12 +291,11 @@ class PlanningTarget:
     """Model, optimizer and configuration to be planned.
 
     Attributes:
-            module: the user's; unchanged.
-            optimizer: the engine's or the client's, or None; unchanged.
-            groups: parameters of each optimizer group before sharding.
-            comm: the engine's; only read.
-            setting: the current setting.
-            grid: arrangement of ranks; settings with other numbers of ranks use the configured one.
+        module: the user's; unchanged.
+        optimizer: the engine's or the client's, or None; unchanged.
+        groups: parameters of each optimizer group before sharding.
+        setting: the current setting.
+        grid: arrangement of ranks; settings with other numbers of ranks use the configured one.
     """
 
     module: nn.Module
@@ -335,9 +332,9 @@ class Planner:
     """Makes memory plans of a target; caches shared results.
 
     Args:
-            batch: a micro-batch of the current setting, to plan activations: real tensors, or shapes on the meta
-            device. None: without activations.
-            loss: returns a scalar from the module's output; see `shardwise.memory.dryrun.loss_of`.
+        batch: a micro-batch of the current setting, to plan activations: real tensors, or shapes on the meta device.
+            None: without activations.
+        loss: returns a scalar from the module's output; see `shardwise.memory.dryrun.loss_of`.
     """
 
     def __init__(
@@ -464,15 +461,13 @@ def plan_model(
     """Return the planned memory of one rank without a process group, a device, or memory for the model.
 
     Args:
-            model: parameters may be on the meta device.
-            config: its micro-batch size and accumulation hold for each stage.
-            ranks: data-parallel ranks.
-            stages: ZeRO stages.
-            batch: a micro-batch, real or on the meta device, for activations; the loss is found in the output.
-            rooms: bytes available to one rank.
+        model: parameters may be on the meta device.
+        config: its micro-batch size and accumulation hold for each stage.
+        batch: a micro-batch, real or on the meta device, for activations; the loss is found in the output.
+        rooms: bytes available to one rank.
 
     Raises:
-            ConfigError: the configuration is wrong.
+        ConfigError: the configuration is wrong.
 
     Example:
         >>> with torch.device("meta"):
@@ -501,11 +496,11 @@ def search(
     """Plan settings until one fits.
 
     Args:
-            planner: of the target that does not fit.
-            settings: in the order of trial.
+        planner: of the target that does not fit.
+        settings: in the order of trial.
 
     Returns:
-            The plans made, and whether the search was completed within the time limit.
+        The plans made, and whether the search was completed within the time limit.
     """
     deadline = time.monotonic() + seconds
     plans: list[SettingPlan] = []

@@ -43,12 +43,11 @@ class Profiling(StepObserver):
     """Serves the sections `flops_profiler` and `timers`, and the keys `wall_clock_breakdown` and `memory_breakdown`.
 
     Args:
-            job: all ranks; the first one reports.
-            events: writes the times to the monitors.
+        job: all ranks; the first one reports.
 
     Attributes:
-            profile: of the profiled step; None before.
-            count: FLOP counter during the profiled step: modules are then called by `counted`.
+        profile: of the profiled step; None before.
+        count: FLOP counter during the profiled step: modules are then called by `counted`.
     """
 
     def __init__(

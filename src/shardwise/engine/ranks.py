@@ -20,11 +20,6 @@ from shardwise.parallel.sequence import across
 class RankGrid:
     """Groups of each mesh dimension, by ranks in the job.
 
-    Attributes:
-            tensor: tensor-parallel groups.
-            sequence: sequence-parallel groups.
-            data: data-parallel groups.
-
     Example:
         >>> RankGrid.of(4, tensor=2).data
         [[0, 2], [1, 3]]
@@ -41,9 +36,9 @@ class RankGrid:
         """Return the grid of `world` ranks.
 
         Args:
-                world: a multiple of the sizes.
-                tensor: size of the tensor-parallel groups, or, without sequence parallelism, the groups.
-                sequence: size of the sequence-parallel groups, or, without tensor parallelism, the groups.
+            world: a multiple of the sizes.
+            tensor: size of the tensor-parallel groups, or, without sequence parallelism, the groups.
+            sequence: size of the sequence-parallel groups, or, without tensor parallelism, the groups.
         """
         alone = [[rank] for rank in range(world)]
         if not isinstance(tensor, int):

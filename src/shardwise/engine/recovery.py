@@ -27,10 +27,9 @@ class Resumed:
     """Result of `engine.resume()`.
 
     Attributes:
-            source: "memory" or "disk".
-            path: directory of the in-memory copies or of the checkpoint.
-            steps: `global_steps` of the state.
-            seconds: duration of the resume.
+        source: "memory" or "disk".
+        path: directory of the in-memory copies or of the checkpoint.
+        steps: `global_steps` of the state.
     """
 
     source: Literal["memory", "disk"]

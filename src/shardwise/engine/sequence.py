@@ -22,15 +22,12 @@ class SharedSequences:
     """The sequence-parallel group of an engine, while it is open.
 
     Args:
-            lines: sequence-parallel groups, by ranks in the job.
-            data: data-parallel group of this rank, with the same index in all sequence-parallel groups.
-            asked: the caller's request; None: only the configuration.
-
-    Attributes:
-            group: this rank's sequence-parallel group.
+        lines: sequence-parallel groups, by ranks in the job.
+        data: data-parallel group of this rank, with the same index in all sequence-parallel groups.
+        asked: the caller's request; None: only the configuration.
 
     Raises:
-            ConflictError: this process already has a group of other ranks.
+        ConflictError: this process already has a group of other ranks.
     """
 
     def __init__(
@@ -134,12 +131,8 @@ def sequence_lines(
 ) -> list[list[int]] | int:
     """Return the sequence-parallel groups if a caller has named them, otherwise their size (all ranks call).
 
-    Args:
-            tensor: size of the tensor-parallel groups.
-            asked: the caller's request; None: only the configuration.
-
     Raises:
-            UsageError: the groups differ in size, or have an unsupported order of ranks.
+        UsageError: the groups differ in size, or have an unsupported order of ranks.
     """
     if size == 1 or asked is None or (asked.lines is None and asked.own is None):
         return size

@@ -29,7 +29,7 @@ def signal_named(name: str) -> signal.Signals:
     """Return the signal of a name such as "SIGTERM".
 
     Raises:
-            UsageError: the name is unknown, or the signal cannot be handled.
+        UsageError: the name is unknown, or the signal cannot be handled.
 
     >>> int(signal_named("SIGTERM"))
     15
@@ -60,7 +60,7 @@ class SignalWatch:
         """Handle exactly these signals from now on; the same on all ranks.
 
         Raises:
-                UsageError: this is not the main thread, in which Python handles signals.
+            UsageError: this is not the main thread, in which Python handles signals.
         """
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(

@@ -46,12 +46,11 @@ class Spike:
     """A loss or gradient norm far above the last values; the same on all ranks.
 
     Attributes:
-            kind: "loss_spike" or "grad_norm_spike".
-            value: loss or norm.
-            usual: median of the last values.
-            deviations: distance from the median, in standard deviations.
-            action: reaction.
-            grown: parameters whose gradients have grown most, and by which factor.
+        kind: "loss_spike" or "grad_norm_spike".
+        value: loss or norm.
+        usual: median of the last values.
+        deviations: distance from the median, in standard deviations.
+        grown: parameters whose gradients have grown most, and by which factor.
     """
 
     kind: Kind
@@ -79,9 +78,9 @@ class History:
     """Last values of one number, and detection of values far above them.
 
     Args:
-            window: number of values that a new one is compared with.
-            threshold: deviations above the median from which a value is a spike.
-            least: values before the first judgement.
+        window: number of values that a new one is compared with.
+        threshold: deviations above the median from which a value is a spike.
+        least: values before the first judgement.
 
     >>> history = History(window=10, threshold=8.0, least=3)
     >>> [history.judge(step, value) for step, value in enumerate([2.0, 2.1, 1.9, 2.05])]
@@ -151,11 +150,11 @@ class SpikeWatch:
     """Detects spikes in the steps of one engine.
 
     Args:
-            names: of the parameters, by index.
+        names: of the parameters, by index.
 
     Attributes:
-            losses: mean losses of all ranks.
-            norms: gradient norms.
+        losses: mean losses of all ranks.
+        norms: gradient norms.
     """
 
     def __init__(self, options: AnomalyWatch, names: Sequence[str]) -> None:
@@ -185,10 +184,10 @@ class SpikeWatch:
         """Add a step, and return its spikes.
 
         Args:
-                loss: mean of all ranks; None if unknown.
-                norm: of the gradients; None if not computed.
-                sums: squared gradient norm of each parameter; None if not computed.
-                factor: scale from gradient sums to the gradient.
+            loss: mean of all ranks; None if unknown.
+            norm: of the gradients; None if not computed.
+            sums: squared gradient norm of each parameter; None if not computed.
+            factor: scale from gradient sums to the gradient.
         """
         found: list[Spike] = []
         kinds: tuple[tuple[Kind, History, float | None], ...] = (

@@ -346,7 +346,7 @@ class StateGetters(nn.Module):
         of updated parameters counts for the step that launches it.
 
         Args:
-                step: number of the step, from 0; None: the last step.
+            step: number of the step, from 0; None: the last step.
 
         Example:
             >>> import shardwise, torch

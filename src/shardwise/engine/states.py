@@ -65,18 +65,18 @@ def offload_states(
     buffers of modules stay on the device.
 
     Args:
-            include: kinds of state (`shardwise.zero.OffloadStateTypeEnum`), or their names: `optim_states`, `hp_params`
+        include: kinds of state (`shardwise.zero.OffloadStateTypeEnum`), or their names: `optim_states`, `hp_params`
             (master weights, or the parameters where the optimizer steps them directly), `lp_params` (parameters),
             `lp_grads` and `contiguous_grad_buffer` (reduced and unreduced gradients of an unfinished window). None:
             all.
-            device: "cpu".
-            pin_memory: use pinned host memory for a CUDA device, for faster copies.
-            non_blocking: return at once. The memory is free for later launches of this process; torch reserves it from
+        device: "cpu".
+        pin_memory: use pinned host memory for a CUDA device, for faster copies.
+        non_blocking: return at once. The memory is free for later launches of this process; torch reserves it from
             other processes until `torch.cuda.empty_cache()`.
 
     Raises:
-            UsageError: the call is inside a pass, or inside a block that gathers parameters; the optimizer is of the
-            1-bit family, whose state cannot leave the device; or an argument is invalid.
+        UsageError: the call is inside a pass, or inside a block that gathers parameters; the optimizer is of the 1-bit
+            family, whose state cannot leave the device; or an argument is invalid.
 
     Example:
         >>> import shardwise
@@ -102,10 +102,10 @@ def reload_states(engine: Moving, non_blocking: bool = False) -> None:
     """Move the state offloaded by `offload_states` back, if any. Every rank calls it.
 
     Args:
-            non_blocking: return at once; later work on the current stream is ordered after the copies.
+        non_blocking: return at once; later work on the current stream is ordered after the copies.
 
     Raises:
-            UsageError: the engine has been destroyed.
+        UsageError: the engine has been destroyed.
     """
     engine.sharded.check_open("engine.reload_states()")
     engine.sharded.reload_states(wait=not non_blocking)
@@ -137,10 +137,10 @@ def get_state_devices(model: Moving, state: OffloadStateTypeEnum | str) -> set[t
     State on a disk, or state that does not exist, has no device.
 
     Args:
-            state: a kind of state, or its name.
+        state: a kind of state, or its name.
 
     Raises:
-            UsageError: the kind is unknown.
+        UsageError: the kind is unknown.
     """
     (kind,) = kinds_of([state])
     devices = {Tier.DEVICE: model.device, Tier.HOST: torch.device("cpu")}

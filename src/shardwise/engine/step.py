@@ -55,18 +55,17 @@ class StepReport:
     """Report of the last `step()` at a boundary.
 
     Attributes:
-            applied: parameters were updated (False: skipped because of an overflow or a spike).
-            grad_norm: global L2 norm of the gradients before clipping (0-D fp64 tensor), or None if not computed.
-            clip_coefficient: factor by which clipping reduced the gradients (0-D tensor), or None without clipping.
-            loss_scale: loss scale of these gradients.
-            lr: learning rate of each parameter group in this step.
-            clipped_norm: grad_norm times clip_coefficient. None if the norm was not computed, or the step was skipped.
-            weight: sum of the weights of the window's micro-batches over all ranks (0-D fp64 tensor), or None without.
-            overflow: non-finite gradients for which the step was skipped, or None. The same on all ranks.
-            spike: spike (`anomaly_watch`) known before the update, or None; the reason if the step was not applied. The
+        applied: parameters were updated (False: skipped because of an overflow or a spike).
+        grad_norm: global L2 norm of the gradients before clipping (0-D fp64 tensor), or None if not computed.
+        clip_coefficient: factor by which clipping reduced the gradients (0-D tensor), or None without clipping.
+        lr: learning rate of each parameter group in this step.
+        clipped_norm: grad_norm times clip_coefficient. None if the norm was not computed, or the step was skipped.
+        weight: sum of the weights of the window's micro-batches over all ranks (0-D fp64 tensor), or None without.
+        overflow: non-finite gradients for which the step was skipped, or None. The same on all ranks.
+        spike: spike (`anomaly_watch`) known before the update, or None; the reason if the step was not applied. The
             same on all ranks.
-            samples: samples of all ranks in the step.
-            loss: weighted mean of the losses that all ranks passed to `engine.backward()` (0-D fp64 tensor). None if
+        samples: samples of all ranks in the step.
+        loss: weighted mean of the losses that all ranks passed to `engine.backward()` (0-D fp64 tensor). None if
             neither a monitor nor `anomaly_watch` needs it, or this rank has passed none.
     """
 
@@ -88,10 +87,10 @@ class _Prepared:
     """A window whose gradients are ready for the optimizer.
 
     Attributes:
-            report: without learning rates.
-            passes: number of its backward passes.
-            factor: scale of the gradients.
-            scaled: the scale has been applied.
+        report: without learning rates.
+        passes: number of its backward passes.
+        factor: scale of the gradients.
+        scaled: the scale has been applied.
     """
 
     report: StepReport
@@ -105,9 +104,7 @@ class _Heard:
     """Result of the step's all-reduce.
 
     Attributes:
-            complained: a rank reported an error that ends the step.
-            finite: the norm is finite, if checked.
-            spike: detected spike.
+        complained: a rank reported an error that ends the step.
     """
 
     complained: bool = False
@@ -119,28 +116,26 @@ class TrainStep:
     """Steps one engine; driven by the model's passes (`shardwise.zero.passes.driver.Driver`).
 
     Args:
-            optimizer: of the model; None: evaluation only.
-            scheduler: stepped after every applied update, or None.
-            signals: signals of this rank, exchanged in each step.
-            shows_loss: steps report the loss (the same on all ranks).
+        scheduler: stepped after every applied update, or None.
+        signals: signals of this rank, exchanged in each step.
+        shows_loss: steps report the loss (the same on all ranks).
 
     Attributes:
-            anomalies: detected anomalies.
-            watch: detects spikes of losses and gradient norms, or None.
-            rewinding: reason for a pending rewind to an in-memory copy, or None.
-            lr_scheduler: may be changed.
-            loss_scaler: may be changed.
-            global_steps: boundaries passed, skipped steps included.
-            micro_steps: calls of `take`, without calls that had nothing to do.
-            skipped_steps: steps skipped because of an overflow or a spike.
-            global_samples: samples of all ranks used in steps.
-            window_began: `micro_steps` at the beginning of the accumulation window.
-            new_micro_batch: the model has run a training pass since the last step.
-            inside_no_sync_ctxt: gradients are accumulated without reduction.
-            exchanges: other ranks wait for gradients in this rank's backward pass, so a loss of weight 0 is
-            differentiated too.
-            last_step: report of the last step at a boundary.
-            applied: the last call of `take` updated the parameters.
+        watch: detects spikes of losses and gradient norms, or None.
+        rewinding: reason for a pending rewind to an in-memory copy, or None.
+        lr_scheduler: may be changed.
+        loss_scaler: may be changed.
+        global_steps: boundaries passed, skipped steps included.
+        micro_steps: calls of `take`, without calls that had nothing to do.
+        skipped_steps: steps skipped because of an overflow or a spike.
+        global_samples: samples of all ranks used in steps.
+        window_began: `micro_steps` at the beginning of the accumulation window.
+        new_micro_batch: the model has run a training pass since the last step.
+        inside_no_sync_ctxt: gradients are accumulated without reduction.
+        exchanges: other ranks wait for gradients in this rank's backward pass, so a loss of weight 0 is differentiated
+            too.
+        last_step: report of the last step at a boundary.
+        applied: the last call of `take` updated the parameters.
     """
 
     def __init__(
@@ -231,11 +226,11 @@ class TrainStep:
         """Yield the scaled losses for the backward pass of a micro-batch.
 
         Args:
-                weight: see `Engine.backward`.
-                scale_wrt_gas: see `Engine.backward`.
+            weight: see `Engine.backward`.
+            scale_wrt_gas: see `Engine.backward`.
 
         Raises:
-                UsageError: `weight` is invalid, or given where gradients are summed over ranks.
+            UsageError: `weight` is invalid, or given where gradients are summed over ranks.
         """
         counted = None if weight is None else self._weight_of(weight, scale_wrt_gas)
         self._sharded.hooks.settle()
@@ -324,8 +319,8 @@ class TrainStep:
         """Accumulate gradients locally inside the block; the first backward pass outside reduces the sum.
 
         Raises:
-                SyncError: the configuration shards gradients.
-                UsageError: the engine has been destroyed.
+            SyncError: the configuration shards gradients.
+            UsageError: the engine has been destroyed.
         """
         self._sharded.check_open("engine.no_sync()")
         if self._sharded.plan.reduces_micro_batches:

@@ -31,12 +31,11 @@ def make_optimizer(
     """Return the client's optimizer or the configured one; frozen parameters are left out. None without trainable ones.
 
     Args:
-            client: an optimizer, or a callable of the parameters; None: as configured.
-            parameters: to be optimised; None: all.
-            dtype: compute dtype of the parameters; None: their own.
+        client: an optimizer, or a callable of the parameters; None: as configured.
+        dtype: compute dtype of the parameters; None: their own.
 
     Raises:
-            UsageError: the client's object is no optimizer.
+        UsageError: the client's object is no optimizer.
     """
     if isinstance(client, torch.optim.Optimizer):
         return client
@@ -83,10 +82,10 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer | None, resolution: Resol
     """Check an optimizer against the configuration, prepare its step, and return how it can be sharded.
 
     Args:
-            masters: it steps fp32 master weights of 16-bit parameters.
+        masters: it steps fp32 master weights of 16-bit parameters.
 
     Raises:
-            ConfigError: it cannot be sharded, or cannot step 16-bit parameters as configured.
+        ConfigError: it cannot be sharded, or cannot step 16-bit parameters as configured.
     """
     stepping = stepping_of(optimizer)
     if optimizer is not None:

@@ -31,16 +31,13 @@ class SharedTensors:
     """The tensor-parallel group of an engine, while it is open (all ranks call).
 
     Args:
-            lines: tensor-parallel groups, by ranks in the job.
-            model: its layers are sharded, unless they already are.
-            client: the client has sharded the layers, which communicate by themselves; parameters are marked.
-
-    Attributes:
-            group: this rank's tensor-parallel group.
+        lines: tensor-parallel groups, by ranks in the job.
+        model: its layers are sharded, unless they already are.
+        client: the client has sharded the layers, which communicate by themselves; parameters are marked.
 
     Raises:
-            UsageError: no layer can be sharded, or the model is sharded over other ranks.
-            ConfigError: the configuration names missing modules.
+        UsageError: no layer can be sharded, or the model is sharded over other ranks.
+        ConfigError: the configuration names missing modules.
     """
 
     def __init__(

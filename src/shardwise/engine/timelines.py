@@ -34,12 +34,12 @@ class _Recording:
     """A timeline that is being recorded.
 
     Attributes:
-            recorder: recorded events; None on ranks that record nothing.
-            file: output file.
-            clock: clock comparison at the beginning.
-            first: number of the first step.
-            left: steps still to record; None: until the block ends.
-            installed: removes the hooks when closed.
+        recorder: recorded events; None on ranks that record nothing.
+        file: output file.
+        clock: clock comparison at the beginning.
+        first: number of the first step.
+        left: steps still to record; None: until the block ends.
+        installed: removes the hooks when closed.
     """
 
     def __init__(self, recorder: Recorder | None, file: Path, clock: Clock, first: int, left: int | None) -> None:
@@ -99,12 +99,12 @@ class Timelines(StepObserver):
         begins and ends outside of passes and steps. If it ends with an exception, clocks are not compared again.
 
         Args:
-                path: directory.
-                ranks: global ranks that record; None: all.
-                max_events: maximum number of ranges and collectives; None: as configured.
+            path: directory.
+            ranks: global ranks that record; None: all.
+            max_events: maximum number of ranges and collectives; None: as configured.
 
         Raises:
-                UsageError: a timeline is being recorded already, or the engine has been destroyed.
+            UsageError: a timeline is being recorded already, or the engine has been destroyed.
 
         Example:
             >>> import os, shardwise, tempfile, torch
@@ -143,11 +143,11 @@ class Timelines(StepObserver):
         JSON values. On NCCL the host does not wait for collectives; record a timeline instead.
 
         Args:
-                since: sequence number of the first collective to count, from `engine.ledger.sequence`. The ledger keeps
-                the newest 4096.
+            since: sequence number of the first collective to count, from `engine.ledger.sequence`. The ledger keeps the
+                newest 4096.
 
         Raises:
-                UsageError: the engine has been destroyed.
+            UsageError: the engine has been destroyed.
         """
         self._sharded.check_open("engine.stragglers()")
         return compare(self._job, since)

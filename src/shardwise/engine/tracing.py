@@ -47,15 +47,13 @@ class Call:
     """A call of a module.
 
     Attributes:
-            name: of the module; "" is the model.
-            of_class: name of its class.
-            around: the enclosing call; None if the script made it.
-            micro_batch: its micro-batch.
-            went_in: records of its inputs.
-            came_out: records of its outputs.
-            gradients: records of its outputs' gradients.
-            begins: autograd nodes of its inputs.
-            inside: autograd nodes of submodule outputs, each with the nodes of the inputs.
+        name: of the module; "" is the model.
+        around: the enclosing call; None if the script made it.
+        went_in: records of its inputs.
+        came_out: records of its outputs.
+        gradients: records of its outputs' gradients.
+        begins: autograd nodes of its inputs.
+        inside: autograd nodes of submodule outputs, each with the nodes of the inputs.
     """
 
     __slots__ = ("around", "begins", "came_out", "gradients", "inside", "micro_batch", "name", "of_class", "went_in")
@@ -76,11 +74,10 @@ class Look:
     """Record of the smallest and largest of some values, on their device.
 
     Attributes:
-            what: "input", "parameter" or "output" of the call, or the gradient of an output or input.
-            call: the call.
-            range: minimum and maximum.
-            differentiable: the values require a gradient.
-            parameter: its name, for a parameter.
+        what: "input", "parameter" or "output" of the call, or the gradient of an output or input.
+        range: minimum and maximum.
+        differentiable: the values require a gradient.
+        parameter: its name, for a parameter.
     """
 
     __slots__ = ("call", "differentiable", "parameter", "range", "what")
@@ -101,10 +98,10 @@ class Tracer:
     """Traces the modules of one engine.
 
     Args:
-            mode: "off", "always", or "after" (for some steps after one with non-finite gradients).
+        mode: "off", "always", or "after" (for some steps after one with non-finite gradients).
 
     Attributes:
-            micro_batch: returns the index of the micro-batch in its window.
+        micro_batch: returns the index of the micro-batch in its window.
     """
 
     def __init__(self, root: nn.Module, mode: Literal["off", "after", "always"], steps: int) -> None:

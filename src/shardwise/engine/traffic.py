@@ -10,11 +10,11 @@ class Traffic:
     """Bytes that a step moves between a tier and its users.
 
     Attributes:
-            tier: "disk", or "host" (to and from the device).
-            read: bytes read from the tier in a step, on the rank with most.
-            written: bytes written to the tier.
-            read_speed: bytes a second of one rank, measured while all ranks read, or as given.
-            write_speed: the same for writing.
+        tier: "disk", or "host" (to and from the device).
+        read: bytes read from the tier in a step, on the rank with most.
+        written: bytes written to the tier.
+        read_speed: bytes a second of one rank, measured while all ranks read, or as given.
+        write_speed: the same for writing.
 
     Example:
         >>> traffic = Traffic("disk", 4 * 10**9, 2 * 10**9, 2e9, 1e9)

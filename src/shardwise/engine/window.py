@@ -36,7 +36,7 @@ def checked_weight(weight: Any) -> Weight:
     """Return a checked weight. Values on a device are not checked, because the host would wait.
 
     Raises:
-            UsageError: it is not one finite number >= 0.
+        UsageError: it is not one finite number >= 0.
 
     >>> checked_weight(torch.tensor(512)), checked_weight(0)
     (512.0, 0.0)
@@ -70,15 +70,13 @@ class Window:
     """The backward passes of this rank since the last step.
 
     Attributes:
-            weight: sum of weights.
-            weighted: passes with a weight.
-            unweighted: passes without a weight.
-            brought: passes with a gradient of a parameter.
-            losses: unscaled 0-D losses of `engine.backward()`, kept for the handling of non-finite gradients.
-            shown: losses of `engine.backward()` and their weights, if the loss is reported.
-            trace: records of traced modules.
-            agreed: number of the backward pass (the same on all ranks) for which the facts were summed over ranks, and
-            the sums.
+        weight: sum of weights.
+        brought: passes with a gradient of a parameter.
+        losses: unscaled 0-D losses of `engine.backward()`, kept for the handling of non-finite gradients.
+        shown: losses of `engine.backward()` and their weights, if the loss is reported.
+        trace: records of traced modules.
+        agreed: number of the backward pass (the same on all ranks) for which the facts were summed over ranks, and the
+            sums.
     """
 
     weight: Weight = 0.0
@@ -130,10 +128,10 @@ def check_mixed(facts: Sequence[float]) -> None:
     """Raise if some passes of a window had weights and others had none.
 
     Args:
-            facts: sums over ranks of `Window.facts`.
+        facts: sums over ranks of `Window.facts`.
 
     Raises:
-            UsageError: on all ranks.
+        UsageError: on all ranks.
     """
     _, weighted, unweighted, _ = facts
     if weighted and unweighted:

@@ -23,10 +23,10 @@ def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor],
     """Return the configured lossy gradient reduction, or None for exact reduction (all ranks call).
 
     Args:
-            hold: called with each buffer, to count it.
+        hold: called with each buffer, to count it.
 
     Raises:
-            ConfigError: nodes have different numbers of ranks.
+        ConfigError: nodes have different numbers of ranks.
     """
     zero = config.zero_optimization
     if not zero.zero_quantized_gradients or comm.world == 1:

@@ -64,9 +64,8 @@ class LocalRendezvousHandler(RendezvousHandler):
     """Rendezvous of a single agent.
 
     Args:
-            run_id: name of the job.
-            address: address that the ranks connect to.
-            port: requested port; None: 29500 if free, otherwise any free port.
+        address: address that the ranks connect to.
+        port: requested port; None: 29500 if free, otherwise any free port.
     """
 
     def __init__(self, run_id: str, address: str, port: int | None) -> None:
@@ -130,15 +129,15 @@ class Agent(SimpleElasticAgent):
     """Runs the attempts of a job until one succeeds or none is left.
 
     Args:
-            spec: number of workers and restarts.
-            open_attempt: builds an attempt from its number and its workers' variables by rank.
-            grace: seconds between the first signal and SIGKILL; None: `GRACE_S` or `SAVING_GRACE_S`.
-            say: prints one line for the user.
-            scratch: private directory for the recovery report of a restarted rank.
-            least: minimum number of workers when slots are left out; None: no slot is left out.
+        spec: number of workers and restarts.
+        open_attempt: builds an attempt from its number and its workers' variables by rank.
+        grace: seconds between the first signal and SIGKILL; None: `GRACE_S` or `SAVING_GRACE_S`.
+        say: prints one line for the user.
+        scratch: private directory for the recovery report of a restarted rank.
+        least: minimum number of workers when slots are left out; None: no slot is left out.
 
     Attributes:
-            slots: initial slots that still have a worker, in rank order.
+        slots: initial slots that still have a worker, in rank order.
     """
 
     def __init__(

@@ -15,10 +15,10 @@ class Shape:
     """Sizes of a decoder.
 
     Attributes:
-            layers, width, heads, vocabulary: see the papers.
-            groups: key and value heads; None: as many as query heads.
-            inner: width of the feed-forward networks; None: four times the width.
-            llama: RMS norms, gated networks, fused attention, no biases, separate head. Otherwise BLOOM's layer norms,
+        layers, width, heads, vocabulary: see the papers.
+        groups: key and value heads; None: as many as query heads.
+        inner: width of the feed-forward networks; None: four times the width.
+        llama: RMS norms, gated networks, fused attention, no biases, separate head. Otherwise BLOOM's layer norms,
             GELU, unfused attention scores, biases, and the embedding as head.
     """
 

@@ -13,10 +13,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """Add the configuration-file arguments to a script's parser.
 
     Args:
-            parser: the script's parser; modified and returned.
+        parser: the script's parser; modified and returned.
 
     Returns:
-            The parser. Parsed arguments have `shardwise_config` and `deepspeed_config` (path or None), `shardwise` and
+        The parser. Parsed arguments have `shardwise_config` and `deepspeed_config` (path or None), `shardwise` and
         `deepspeed` (flags), and the oldest spelling of both, `deepscale`.
 
     Example:

@@ -29,11 +29,9 @@ class Display:
     """Display and logging of the workers' output.
 
     Attributes:
-            pump: reader thread.
-            out: standard output of the launcher.
-            err: standard error of the launcher.
-            tags: which ranks' lines get a prefix.
-            log_dir: directory for one file for each rank and stream, or None.
+        pump: reader thread.
+        tags: which ranks' lines get a prefix.
+        log_dir: directory for one file for each rank and stream, or None.
     """
 
     pump: OutputReader
@@ -47,11 +45,10 @@ class Attempt:
     """Starts workers once; ends them at least once. A second end does nothing.
 
     Args:
-            number: of the attempt, from 0.
-            argv: program and arguments by rank.
-            cores: cores by rank; None: unbound.
-            scratch: private directory for error files.
-            uninterrupted: context that holds back signals.
+        argv: program and arguments by rank.
+        cores: cores by rank; None: unbound.
+        scratch: private directory for error files.
+        uninterrupted: context that holds back signals.
     """
 
     def __init__(

@@ -38,16 +38,14 @@ class CommWanted:
     """Options of the benchmark.
 
     Attributes:
-            resources: number of processes and slots.
-            ops: of `OPS`.
-            dtypes: of `DTYPES`.
-            sizes: message sizes in bytes.
-            share: fraction of a rank's memory that sets one size, up to the largest of `sizes`; None: all `sizes`.
-            trials: measured trials.
-            warmups: trials before them.
-            unit: of bandwidths, of `UNITS`.
-            raw: print numbers without units.
-            file: JSON output file, or None.
+        ops: of `OPS`.
+        dtypes: of `DTYPES`.
+        sizes: message sizes in bytes.
+        share: fraction of a rank's memory that sets one size, up to the largest of `sizes`; None: all `sizes`.
+        trials: measured trials.
+        warmups: trials before them.
+        raw: print numbers without units.
+        file: JSON output file, or None.
     """
 
     resources: Resources = field(default_factory=Resources)
@@ -113,10 +111,10 @@ def run(wanted: CommWanted) -> int:
     """Run the benchmark and show the result.
 
     Returns:
-            Exit code: 1 if a result is wrong, that of a failed rank, else 0.
+        Exit code: 1 if a result is wrong, that of a failed rank, else 0.
 
     Raises:
-            CommandLineError: a request cannot be measured.
+        CommandLineError: a request cannot be measured.
     """
     check(wanted)
     launched = int(os.environ.get("WORLD_SIZE") or 1)

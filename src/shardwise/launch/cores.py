@@ -29,7 +29,7 @@ def parse_list(text: str, option: str) -> tuple[int, ...]:
     """Parse a list of CPUs.
 
     Raises:
-            CommandLineError: the text is no such list.
+        CommandLineError: the text is no such list.
 
     >>> parse_list("0,4-6", "--core-list")
     (0, 4, 5, 6)
@@ -47,13 +47,13 @@ def available(listed: Sequence[int] | None = None, option: str = "", system: Pat
     """Return the physical cores that this process may use, in the order of NUMA nodes.
 
     Args:
-            listed: use only these CPUs, in their own order.
-            option: source of the list, for errors.
-            system: kernel's description of CPUs; without it every CPU counts as a core.
+        listed: use only these CPUs, in their own order.
+        option: source of the list, for errors.
+        system: kernel's description of CPUs; without it every CPU counts as a core.
 
     Raises:
-            CommandLineError: a listed CPU is missing or not permitted.
-            LaunchError: the system cannot bind processes.
+        CommandLineError: a listed CPU is missing or not permitted.
+        LaunchError: the system cannot bind processes.
     """
     if not hasattr(os, "sched_getaffinity"):
         raise LaunchError("Processes cannot be bound to cores on this system. Leave the option out.")
@@ -77,10 +77,8 @@ def nodes_of_gpus(
     """Return the NUMA node of each GPU; None if kernel or NVIDIA's driver do not report all of them.
 
     Args:
-            names: numbers or UUIDs, as in CUDA_VISIBLE_DEVICES.
-            env: sets CUDA's numbering of different GPU models.
-            driver: the driver's description of GPUs.
-            pci: the kernel's description of PCI devices.
+        names: numbers or UUIDs, as in CUDA_VISIBLE_DEVICES.
+        env: sets CUDA's numbering of different GPU models.
     """
     try:
         addresses = sorted(entry.name for entry in driver.iterdir())
@@ -107,10 +105,10 @@ def deal(cores: Cores, processes: int, nodes: Sequence[int] | None = None, syste
     """Split cores evenly among processes, in order; remaining cores stay idle.
 
     Args:
-            nodes: preferred NUMA node of each process; used if each node has enough cores.
+        nodes: preferred NUMA node of each process; used if each node has enough cores.
 
     Raises:
-            CommandLineError: there are fewer cores than processes.
+        CommandLineError: there are fewer cores than processes.
 
     >>> deal(((0,), (1,), (2,), (3,), (4,)), 2)
     [((0,), (1,)), ((2,), (3,))]

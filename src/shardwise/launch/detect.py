@@ -22,9 +22,8 @@ class Detected:
     """An importable package `deepspeed`.
 
     Attributes:
-            kind: the drop-in, or DeepSpeed.
-            version: of its distribution.
-            place: its directory.
+        kind: the drop-in, or DeepSpeed.
+        version: of its distribution.
     """
 
     kind: Literal["drop-in", "real"]

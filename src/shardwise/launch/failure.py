@@ -64,13 +64,12 @@ class Failure:
     """The rank that failed first.
 
     Attributes:
-            exit: its exit.
-            elapsed: seconds from the start of the attempt to the beginning of its trouble.
-            report: its traceback, or the last lines of its standard error; may be empty.
-            has_traceback: `report` is a traceback.
-            failed: number of ranks that failed by themselves.
-            guilty: rank that caused the failure by its absence, if known.
-            guilt: description of that rank's state.
+        elapsed: seconds from the start of the attempt to the beginning of its trouble.
+        report: its traceback, or the last lines of its standard error; may be empty.
+        has_traceback: `report` is a traceback.
+        failed: number of ranks that failed by themselves.
+        guilty: rank that caused the failure by its absence, if known.
+        guilt: description of that rank's state.
     """
 
     exit: Exit
@@ -134,12 +133,10 @@ def first_failure(
     """Find the rank that failed first, in an attempt with at least one failed rank.
 
     Args:
-            exits: exit of every rank.
-            errors: standard error of every rank.
-            error_files: each rank's file for torch's `@record`.
-            started: start of the attempt, in seconds since the epoch.
-            stop_began: time at which the launcher began to stop the others.
-            frozen: ranks with a stopped process at that time.
+        error_files: each rank's file for torch's `@record`.
+        started: start of the attempt, in seconds since the epoch.
+        stop_began: time at which the launcher began to stop the others.
+        frozen: ranks with a stopped process at that time.
     """
     candidates = []
     for rank, end in exits.items():
@@ -189,10 +186,8 @@ class ShutdownResult:
     """Result of a job that was ended by a signal.
 
     Attributes:
-            signal: the signal.
-            exits: exit of every rank.
-            killed: ranks that had to be killed, with the state of their processes.
-            grace: grace period in seconds.
+        exits: exit of every rank.
+        killed: ranks that had to be killed, with the state of their processes.
     """
 
     signal: signal.Signals

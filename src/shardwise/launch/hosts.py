@@ -33,10 +33,10 @@ def parse_hostfile(text: str, name: str) -> dict[str, int]:
     """Return the machines of a hostfile with their numbers of slots, in order.
 
     Args:
-            name: name of the file, for errors.
+        name: name of the file, for errors.
 
     Raises:
-            CommandLineError: a line has another form, a machine occurs twice, or the file is empty.
+        CommandLineError: a line has another form, a machine occurs twice, or the file is empty.
 
     Example:
         >>> parse_hostfile("a slots=2  # the first\\nb slots=4", "hosts")
@@ -78,11 +78,11 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...]]:
     """Return the machines of an include or exclude filter with their slots; an empty tuple means all.
 
     Args:
-            text: such as "worker-0@worker-1:0,2".
-            option: source of the text, for errors.
+        text: such as "worker-0@worker-1:0,2".
+        option: source of the text, for errors.
 
     Raises:
-            CommandLineError: the text has another form, or names a machine or a slot twice.
+        CommandLineError: the text has another form, or names a machine or a slot twice.
 
     Example:
         >>> parse_filter("a@b:0,2", "--include")
@@ -115,12 +115,11 @@ def select(
     """Return the slots of a job, in the order of `available`; machines without slots are left out.
 
     Args:
-            available: every machine with its slots.
-            include: filter of slots to use, or None.
-            exclude: filter of slots not to use, or None.
+        include: filter of slots to use, or None.
+        exclude: filter of slots not to use, or None.
 
     Raises:
-            CommandLineError: both filters are given, one names an unknown machine or slot, or nothing is left.
+        CommandLineError: both filters are given, one names an unknown machine or slot, or nothing is left.
 
     Example:
         >>> select({"a": (0, 1), "b": (0, 1)}, None, "a@b:0")

@@ -44,25 +44,24 @@ class Job:
     """Options of a job.
 
     Attributes:
-            script: path of the script; a module's name with `module`, a program with `no_python`.
-            args: the script's arguments.
-            resources: number of processes and slots.
-            master_addr: rendezvous address of this machine.
-            master_port: rendezvous port; None: 29500 if free, otherwise any free port.
-            module: run as `python -m script`.
-            no_python: run the script itself, without Python.
-            local_rank: append --local_rank=N to the script's arguments.
-            max_restarts: number of restarts of all processes after failures.
-            min_nproc: restarts may leave out the slot of a rank that failed first twice in a row, down to this number
-            of processes; None: never.
-            bind_cores: bind each process to its own part of the machine's cores.
-            core_list: bind, to these CPUs only ("0,4-6").
-            log_dir: directory for every rank's output.
-            quiet: print only the ranks' output, warnings and errors.
-            tags: which lines get the prefix `[rank N]`; "auto": not those of rank 0 on a terminal.
-            grace: seconds between the first signal and SIGKILL; None: 60 s for processes that handle it, else 5 s.
-            device_limit: most bytes of each rank on its device; None: as configured.
-            progress: progress display of the ranks: "auto", "off" (overrides the configuration), or None (not set).
+        script: path of the script; a module's name with `module`, a program with `no_python`.
+        resources: number of processes and slots.
+        master_addr: rendezvous address of this machine.
+        master_port: rendezvous port; None: 29500 if free, otherwise any free port.
+        module: run as `python -m script`.
+        no_python: run the script itself, without Python.
+        local_rank: append --local_rank=N to the script's arguments.
+        max_restarts: number of restarts of all processes after failures.
+        min_nproc: restarts may leave out the slot of a rank that failed first twice in a row, down to this number of
+            processes; None: never.
+        bind_cores: bind each process to its own part of the machine's cores.
+        core_list: bind, to these CPUs only ("0,4-6").
+        log_dir: directory for every rank's output.
+        quiet: print only the ranks' output, warnings and errors.
+        tags: which lines get the prefix `[rank N]`; "auto": not those of rank 0 on a terminal.
+        grace: seconds between the first signal and SIGKILL; None: 60 s for processes that handle it, else 5 s.
+        device_limit: most bytes of each rank on its device; None: as configured.
+        progress: progress display of the ranks: "auto", "off" (overrides the configuration), or None (not set).
     """
 
     script: str
@@ -89,14 +88,14 @@ def run_job(job: Job) -> int:
     """Run the job to its end.
 
     Returns:
-            0, or the exit code of the rank that failed first (128 + signal if killed), or 128 + the signal that ended
-        the launcher. After a signal other than SIGINT: 137 if ranks had to be killed; the code of a rank that failed
-        during shutdown.
+        0, or the exit code of the rank that failed first (128 + signal if killed), or 128 + the signal that ended the
+        launcher. After a signal other than SIGINT: 137 if ranks had to be killed; the code of a rank that failed during
+        shutdown.
 
     Raises:
-            CommandLineError: an option or the script's name is wrong.
-            NotBuiltError: the job would need another machine.
-            LaunchError: the port is taken, or processes cannot be started.
+        CommandLineError: an option or the script's name is wrong.
+        NotBuiltError: the job would need another machine.
+        LaunchError: the port is taken, or processes cannot be started.
     """
     check(job)
     check_resources(job.resources)

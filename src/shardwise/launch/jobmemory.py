@@ -24,11 +24,11 @@ class JobDirectory:
     """Creates the directory, and removes it at the end of the block.
 
     Args:
-            root: parent: a tmpfs, or the system's temporary directory.
-            prefix: of its name; the user id follows.
+        root: parent: a tmpfs, or the system's temporary directory.
+        prefix: of its name; the user id follows.
 
     Attributes:
-            path: the directory; None if `root` is not writable.
+        path: the directory; None if `root` is not writable.
     """
 
     def __init__(self, root: Path = MEMORY, prefix: str = "shardwise-") -> None:

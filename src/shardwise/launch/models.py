@@ -18,11 +18,11 @@ def named_model(name: str, recompute: bool) -> nn.Module:
     """Build a model on the meta device.
 
     Args:
-            name: one of `SHAPES`, or module:function, also in the working directory.
-            recompute: use activation checkpointing in a model of `SHAPES`.
+        name: one of `SHAPES`, or module:function, also in the working directory.
+        recompute: use activation checkpointing in a model of `SHAPES`.
 
     Raises:
-            CommandLineError: the model is unknown, or the function returns none.
+        CommandLineError: the model is unknown, or the function returns none.
     """
     with torch.device("meta"):
         if name in SHAPES:

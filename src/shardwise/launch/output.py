@@ -102,10 +102,9 @@ class OutputChannel:
     """One output stream of a worker.
 
     Args:
-            rank: global rank of the worker.
-            prefix: bytes in front of every line.
-            raw: pass bytes on unchanged, without a prefix.
-            log: file that gets every byte as well.
+        prefix: bytes in front of every line.
+        raw: pass bytes on unchanged, without a prefix.
+        log: file that gets every byte as well.
     """
 
     def __init__(
@@ -197,10 +196,10 @@ def interrupted_at(tracebacks: str) -> str | None:
     """Return the position in the user's code at which a worker was interrupted.
 
     Args:
-            tracebacks: output from the first traceback on.
+        tracebacks: output from the first traceback on.
 
     Returns:
-            File, line and function; None if no traceback comes from an interruption.
+        File, line and function; None if no traceback comes from an interruption.
 
     Example:
         >>> interrupted_at('  File "train.py", line 3, in main\\nKeyboardInterrupt')

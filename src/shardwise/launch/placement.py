@@ -19,11 +19,9 @@ class Resources:
     """Requested resources of the command line; None if not given.
 
     Attributes:
-            nproc: number of processes.
-            num_nodes: number of machines.
-            include: filter of slots to use.
-            exclude: filter of slots not to use.
-            hostfile: path of the list of machines.
+        include: filter of slots to use.
+        exclude: filter of slots not to use.
+        hostfile: path of the list of machines.
     """
 
     nproc: int | None = None
@@ -38,8 +36,8 @@ class Devices:
     """CUDA devices that this process may use.
 
     Attributes:
-            names: number or UUID of each device, as in CUDA_VISIBLE_DEVICES. Empty without devices.
-            restricted: CUDA_VISIBLE_DEVICES has selected them.
+        names: number or UUID of each device, as in CUDA_VISIBLE_DEVICES. Empty without devices.
+        restricted: CUDA_VISIBLE_DEVICES has selected them.
     """
 
     names: tuple[str, ...] = ()
@@ -58,8 +56,8 @@ class Placement:
     """Number of processes, and their devices.
 
     Attributes:
-            nproc: at least 1.
-            devices: the device of each process, for CUDA_VISIBLE_DEVICES; None without CUDA devices.
+        nproc: at least 1.
+        devices: the device of each process, for CUDA_VISIBLE_DEVICES; None without CUDA devices.
     """
 
     nproc: int
@@ -70,8 +68,7 @@ def remaining(placement: Placement, slots: Sequence[int]) -> Placement:
     """Return the placement with some of its processes.
 
     Args:
-            placement: the full placement.
-            slots: indices of the remaining processes, in order.
+        slots: indices of the remaining processes, in order.
 
     Example:
         >>> remaining(Placement(3, ("4", "5", "6")), [0, 2])
@@ -98,12 +95,9 @@ def place(resources: Resources, devices: Devices) -> Placement:
 
     Default: one process for each visible CUDA device, or one process without devices.
 
-    Args:
-            resources: requested by the command line.
-
     Raises:
-            CommandLineError: the options contradict each other, the hostfile or the machine.
-            NotBuiltError: the job would need another machine.
+        CommandLineError: the options contradict each other, the hostfile or the machine.
+        NotBuiltError: the job would need another machine.
 
     Example:
         >>> place(Resources(nproc=2), Devices(("4", "5", "6"), restricted=True))

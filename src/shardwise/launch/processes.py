@@ -32,10 +32,9 @@ class Worker:
     """Command of one rank.
 
     Attributes:
-            rank: global rank.
-            argv: program and arguments; no shell is involved.
-            env: its complete environment.
-            cores: cores to bind to; None: unbound.
+        argv: program and arguments; no shell is involved.
+        env: its complete environment.
+        cores: cores to bind to; None: unbound.
     """
 
     rank: int
@@ -58,11 +57,9 @@ class Exit:
     """Exit of one worker.
 
     Attributes:
-            rank: its global rank.
-            pid: its process id.
-            code: exit code; negative for the signal that killed it.
-            at: in seconds since the epoch.
-            stopped: caused by a signal of `WorkerGroup.stop`.
+        code: exit code; negative for the signal that killed it.
+        at: in seconds since the epoch.
+        stopped: caused by a signal of `WorkerGroup.stop`.
     """
 
     rank: int
@@ -139,7 +136,7 @@ class WorkerGroup:
         loaders. Children get `first` after its exit.
 
         Returns:
-                Process ids that survive SIGKILL (stuck in the kernel); normally empty.
+            Process ids that survive SIGKILL (stuck in the kernel); normally empty.
         """
         if self.stop_began is None:
             self.stop_began = time.time()

@@ -12,11 +12,11 @@ class Recovery:
     """One restart, in seconds since the epoch.
 
     Attributes:
-            rank: that failed first.
-            failed: time of its exit.
-            noticed: time at which the launcher noticed.
-            started: start time of the new processes.
-            file: recovery report of their first rank.
+        rank: that failed first.
+        failed: time of its exit.
+        noticed: time at which the launcher noticed.
+        started: start time of the new processes.
+        file: recovery report of their first rank.
     """
 
     rank: int

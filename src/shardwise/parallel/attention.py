@@ -29,14 +29,13 @@ def shared_attention(
     """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
 
     Args:
-            attention: maps query, key and value of (rows, all tokens, some heads, width) to an output of the same
-            shape.
-            query, key, value: (rows, this rank's tokens, all heads, width); key and value may have fewer heads.
-            lengths: tokens of each rank.
-            grouped: `attention` accepts fewer key heads than query heads, in the model's proportion.
+        attention: maps query, key and value of (rows, all tokens, some heads, width) to an output of the same shape.
+        query, key, value: (rows, this rank's tokens, all heads, width); key and value may have fewer heads.
+        lengths: tokens of each rank.
+        grouped: `attention` accepts fewer key heads than query heads, in the model's proportion.
 
     Raises:
-            UsageError: there are fewer query heads than ranks, or a rank has no token.
+        UsageError: there are fewer query heads than ranks, or a rank has no token.
     """
     heads, keys = query.shape[2], key.shape[2]
     if min(lengths) < 1:
@@ -65,15 +64,15 @@ class DistributedAttention(nn.Module):
     in the whole sequence. Dropout uses each rank's own random numbers.
 
     Args:
-            local_attention: module or function, called as `local_attention(query, key, value, *args, **kwargs)` with
+        local_attention: module or function, called as `local_attention(query, key, value, *args, **kwargs)` with
             tensors in this module's layout. With fewer key heads than query heads it gets equal numbers of both, unless
             the model's proportion is possible.
-            sequence_process_group: the ranks; None: the engine's group (`sequence_parallel_size`), or that of
+        sequence_process_group: the ranks; None: the engine's group (`sequence_parallel_size`), or that of
             `shardwise.parallel.begin`.
-            scatter_idx: dimension of the heads.
-            gather_idx: dimension of the tokens. The defaults are DeepSpeed's layout (tokens, rows, heads, width).
+        scatter_idx: dimension of the heads.
+        gather_idx: dimension of the tokens. The defaults are DeepSpeed's layout (tokens, rows, heads, width).
             `torch.nn.functional.scaled_dot_product_attention` has heads in dimension 1 and tokens in 2.
-            sp_stream: accepted for existing code and ignored.
+        sp_stream: accepted for existing code and ignored.
 
     Example:
         >>> import torch
@@ -118,16 +117,16 @@ class DistributedAttention(nn.Module):
         """Return the attention output of this rank's tokens (all ranks of the group call).
 
         Args:
-                query: this rank's tokens, with all heads.
-                key: the same, with as many heads or a divisor.
-                value: as `key`.
-                args, kwargs: for the local attention. A number as first argument counts as `batch_dim_idx`.
-                lengths: tokens of each rank; None: exchanged once in each forward pass of an engine.
-                batch_dim_idx: dimension of rows, passed by DeepSpeed's callers and ignored.
+            query: this rank's tokens, with all heads.
+            key: the same, with as many heads or a divisor.
+            value: as `key`.
+            args, kwargs: for the local attention. A number as first argument counts as `batch_dim_idx`.
+            lengths: tokens of each rank; None: exchanged once in each forward pass of an engine.
+            batch_dim_idx: dimension of rows, passed by DeepSpeed's callers and ignored.
 
         Raises:
-                UsageError: there are fewer query heads than ranks, a rank has no token, no sequence-parallel group
-                exists, or a mask covers this rank's tokens only.
+            UsageError: there are fewer query heads than ranks, a rank has no token, no sequence-parallel group exists,
+                or a mask covers this rank's tokens only.
         """
         if args and isinstance(args[0], int) and not isinstance(args[0], bool):
             args = args[1:]

@@ -26,13 +26,13 @@ def split(batch: Any, group: SequenceGroup | None = None) -> Any:
     """Return this rank's part of a batch that all ranks of its sequence-parallel group have.
 
     Args:
-            batch: tensors of shape (rows, tokens, ...): one, a tuple or list, or a dictionary with `input_ids` or
+        batch: tensors of shape (rows, tokens, ...): one, a tuple or list, or a dictionary with `input_ids` or
             `inputs_embeds`. In a dictionary, tensors with that number of tokens are split and others are kept. `labels`
             become `shift_labels`, shifted left by one; missing `position_ids` are added.
-            group: the ranks; None: the process's group.
+        group: the ranks; None: the process's group.
 
     Raises:
-            UsageError: there are fewer tokens than ranks, or the number of tokens is unknown.
+        UsageError: there are fewer tokens than ranks, or the number of tokens is unknown.
 
     Example:
         >>> import torch
@@ -119,8 +119,8 @@ class SequenceLoader:
     (`state_dict`, `set_epoch`, `sampler`).
 
     Args:
-            loader: yields batches for `split`.
-            group: the ranks; None: the process's group at the time of iteration.
+        loader: yields batches for `split`.
+        group: the ranks; None: the process's group at the time of iteration.
     """
 
     def __init__(self, loader: Any, group: SequenceGroup | None = None) -> None:
@@ -147,9 +147,8 @@ class RoundRobinLoader:
     first rank, of its second rank, and so on. Iteration ends with the first rank that runs out.
 
     Args:
-            loader: yields dictionaries of tensors; see `split`.
-            group: the ranks; None: the process's group at the time of iteration.
-            device: device of the parts.
+        loader: yields dictionaries of tensors; see `split`.
+        group: the ranks; None: the process's group at the time of iteration.
     """
 
     def __init__(self, loader: Any, group: SequenceGroup | None = None, device: torch.device | None = None) -> None:

@@ -51,16 +51,16 @@ def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool 
     Call before or after `initialize`. Without a sequence-parallel group the model is unchanged.
 
     Args:
-            model: a `PreTrainedModel`.
-            core: single-process attention: `sdpa`, `flex_attention` or `flash_attention_2` to `4`; None: the model's.
-            Or `ring`, which allows more ranks than heads and supports only causal masks.
-            in_eval: also in evaluation mode. False: there each rank has unsplit sequences.
+        model: a `PreTrainedModel`.
+        core: single-process attention: `sdpa`, `flex_attention` or `flash_attention_2` to `4`; None: the model's. Or
+            `ring`, which allows more ranks than heads and supports only causal masks.
+        in_eval: also in evaluation mode. False: there each rank has unsplit sequences.
 
     Returns:
-            The model.
+        The model.
 
     Raises:
-            UsageError: the object is no such model, or its attention is not supported.
+        UsageError: the object is no such model, or its attention is not supported.
     """
     config: Any = getattr(model, "config", None)
     choose: Any = getattr(model, "set_attn_implementation", None)
@@ -127,8 +127,8 @@ def register(core: str, name: str, *, in_eval: bool = True) -> None:
     """Register the sequence-parallel form of an attention with transformers.
 
     Args:
-            name: registered name; the name of the core replaces it for all models.
-            in_eval: see `share_attention`.
+        name: registered name; the name of the core replaces it for all models.
+        in_eval: see `share_attention`.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -263,9 +263,9 @@ def whole_mask(
     """Return the attention mask of the whole sequence (all ranks call).
 
     Args:
-            query, key: this rank's tokens, (rows, heads, tokens, width).
-            mask: the model's mask, or the tensor that carries a pattern.
-            causal, window: pattern if the model has made no mask.
+        query, key: this rank's tokens, (rows, heads, tokens, width).
+        mask: the model's mask, or the tensor that carries a pattern.
+        causal, window: pattern if the model has made no mask.
     """
     rows, _, own, _ = query.shape
     pattern = Pattern(causal, window) if mask is None else carried_pattern(mask, rows, own)

@@ -25,9 +25,9 @@ def token_loss(
     Without labelled tokens the loss and its gradients are 0.
 
     Args:
-            logits: (rows, tokens, vocabulary).
-            labels: (rows, tokens), at the same positions: `shift_labels` of `split`.
-            ignore_index: label of unlabelled tokens.
+        logits: (rows, tokens, vocabulary).
+        labels: (rows, tokens), at the same positions: `shift_labels` of `split`.
+        ignore_index: label of unlabelled tokens.
 
     >>> loss, tokens = token_loss(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
     >>> round(float(loss), 3), int(tokens)
@@ -64,9 +64,9 @@ def mean_loss(loss: torch.Tensor, tokens: torch.Tensor | int, group: SequenceGro
     sequences of each one's token mean. DeepSpeed's scripts use a differentiable all-gather for this.
 
     Args:
-            loss: mean over this rank's tokens; ignored if it has none.
-            tokens: their number.
-            group: the ranks; None: the process's group.
+        loss: mean over this rank's tokens; ignored if it has none.
+        tokens: their number.
+        group: the ranks; None: the process's group.
     """
     if isinstance(tokens, torch.Tensor):
         count = tokens.to(loss.device)

@@ -22,10 +22,10 @@ class Pattern:
     """Mask pattern: the keys visible to a query, by position in the sequence.
 
     Attributes:
-            causal: only earlier keys and the query's own.
-            window: only keys at a distance below this; None: all.
-            padded: the model has a padding mask.
-            packed: samples separated by positions do not see each other.
+        causal: only earlier keys and the query's own.
+        window: only keys at a distance below this; None: all.
+        padded: the model has a padding mask.
+        packed: samples separated by positions do not see each other.
     """
 
     causal: bool = True
@@ -62,12 +62,10 @@ def pattern_of(function: Callable[..., Any], padded: bool, packed: bool) -> Patt
     """Return the pattern of a mask function of transformers.
 
     Args:
-            function: of rows, heads, query and key positions.
-            padded: see `Pattern`.
-            packed: see `Pattern`.
+        function: of rows, heads, query and key positions.
 
     Raises:
-            UsageError: the function has an unsupported component.
+        UsageError: the function has an unsupported component.
     """
     causal, window = False, None
     for name, part in _parts(function):
@@ -100,9 +98,9 @@ def carried(
     """Return the placeholder tensor of a mask.
 
     Args:
-            pattern: its number is the last size.
-            kept: this rank's tokens that are no padding, for a padded pattern.
-            positions: of the tokens, for a packed pattern.
+        pattern: its number is the last size.
+        kept: this rank's tokens that are no padding, for a padded pattern.
+        positions: of the tokens, for a packed pattern.
     """
     if pattern not in _patterns:
         _patterns.append(pattern)
@@ -130,8 +128,7 @@ class WholeMask:
     """The mask of a whole sequence.
 
     Attributes:
-            layout: layout of the sequence on the ranks, with padding and samples.
-            pattern: mask pattern.
+        layout: layout of the sequence on the ranks, with padding and samples.
     """
 
     layout: Layout

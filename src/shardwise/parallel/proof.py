@@ -108,13 +108,12 @@ def difference(
     All ranks of the job call, because parameters may be sharded over them.
 
     Args:
-            model: its modules are compared.
-            args: of the first forward pass.
-            kwargs: of the first forward pass.
-            divided: the model is tensor-parallel, and the following pass compares its layers with unsharded ones.
+        args: of the first forward pass.
+        kwargs: of the first forward pass.
+        divided: the model is tensor-parallel, and the following pass compares its layers with unsharded ones.
 
     Raises:
-            UsageError: the model cannot run on a rank's own tokens.
+        UsageError: the model cannot run on a rank's own tokens.
     """
     call = _call_of(model, group, args, kwargs)
     if call is None:
@@ -185,10 +184,10 @@ class _Batch:
     """A batch of one row with the first tokens of each rank.
 
     Attributes:
-            few: tokens of each rank.
-            rows, own: rows and tokens of this rank's arguments.
-            padded: some tokens are padding.
-            runs: position range [first, end) of each rank; None: positions are not consecutive.
+        few: tokens of each rank.
+        rows, own: rows and tokens of this rank's arguments.
+        padded: some tokens are padding.
+        runs: position range [first, end) of each rank; None: positions are not consecutive.
     """
 
     group: SequenceGroup

@@ -171,16 +171,16 @@ def ring_attention(
     """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
 
     Args:
-            query: (rows, heads, this rank's tokens, width).
-            key: the same, with as many heads or a divisor.
-            value: as `key`.
-            lengths: tokens of each rank.
-            causal: use a causal mask.
-            scale: of the scores; None: 1 / sqrt(width).
-            mask: of the whole sequence, instead of `causal`.
+        query: (rows, heads, this rank's tokens, width).
+        key: the same, with as many heads or a divisor.
+        value: as `key`.
+        lengths: tokens of each rank.
+        causal: use a causal mask.
+        scale: of the scores; None: 1 / sqrt(width).
+        mask: of the whole sequence, instead of `causal`.
 
     Raises:
-            UsageError: the shapes do not fit.
+        UsageError: the shapes do not fit.
     """
     rows, heads, tokens, width = query.shape
     if key.shape != value.shape or heads % key.shape[1] or key.shape[2] != tokens or key.shape[3] != width:
@@ -202,7 +202,7 @@ class RingAttention(nn.Module):
     Supports a causal mask or none; no dropout, no padding.
 
     Args:
-            sequence_process_group: the ranks; None: the group of the engine, or of `shardwise.parallel.begin`.
+        sequence_process_group: the ranks; None: the group of the engine, or of `shardwise.parallel.begin`.
 
     Example:
         >>> import torch

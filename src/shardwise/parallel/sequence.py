@@ -54,11 +54,10 @@ class Layout:
     """Layout of a forward pass's sequence on the ranks.
 
     Attributes:
-            lengths: tokens of each rank.
-            first: position of the first token, if positions are consecutive over ranks; else None.
-            positions: of all tokens in their samples, (rows, tokens), if samples are packed into rows; else None.
-            kept: True for tokens that are no padding, (rows, tokens); None: all.
-            masks: cached masks, by kind.
+        lengths: tokens of each rank.
+        first: position of the first token, if positions are consecutive over ranks; else None.
+        positions: of all tokens in their samples, (rows, tokens), if samples are packed into rows; else None.
+        kept: True for tokens that are no padding, (rows, tokens); None: all.
     """
 
     lengths: list[int]
@@ -74,14 +73,14 @@ class SequenceGroup:
     It can be passed as `deepspeed.initialize(mpu=...)`: it returns group, size and rank.
 
     Args:
-            data: communicator of the data-parallel ranks, with the same index in all sequence-parallel groups.
+        data: communicator of the data-parallel ranks, with the same index in all sequence-parallel groups.
 
     Attributes:
-            size: number of ranks.
-            rank: this process's index.
-            aligned: a batch was split in which every rank's part is a sample of its own.
-            exchanges: number of attention calls that have exchanged heads.
-            comparing: the model runs in evaluation mode for the check of `shardwise.parallel.proof`.
+        size: number of ranks.
+        rank: this process's index.
+        aligned: a batch was split in which every rank's part is a sample of its own.
+        exchanges: number of attention calls that have exchanged heads.
+        comparing: the model runs in evaluation mode for the check of `shardwise.parallel.proof`.
     """
 
     def __init__(self, comm: Communicator, data: Communicator | None = None) -> None:
@@ -154,7 +153,7 @@ class SequenceGroup:
         Exchanged once in a forward pass of an engine, and at every call without an engine.
 
         Raises:
-                UsageError: an earlier attention layer of the pass has had another length.
+            UsageError: an earlier attention layer of the pass has had another length.
         """
         if self._agreed is not None:
             if self._agreed[self.rank] != own:
@@ -185,13 +184,13 @@ class SequenceGroup:
         it once. Without positions and padding, exchanged once in a forward pass.
 
         Args:
-                positions: of this rank's tokens in their samples, (rows or 1, tokens).
-                kept: True for tokens that are no padding.
-                device: of the created tensors.
-                key: base tensor of positions and padding, which all layers share; None: the first of both.
+            positions: of this rank's tokens in their samples, (rows or 1, tokens).
+            kept: True for tokens that are no padding.
+            device: of the created tensors.
+            key: base tensor of positions and padding, which all layers share; None: the first of both.
 
         Raises:
-                UsageError: every rank has the whole sequence.
+            UsageError: every rank has the whole sequence.
         """
         if key is None:
             key = positions if positions is not None else kept
@@ -366,11 +365,11 @@ def begin(size: int, device: torch.device | None = None) -> SequenceGroup:
     `mpu`.
 
     Args:
-            size: consecutive ranks in each group.
-            device: of the tensors; None: this process's.
+        size: consecutive ranks in each group.
+        device: of the tensors; None: this process's.
 
     Raises:
-            ConflictError: `size` does not divide the ranks, or a group of another size exists.
+        ConflictError: `size` does not divide the ranks, or a group of another size exists.
 
     Example:
         >>> from shardwise.parallel import begin, end

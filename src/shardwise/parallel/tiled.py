@@ -45,9 +45,9 @@ class TiledMLP(nn.Module):
     """Token-wise module, computed in tiles of the tokens.
 
     Args:
-            module: maps (rows, tokens, ...) to the same shape; outputs of a token must not depend on other tokens.
-            tiles: number of tiles; None: tiles of about as many tokens as the input's width (ALST, 2506.13996).
-            dim: dimension of the tokens.
+        module: maps (rows, tokens, ...) to the same shape; outputs of a token must not depend on other tokens.
+        tiles: number of tiles; None: tiles of about as many tokens as the input's width (ALST, 2506.13996).
+        dim: dimension of the tokens.
 
     Example:
         >>> import torch
@@ -80,18 +80,18 @@ def tiled_loss(
     """Return the mean cross entropy over labelled tokens, and their number, without all logits in memory.
 
     Args:
-            head: output layer, a module that maps (tokens, width) to logits. If it is vocabulary-parallel, no rank
-            holds all logits of a tile.
-            hidden: (rows, tokens, width), input of the head.
-            labels: (rows, tokens), at the same positions: `shift_labels` of `split`.
-            tiles: number of tiles; None: tiles with about 256 MiB of logits.
-            ignore_index: label of unlabelled tokens. Without labelled tokens the loss and its gradients are 0.
+        head: output layer, a module that maps (tokens, width) to logits. If it is vocabulary-parallel, no rank holds
+            all logits of a tile.
+        hidden: (rows, tokens, width), input of the head.
+        labels: (rows, tokens), at the same positions: `shift_labels` of `split`.
+        tiles: number of tiles; None: tiles with about 256 MiB of logits.
+        ignore_index: label of unlabelled tokens. Without labelled tokens the loss and its gradients are 0.
 
     Returns:
-            The loss, and the number of tokens: `engine.backward(loss, weight=tokens)`.
+        The loss, and the number of tokens: `engine.backward(loss, weight=tokens)`.
 
     Raises:
-            UsageError: `hidden` and `labels` do not have the same tokens.
+        UsageError: `hidden` and `labels` do not have the same tokens.
 
     Example:
         >>> import torch
@@ -144,19 +144,19 @@ def sequence_tiled_compute(
     """Return the output of a function on a sequence, computed in tiles of dimension 1 of its arguments.
 
     Args:
-            fn: called once for each tile, with all arguments by name; returns one tensor.
-            seqlen: tokens of the sequence.
-            shards: number of tiles.
-            kwargs_to_shard: arguments to be split, of shape (rows, tokens, ...).
-            kwargs_to_pass: arguments of every tile.
-            grad_requiring_tensor_key: accepted for existing code and ignored.
-            compute_params: accepted for existing code and ignored.
-            output_unshard_dimension: dimension of the tokens in the output; 0 for a scalar output.
-            output_reduction: of scalar outputs: mean, weighted by the tokens of each tile, or sum. None: concatenate
+        fn: called once for each tile, with all arguments by name; returns one tensor.
+        seqlen: tokens of the sequence.
+        shards: number of tiles.
+        kwargs_to_shard: arguments to be split, of shape (rows, tokens, ...).
+        kwargs_to_pass: arguments of every tile.
+        grad_requiring_tensor_key: accepted for existing code and ignored.
+        compute_params: accepted for existing code and ignored.
+        output_unshard_dimension: dimension of the tokens in the output; 0 for a scalar output.
+        output_reduction: of scalar outputs: mean, weighted by the tokens of each tile, or sum. None: concatenate
             outputs along `output_unshard_dimension`.
 
     Raises:
-            UsageError: an argument does not have `seqlen` tokens, or the reduction is unknown.
+        UsageError: an argument does not have `seqlen` tokens, or the reduction is unknown.
 
     >>> x = torch.arange(6.0).view(1, 6, 1)
     >>> sequence_tiled_compute(lambda x: x * 2, 6, 4, {"x": x}, {}, output_reduction=None).flatten().tolist()

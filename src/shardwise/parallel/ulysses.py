@@ -40,7 +40,7 @@ def key_runs(heads: int, keys: int, runs: Sequence[Run]) -> list[Run]:
     [(0, 1), (0, 1), (1, 2), (1, 2)]
 
     Raises:
-            UsageError: query heads are not a multiple of key heads.
+        UsageError: query heads are not a multiple of key heads.
     """
     if keys < 1 or heads % keys:
         raise UsageError(f"attention has {heads} query heads and {keys} key heads; the first must be a multiple")
@@ -52,8 +52,8 @@ def repeats(heads: int, keys: int, run: Run) -> int | list[int]:
     """Return the mapping from a rank's key heads to its query heads.
 
     Returns:
-            Number of query heads of each key head, if equal and in order. Otherwise, for each query head, the index of
-        its key head among the rank's.
+        Number of query heads of each key head, if equal and in order. Otherwise, for each query head, the index of its
+        key head among the rank's.
 
     >>> repeats(8, 4, (0, 4)), repeats(6, 2, (2, 4)), repeats(6, 2, (0, 4))
     (2, 1, [0, 0, 0, 1])
@@ -176,9 +176,9 @@ def to_heads(
     """All-to-all to all tokens of this rank's heads (all ranks of the group call; one for each tensor).
 
     Args:
-            tensors: each (rows, this rank's tokens, all heads, ...).
-            lengths: tokens of each rank.
-            runs: for each tensor, the heads of each rank.
+        tensors: each (rows, this rank's tokens, all heads, ...).
+        lengths: tokens of each rank.
+        runs: for each tensor, the heads of each rank.
     """
     given = [list(run) for run in runs]
     found: tuple[torch.Tensor, ...] = _ToHeads.apply(group, list(lengths), given, *tensors)

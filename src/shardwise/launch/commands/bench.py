@@ -139,13 +139,13 @@ class Wanted:
     """Options of the disk benchmark.
 
     Attributes:
-            directory: on the disk.
-            size: bytes of the file; None: `most`, or less if there is little space.
-            blocks, depths, threads: of the settings.
-            rounds: passes of each.
-            read, write: directions to measure.
-            most: default size.
-            file: JSON output file, or None.
+        directory: on the disk.
+        size: bytes of the file; None: `most`, or less if there is little space.
+        blocks, depths, threads: of the settings.
+        rounds: passes of each.
+        read, write: directions to measure.
+        most: default size.
+        file: JSON output file, or None.
     """
 
     directory: str
@@ -164,7 +164,7 @@ def parse_bytes(text: str, name: str) -> int:
     """Return a number of bytes (format: `shardwise.sizes.size_in_bytes`); `name` is its name in messages.
 
     Raises:
-            CommandLineError: the text is no size.
+        CommandLineError: the text is no size.
 
     >>> parse_bytes("1M", "it"), parse_bytes("1.5KiB", "it"), parse_bytes("2GB", "it")
     (1048576, 1536, 2000000000)
@@ -182,7 +182,7 @@ def parse_count(text: str, name: str) -> int:
     """Return a number that is at least 1.
 
     Raises:
-            CommandLineError: the text is no such number.
+        CommandLineError: the text is no such number.
     """
     if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) is None or int(text) < 1:
         raise CommandLineError(f"{name} {text}: give a number, 1 or more.")
@@ -197,8 +197,8 @@ def show(wanted: Wanted) -> None:
     """Run the disk benchmark, and print a table and the section to paste.
 
     Raises:
-            CommandLineError: a request cannot be measured.
-            OffloadError: the disk has failed.
+        CommandLineError: a request cannot be measured.
+        OffloadError: the disk has failed.
     """
     size = _size(wanted, _check(wanted))
     from shardwise.launch.console import Bar, in_bytes, output, table
@@ -287,11 +287,11 @@ def _size(wanted: Wanted, free: int) -> int:
     """Return the bytes of the file, a multiple of the largest request.
 
     Args:
-            wanted: the options.
-            free: free bytes of the disk.
+        wanted: the options.
+        free: free bytes of the disk.
 
     Raises:
-            CommandLineError: memory is too small, or the size is smaller than a request.
+        CommandLineError: memory is too small, or the size is smaller than a request.
     """
     import torch
 

@@ -75,9 +75,9 @@ def copied(
     """Return a copy of a block.
 
     Args:
-            values: makes the copy's parameter from a name and the block's parameter.
-            dtype: of floating-point buffers.
-            group: tensor-parallel group of a sharded copy; None: unsharded copy.
+        values: makes the copy's parameter from a name and the block's parameter.
+        dtype: of floating-point buffers.
+        group: tensor-parallel group of a sharded copy; None: unsharded copy.
     """
     memo: dict[int, Any] = {}
     for module in block.modules():

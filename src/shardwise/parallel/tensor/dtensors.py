@@ -126,8 +126,8 @@ class DTensors:
         """Replace DTensors by local tensors in a client's optimizer and list of parameters; return the list.
 
         Args:
-                optimizer: an instance: its groups are edited and its state is kept. Other objects are unchanged.
-                parameters: parameters, (name, parameter) pairs or groups.
+            optimizer: an instance: its groups are edited and its state is kept. Other objects are unchanged.
+            parameters: parameters, (name, parameter) pairs or groups.
         """
         if isinstance(optimizer, torch.optim.Optimizer):
             self._optimizer = optimizer

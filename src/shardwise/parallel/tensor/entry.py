@@ -42,10 +42,10 @@ def divide_model(
     The first rank's values are broadcast before, because all parts must be of one model.
 
     Args:
-            experts: also shard stacked experts; False with `expert_parallel`.
+        experts: also shard stacked experts; False with `expert_parallel`.
 
     Returns:
-            Layers that were sharded before, each with its former group.
+        Layers that were sharded before, each with its former group.
     """
     layers = (module for module in model.modules() if isinstance(module, Parallel))
     former: list[tuple[Parallel, TensorGroup]] = [(layer, layer.group) for layer in layers]
@@ -117,11 +117,11 @@ def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
     Existing groups of this size are returned again. `end_tensors` destroys them.
 
     Args:
-            size: consecutive ranks in each group.
-            device: of the tensors; None: this process's.
+        size: consecutive ranks in each group.
+        device: of the tensors; None: this process's.
 
     Raises:
-            ConflictError: `size` does not divide the ranks.
+        ConflictError: `size` does not divide the ranks.
     """
     from shardwise.comm.setup import local_rank
     from shardwise.device import choose_device
@@ -200,20 +200,19 @@ def tp_model_init(
     engine. `shardwise.initialize(model=...)` accepts it as it is; tensor-parallel ranks are consecutive.
 
     Args:
-            model: its layers are sharded in place. The first rank's values are broadcast before.
-            tp_size: ranks of a tensor-parallel group.
-            dtype: floating-point parameters and buffers are cast to it, unless the engine casts by `config` (`bf16`,
+        model: its layers are sharded in place. The first rank's values are broadcast before.
+        tp_size: ranks of a tensor-parallel group.
+        dtype: floating-point parameters and buffers are cast to it, unless the engine casts by `config` (`bf16`,
             `fp16`), which keeps full-precision values for master weights. None: no cast.
-            config: dict, path or text; its section `tensor_parallel` selects layers and sharding. None: by the model.
-            tp_group: group of this rank's consecutive ranks; None: they are used.
+        config: dict, path or text; its section `tensor_parallel` selects layers and sharding. None: by the model.
+        tp_group: group of this rank's consecutive ranks; None: they are used.
 
     Returns:
-            The same model.
+        The same model.
 
     Raises:
-            ConflictError: `tp_size` does not divide the ranks, or contradicts the configuration, `tp_group` or the
-            model.
-            ConfigError: the configuration is wrong, or no layer of the model is sharded.
+        ConflictError: `tp_size` does not divide the ranks, or contradicts the configuration, `tp_group` or the model.
+        ConfigError: the configuration is wrong, or no layer of the model is sharded.
 
     Example:
         >>> import torch, shardwise

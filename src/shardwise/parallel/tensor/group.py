@@ -36,16 +36,15 @@ class TensorGroup:
     """A tensor-parallel group with this rank.
 
     Args:
-            comm: of the ranks; None: unconnected.
-            columns: the engine's ranks by index in their tensor-parallel groups, ascending.
-            place: index of this rank.
-            data: the data-parallel group, if known.
+        comm: of the ranks; None: unconnected.
+        columns: the engine's ranks by index in their tensor-parallel groups, ascending.
+        place: index of this rank.
+        data: the data-parallel group, if known.
 
     Attributes:
-            size: number of ranks.
-            place: index of this rank.
-            copies: number of tensor-parallel groups.
-            compared: saved inputs of recomputed functions that the ranks have compared.
+        size: number of ranks.
+        copies: number of tensor-parallel groups.
+        compared: saved inputs of recomputed functions that the ranks have compared.
     """
 
     def __init__(
@@ -98,11 +97,6 @@ class TensorGroup:
         """Return this rank's part of a tensor sharded in one dimension, as arguments of `declare_part`.
 
         Ranks with equal ranges (shared key heads) have partial gradients of their part.
-
-        Args:
-                shape: of the unsharded tensor.
-                dim: sharded dimension.
-                runs: ranges of each index.
         """
         same = [place for place in range(self.size) if runs[place] == runs[self.place]]
         ranks = sorted(rank for place in same for rank in self.columns[place])

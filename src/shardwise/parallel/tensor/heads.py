@@ -35,10 +35,10 @@ class Heads:
     head is shared by several ranks, which split its query heads.
 
     Attributes:
-            total: query heads.
-            keys: key and value heads.
-            own: query heads of each rank.
-            own_keys: key and value heads of each rank; ranks that share some have the same.
+        total: query heads.
+        keys: key and value heads.
+        own: query heads of each rank.
+        own_keys: key and value heads of each rank; ranks that share some have the same.
     """
 
     total: int

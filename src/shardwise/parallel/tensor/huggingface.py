@@ -25,8 +25,8 @@ def divide_model(model: nn.Module, division: TensorParallelPlan, group: TensorGr
     """Shard a model in place by a plan.
 
     Raises:
-            UsageError: a layer cannot be sharded as planned.
-            ConfigError: the model's loss does not support vocabulary-parallel logits.
+        UsageError: a layer cannot be sharded as planned.
+        ConfigError: the model's loss does not support vocabulary-parallel logits.
     """
     modules = Inventory(model).modules
     for path, stacked in division.experts.items():

@@ -31,15 +31,15 @@ class ShardSpec:
     """Sharding of a layer.
 
     Attributes:
-            kind: linear layers: `column` (output features), `row` (input features); with an unsharded weight, `picked`
+        kind: linear layers: `column` (output features), `row` (input features); with an unsharded weight, `picked`
             (each rank computes some output features, which may overlap) or `latent` (all output features, some of which
             ranks use differently). Embeddings: `words` or `width`. `norm`: normalises a rank's tokens and all-gathers
             them (sequence-parallel norms).
-            runs: each rank's ranges of the dimension; `latent`: features that ranks use differently.
-            whole_output: `column`, `width`: all-gather the output.
-            whole_in_evaluation: `column`: all-gather the output in evaluation mode.
-            whole_input: `row`: the input is unsharded, and each rank takes its part.
-            tokens: token dimension, sharded outside of tensor-parallel layers (sequence-parallel norms): a `row` layer
+        runs: each rank's ranges of the dimension; `latent`: features that ranks use differently.
+        whole_output: `column`, `width`: all-gather the output.
+        whole_in_evaluation: `column`: all-gather the output in evaluation mode.
+        whole_input: `row`: the input is unsharded, and each rank takes its part.
+        tokens: token dimension, sharded outside of tensor-parallel layers (sequence-parallel norms): a `row` layer
             reduce-scatters its output along it. None: every rank has all tokens.
     """
 
@@ -247,11 +247,10 @@ def divide(layer: nn.Module, cut: ShardSpec, group: TensorGroup, path: str) -> N
     Parameters shared with a layer that is already sharded (tied embeddings) must have the same sharding.
 
     Args:
-            layer: a linear layer (also with a transposed weight, as transformers' `Conv1D`), an embedding, or a norm.
-            path: the layer's name, for messages.
+        layer: a linear layer (also with a transposed weight, as transformers' `Conv1D`), an embedding, or a norm.
 
     Raises:
-            UsageError: the layer does not support this sharding.
+        UsageError: the layer does not support this sharding.
     """
     if cut.kind == "norm":
         for parameter in layer.parameters():
@@ -360,7 +359,7 @@ def runs_of(total: int, ranks: int, grain: int = 1) -> tuple[Runs, ...]:
     (((0, 8),), ((8, 12),))
 
     Raises:
-            UsageError: `grain` does not divide the features, or there are fewer grains than ranks.
+        UsageError: `grain` does not divide the features, or there are fewer grains than ranks.
     """
     grains, rest = divmod(total, grain)
     if rest or grains < ranks:

@@ -29,17 +29,16 @@ def words_cross_entropy(
     label's logit if local. Gradients stay sharded. Sums are in fp32.
 
     Args:
-            logits: of this rank's words; [..., own words].
-            labels: of all words, the same on every rank; [...].
-            sizes: number of words of each rank, in order.
-            ignore_index: label of ignored tokens.
-            reduction: as of `torch.nn.functional.cross_entropy`.
+        logits: of this rank's words; [..., own words].
+        labels: of all words, the same on every rank; [...].
+        sizes: number of words of each rank, in order.
+        ignore_index: label of ignored tokens.
 
     Returns:
-            fp32, the same on every rank.
+        fp32, the same on every rank.
 
     Raises:
-            UsageError: shapes do not fit.
+        UsageError: shapes do not fit.
     """
     if logits.shape[:-1] != labels.shape or logits.shape[-1] != sizes[group.place]:
         raise UsageError(

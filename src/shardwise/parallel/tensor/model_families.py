@@ -90,16 +90,14 @@ class Block:
     """Layers that are sharded together.
 
     Attributes:
-            path: of the module that contains them.
-            cuts: sharding of each layer, by name.
-            heads: attention heads.
-            features: of queries and of keys.
-            holders: names of modules with attributes for the number of heads.
-            summands: names of modules whose parameters have partial gradients.
-            vectors: names of parameters sharded in their first dimension.
-            slices: module name -> unsharded tensors with a number for each head or feature, of which each rank uses its
+        cuts: sharding of each layer, by name.
+        features: of queries and of keys.
+        holders: names of modules with attributes for the number of heads.
+        summands: names of modules whose parameters have partial gradients.
+        vectors: names of parameters sharded in their first dimension.
+        slices: module name -> unsharded tensors with a number for each head or feature, of which each rank uses its
             part.
-            row: name of the row-parallel layer.
+        row: name of the row-parallel layer.
     """
 
     path: str
@@ -118,8 +116,8 @@ class _Inside:
     """Other parameters inside attention.
 
     Attributes:
-            summands: names of modules whose parameters each rank applies to its own heads.
-            of_heads: module name -> tensors with a number for each head: dimension, and whether they are key heads.
+        summands: names of modules whose parameters each rank applies to its own heads.
+        of_heads: module name -> tensors with a number for each head: dimension, and whether they are key heads.
     """
 
     summands: list[str] = field(default_factory=list)
@@ -464,11 +462,11 @@ class Stacked:
     """Experts with weights stacked in 3-D tensors.
 
     Attributes:
-            inner: features between the projections.
-            first: first projections and their biases: dimension of the inner features, and ranges.
-            last: last projection, and its dimension of inner features.
-            last_bias: its biases, added once.
-            runs: ranges of the inner features.
+        inner: features between the projections.
+        first: first projections and their biases: dimension of the inner features, and ranges.
+        last: last projection, and its dimension of inner features.
+        last_bias: its biases, added once.
+        runs: ranges of the inner features.
     """
 
     inner: int

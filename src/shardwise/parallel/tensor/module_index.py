@@ -23,9 +23,9 @@ class Layer:
     """A linear layer or an embedding.
 
     Attributes:
-            path: its name without wrappers.
-            places: names of the layer and its copies in the model (adapters keep the original).
-            module: module of the first name.
+        path: its name without wrappers.
+        places: names of the layer and its copies in the model (adapters keep the original).
+        module: module of the first name.
     """
 
     path: str
@@ -58,8 +58,8 @@ class Inventory:
     """Modules of a model by name without wrappers.
 
     Attributes:
-            modules: all modules; of nested wrappers the innermost.
-            layers: linear layers and embeddings, without adapters.
+        modules: all modules; of nested wrappers the innermost.
+        layers: linear layers and embeddings, without adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:

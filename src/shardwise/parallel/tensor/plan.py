@@ -71,13 +71,13 @@ class TensorParallelPlan:
     """Sharding of a model.
 
     Attributes:
-            layers: by name in the model.
-            experts: modules of stacked experts, by name.
-            vectors: other parameters sharded in their first dimension, by name.
-            summands: names of unsharded modules whose parameters have partial gradients.
-            slices: module name -> dimension of its tensors in which each rank uses its part.
-            blocks: attention blocks, whose number of heads is adapted.
-            head: names of the model with a vocabulary-parallel loss, and of its output head.
+        layers: by name in the model.
+        experts: modules of stacked experts, by name.
+        vectors: other parameters sharded in their first dimension, by name.
+        summands: names of unsharded modules whose parameters have partial gradients.
+        slices: module name -> dimension of its tensors in which each rank uses its part.
+        blocks: attention blocks, whose number of heads is adapted.
+        head: names of the model with a vocabulary-parallel loss, and of its output head.
     """
 
     layers: dict[str, ShardSpec] = field(default_factory=dict)
@@ -93,11 +93,10 @@ def cuts_of(model: nn.Module, size: int, section: TensorParallel, *, experts: bo
     """Return the tensor-parallel plan of a model.
 
     Args:
-            size: ranks of a tensor-parallel group.
-            experts: also shard stacked experts; False with `expert_parallel`.
+        experts: also shard stacked experts; False with `expert_parallel`.
 
     Raises:
-            ConfigError: a rule matches no layer, sizes cannot be split, or no layer is sharded; names key, layer, and
+        ConfigError: a rule matches no layer, sizes cannot be split, or no layer is sharded; names key, layer, and
             supported sizes.
     """
     return _Planner(model, size, section, experts).division()
@@ -497,7 +496,7 @@ def adapters(model: nn.Module, place: str, cut: ShardSpec) -> Iterator[tuple[str
     unsharded.
 
     Raises:
-            ConfigError: the adapter is of another kind.
+        ConfigError: the adapter is of another kind.
     """
     outer, _, last = place.rpartition(".")
     if last != "base_layer":

@@ -29,10 +29,10 @@ def declare_marked(model: nn.Module, group: TensorGroup) -> bool:
     """Declare a client's marked parameters as parts of global tensors (all ranks call).
 
     Returns:
-            Whether any parameter is marked.
+        Whether any parameter is marked.
 
     Raises:
-            UsageError: a mark is incomplete, or ranks have marked different parameters.
+        UsageError: a mark is incomplete, or ranks have marked different parameters.
     """
     own = {
         name: _mark(name, parameter)
@@ -82,12 +82,11 @@ def runs_of_sizes(sizes: Sequence[int], stride: int, name: str) -> tuple[Runs, .
     """Return each rank's ranges of a dimension, from the sizes of parts.
 
     Args:
-            sizes: of all ranks' parts.
-            stride: blocks of a part: first blocks of all ranks are contiguous, then all second blocks.
-            name: of the parameter, for messages.
+        sizes: of all ranks' parts.
+        stride: blocks of a part: first blocks of all ranks are contiguous, then all second blocks.
 
     Raises:
-            UsageError: blocks have different sizes.
+        UsageError: blocks have different sizes.
 
     Example:
         >>> runs_of_sizes([4, 4], 2, "gate_and_up")

@@ -39,10 +39,9 @@ class Tokens:
     """Token sharding of a model.
 
     Attributes:
-            cuts: sharding of its layers, including norms that all-gather tokens.
-            begin: path of the first block, whose input has all tokens.
-            whole: paths of unsharded modules between the norms, with all tokens as input and output.
-            dim: token dimension.
+        cuts: sharding of its layers, including norms that all-gather tokens.
+        begin: path of the first block, whose input has all tokens.
+        whole: paths of unsharded modules between the norms, with all tokens as input and output.
     """
 
     cuts: dict[str, ShardSpec]
@@ -122,11 +121,8 @@ def tokens_of(model: nn.Module, cuts: dict[str, ShardSpec], section: TensorParal
     they are found in models whose blocks consist of norms and layers of one list, with a final norm. Each norm is
     assumed to precede tensor-parallel layers.
 
-    Args:
-            cuts: of its sharded layers.
-
     Raises:
-            ConfigError: the model has no such blocks.
+        ConfigError: the model has no such blocks.
     """
     prefix, (first, *_) = _blocks(model, cuts)
     adapted = [path for path, cut in cuts.items() if cut.kind == "row" and path.endswith(".base_layer")]
