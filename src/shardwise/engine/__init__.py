@@ -1,4 +1,4 @@
-"""The engine and how it is built."""
+"""The engine and its construction."""
 
 from shardwise.engine.build import initialize
 from shardwise.engine.engine import Engine

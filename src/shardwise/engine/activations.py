@@ -1,4 +1,4 @@
-"""What becomes of activations in an engine's forward passes: they may live on the host until the backward pass."""
+"""Activation offload and activation checkpointing of an engine's forward passes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,11 @@ if TYPE_CHECKING:
 
 
 class Activations(StepObserver):
-    """The sections `activation_offload` and `activation_checkpointing` of one engine.
+    """Applies the sections `activation_offload` and `activation_checkpointing`.
 
     Args:
-        config: the engine's.
-        module: whose forward passes they are; its buffers stay where they are.
-        device: the engine's.
-        accountant: counts the bytes on the host.
-        group: tensor-parallel group; None: there is none.
-        step: counts the steps after which times are logged; None: none are logged.
+        module: model of the forward passes; its buffers are not offloaded.
+        step: counts the steps after which times are logged; None: no logging.
     """
 
     def __init__(
@@ -58,11 +54,7 @@ class Activations(StepObserver):
 
     @never_compiled
     def around(self, given: Any) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a forward pass.
-
-        Args:
-            given: the arguments; they stay where they are.
-        """
+        """Return the context of a forward pass; `given` are the arguments, which are not offloaded."""
         if not (self._moves or self._settings or in_force()):
             return contextlib.nullcontext()
         return self._around(given)
@@ -74,7 +66,7 @@ class Activations(StepObserver):
             yield
 
     def after_step(self) -> None:
-        """Log the times of checkpointed functions, if `profile` is set and they are due."""
+        """Log the times of checkpointed functions, if `profile` is set and a log line is due."""
         assert self._step is not None
         steps = self._step.global_steps
         if steps % self._every == 0 and (self._settings | in_force()).profile:
@@ -82,5 +74,5 @@ class Activations(StepObserver):
                 logger.info("step=%d checkpointed %s: %s", steps, name, found)
 
     def close(self) -> None:
-        """Give back memory of the host that is kept from pass to pass."""
+        """Free the host buffers that are kept between passes."""
         self._offload.close()

@@ -1,4 +1,4 @@
-"""Warnings and hints about scripts that run without an error and do not train as their author expects."""
+"""Warnings about scripts that run without an error but do not train as their author expects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwise.config import Config
 
 _WRAPPERS = frozenset({"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"})
-"""Classes of torch that reduce gradients, or move parameters, themselves."""
+"""Classes of torch that reduce gradients or move parameters themselves."""
 
 _DTYPES = re.compile(r"dtype|scalar type|BFloat16|Half\b")
 _MISMATCH = re.compile(r"(same|but (got|found)).*(BFloat16|Half)|(BFloat16|Half).*(same|but (got|found))")
@@ -26,11 +26,7 @@ _MISMATCH = re.compile(r"(same|but (got|found)).*(BFloat16|Half)|(BFloat16|Half)
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise if something else already distributes the model, or a part of it.
-
-    Raises:
-        UsageError: see above.
-    """
+    """Raise a UsageError if the model or a submodule is wrapped for distributed training."""
     for name, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
@@ -42,7 +38,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def warn_of_arguments(settings: Config, optimizer: Any, lr_scheduler: Any, model: nn.Module, *, trains: bool) -> None:
-    """Warn of sections that arguments of `initialize` override, and of an optimizer that has nothing to train."""
+    """Warn of sections that arguments of `initialize` override, and of an optimizer without trainable parameters."""
     for name, argument, section in (
         ("optimizer", optimizer, settings.optimizer),
         ("lr_scheduler", lr_scheduler, settings.scheduler),
@@ -66,7 +62,7 @@ def warn_of_arguments(settings: Config, optimizer: Any, lr_scheduler: Any, model
 
 
 def warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
-    """Warn of batch normalization by the statistics of a rank's own samples or tokens."""
+    """Warn of batch normalization with separate running statistics on each data-parallel rank."""
     found = [
         (name, type(module).__name__)
         for name, module in model.named_modules()
@@ -86,7 +82,7 @@ def warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
 
 
 def warn_of_memory_format(model: nn.Module) -> None:
-    """Warn of parameters in another memory format than row-major, which flat parameters do not keep."""
+    """Warn of parameters in another memory format than row-major, which flat parameters lose."""
     found = [name for name, parameter in model.named_parameters() if not parameter.is_contiguous()]
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
@@ -98,7 +94,7 @@ def warn_of_memory_format(model: nn.Module) -> None:
 
 
 def warn_of_clipping(parameters: list[torch.Tensor]) -> None:
-    """Warn of `clip_grad_norm_` on parameters of an engine, whose gradients are not in `.grad`."""
+    """Warn of `clip_grad_norm_` on an engine's parameters, whose gradients are not in `.grad`."""
     own = [parameter for parameter in parameters if released.owner_of(parameter) is not None]
     if own and all(parameter.grad is None for parameter in own):
         warn_once(

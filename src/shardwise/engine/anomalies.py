@@ -1,4 +1,4 @@
-"""What an engine has noticed that should not be: kept, logged with the facts for programs, and shown to monitors."""
+"""Anomalies of an engine's steps (non-finite gradients, spikes, rewinds): kept, logged, and sent to monitors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.precision.overflow import OverflowReport
 from shardwise.utils.logging import logger
 
 KEPT = 100
-"""Anomalies that are kept."""
+"""Number of anomalies that are kept."""
 
 SPIKE_ADVICE = (
     "look at the data of this step; where it recurs, lower the learning rate, lengthen its warm-up, or set "
@@ -26,21 +26,19 @@ GRADIENT_ADVICE = (
 
 @dataclass(frozen=True)
 class Anomaly:
-    """Something that was noticed at a step; the same on every rank.
+    """An anomaly of a step; the same on every rank.
 
     Attributes:
-        kind: "non_finite", "loss_spike", "grad_norm_spike", or "rewind", which is what was done about one.
+        kind: "non_finite", "loss_spike", "grad_norm_spike", or "rewind" (the reaction to one of these).
         step: number of the step (`engine.global_steps` before it).
-        text: what is known, in words.
-        action: what was done: "warn", "skip", "stop" or "rewind".
-        ranks: where values were not finite.
-        module: in which it began; None if it is not known.
-        parameters: the first and the last whose gradient was not finite, or those whose gradients have grown most.
+        action: "warn", "skip", "stop" or "rewind".
+        ranks: ranks with non-finite values.
+        module: module of origin; None if unknown.
+        parameters: first and last parameter with a non-finite gradient, or parameters whose gradients have grown most.
         phase: "forward", "backward", "reduce" or "gradients" (see `OverflowReport`).
-        line: `file:line` from which the module was called.
-        value: the loss or the norm; of a rewind the step to which it went.
-        usual: the median of the values before.
-        advice: what to try.
+        line: `file:line` that called the module.
+        value: loss or norm; of a rewind, the restored step.
+        usual: median of the previous values.
     """
 
     kind: Literal["non_finite", "loss_spike", "grad_norm_spike", "rewind"]
@@ -58,7 +56,7 @@ class Anomaly:
 
     @classmethod
     def of_overflow(cls, step: int, report: OverflowReport, action: str) -> Anomaly:
-        """Return that of gradients that are not finite."""
+        """Return the anomaly of non-finite gradients."""
         origin = report.origin
         named = (report.parameter, None if report.extent is None else report.extent.last)
         return cls(
@@ -76,7 +74,7 @@ class Anomaly:
 
     @classmethod
     def of_spike(cls, step: int, spike: Spike) -> Anomaly:
-        """Return that of an unusual value."""
+        """Return the anomaly of a spike."""
         grown = tuple(name for name, _ in spike.grown)
         return cls(
             spike.kind,
@@ -90,7 +88,7 @@ class Anomaly:
         )
 
     def event(self) -> dict[str, Any]:
-        """Return it for programs that read log records (`record.event`)."""
+        """Return the anomaly as the `event` of log records, for programs."""
         facts = {key: value for key, value in vars(self).items() if key not in ("text", "ranks", "parameters")}
         return {
             **facts,
@@ -101,15 +99,7 @@ class Anomaly:
 
 
 class Anomalies:
-    """The last anomalies of one engine.
-
-    Args:
-        rank: of this process in the job; the first one logs.
-
-    Attributes:
-        noted: the last of them, the oldest first.
-        rewinds: how often the engine has gone back.
-    """
+    """Keeps the last anomalies of one engine; rank 0 logs them."""
 
     def __init__(self, rank: int) -> None:
         self.noted: deque[Anomaly] = deque(maxlen=KEPT)
@@ -118,17 +108,17 @@ class Anomalies:
         self._count = self._shown = 0
 
     def note(self, anomaly: Anomaly, message: str, *values: Any, level: int = logging.WARNING) -> None:
-        """Keep an anomaly and log a message about it."""
+        """Keep an anomaly and log a message."""
         self.note_quietly(anomaly)
         if self._rank == 0:
             logger.log(level, message, *values, extra={"event": anomaly.event()})
 
     def note_quietly(self, anomaly: Anomaly) -> None:
-        """Keep an anomaly that an error tells of."""
+        """Keep an anomaly without logging, because an error reports it."""
         self.noted.append(anomaly)
         self._count += 1
 
     def take_new(self) -> list[Anomaly]:
-        """Return those since the last call, of the last `KEPT`."""
+        """Return anomalies since the last call, at most `KEPT`."""
         new, self._shown = self._count - self._shown, self._count
         return list(self.noted)[-new:] if new else []

@@ -1,4 +1,4 @@
-"""What a caller asks for besides the configuration: by an `mpu`, by a mesh, or by a model that is divided already."""
+"""Parallelism requested by arguments: by an `mpu`, by a mesh, or by a model that is already tensor-parallel."""
 
 from __future__ import annotations
 
@@ -26,24 +26,23 @@ NAMES = {
     "sequence": ("sp", "seq", "sequence", "ulysses", "sequence_parallel"),
     "tensor": ("tp", "tensor", "model", "mp", "tensor_parallel", "model_parallel"),
 }
-"""Names that dimensions of a client's mesh have, by what they are, from the outermost to the innermost."""
+"""Accepted names of mesh dimensions, by kind, from the outermost to the innermost."""
 
 _MPU = "initialize(mpu=...)"
 
 
 @dataclass(frozen=True)
 class RequestedParallelism:
-    """What a caller asks for.
+    """Parallelism requested by arguments of `initialize`.
 
     Attributes:
-        size: ranks that share a sequence; None: the configuration says.
-        where: said so, for messages.
-        lines: the ranks of each sequence, by their numbers in the job; None: neighbours.
-        own: the global numbers of the ranks of this rank's sequence, where only these are known.
-        group: of these ranks, that there is already.
-        tensor: ranks that have a copy of the model among them; None: the configuration says.
-        own_tensor: their global numbers, where a caller has made groups of them; None: neighbours.
-        replicas: groups of ranks of which each has all state (HSDP), by a mesh that has further dimensions.
+        size: ranks of a sequence-parallel group; None: as configured.
+        where: source of the request, for messages.
+        lines: sequence-parallel groups, by ranks in the job; None: consecutive ranks.
+        own: global ranks of this rank's sequence-parallel group, if only these are known.
+        tensor: ranks of a tensor-parallel group; None: as configured.
+        own_tensor: their global ranks, if the caller has made the groups; None: consecutive ranks.
+        replicas: number of HSDP replicas, from a mesh with further dimensions.
         meshed: a mesh has been read.
     """
 
@@ -59,17 +58,15 @@ class RequestedParallelism:
 
 
 def asked_by(mpu: Any, mesh: Any, model: nn.Module, members: Sequence[int]) -> RequestedParallelism | None:
-    """Return what `initialize(mpu=..., mesh_param=..., model=...)` says besides the configuration; None: nothing.
+    """Return the parallelism that `initialize(mpu=..., mesh_param=..., model=...)` requests; None: none.
 
     Args:
-        mpu: a model-parallel unit, or None.
         mesh: a DeviceMesh, numbers (data, sequence) or (data, sequence, tensor), or None.
-        model: may consist of DTensors, or may be divided already.
-        members: the engine's ranks, by the numbers that a mesh gives them.
+        model: may consist of DTensors, or be tensor-parallel already.
 
     Raises:
-        ConflictError: numbers that do not fit the ranks, or one another.
-        UsageError: a mesh of other dimensions, or whose ranks lie otherwise than they have to.
+        ConflictError: numbers do not fit the ranks, or contradict each other.
+        UsageError: the mesh has unsupported dimensions, or an unsupported order of ranks.
     """
     found = _of_arguments(mpu, mesh, members)
     line = line_of(model)
@@ -147,7 +144,7 @@ def _of_mesh(mesh: DeviceMesh, members: Sequence[int]) -> RequestedParallelism:
 
 
 def _of_tensor_mesh(mesh: DeviceMesh, members: Sequence[int]) -> RequestedParallelism:
-    """Read a mesh with a dimension of ranks that have a copy of the model, which have to be neighbours."""
+    """Read a mesh with a tensor-parallel dimension, whose ranks must be consecutive."""
     names, what = list(mesh.mesh_dim_names or ()), _described(mesh)
     kinds = [next((kind for kind, known in NAMES.items() if name in known), None) for name in names]
     if None in kinds or len(set(kinds)) < len(kinds):
@@ -158,7 +155,7 @@ def _of_tensor_mesh(mesh: DeviceMesh, members: Sequence[int]) -> RequestedParall
     order = [kinds.index(kind) for kind in NAMES if kind in kinds]
     sizes = {kind: mesh.mesh.shape[place] for place, kind in enumerate(kinds)}
     ranks, tensor = mesh.mesh.permute(order).flatten().tolist(), sizes["tensor"]
-    if len(names) == 1 and tensor < len(members):  # a slice of a larger mesh: other ranks have theirs
+    if len(names) == 1 and tensor < len(members):  # a slice of a larger mesh
         own = next((list(members[n : n + tensor]) for n in range(0, len(members), tensor) if ranks[0] == members[n]), 0)
         if ranks == own:
             return RequestedParallelism(None, what, tensor=tensor, meshed=True)
@@ -188,11 +185,7 @@ def _described(mesh: DeviceMesh) -> str:
 
 
 def check_ranks(what: str, ranks: Sequence[int], members: Sequence[int]) -> None:
-    """Check that a mesh has each of the engine's ranks once.
-
-    Raises:
-        UsageError: it has not.
-    """
+    """Raise a UsageError unless a mesh contains each of the engine's ranks once."""
     if sorted(ranks) != sorted(members):
         raise UsageError(f"{what} has ranks {list(ranks)}; the engine has ranks {list(members)}, each once")
 
@@ -200,17 +193,17 @@ def check_ranks(what: str, ranks: Sequence[int], members: Sequence[int]) -> None
 # -- a model-parallel unit ---------------------------------------------------------------------------------------------
 
 _MODEL_PARALLEL = ("tensor_model_parallel", "slice_parallel", "model_parallel")
-"""What ranks that have a copy of the model among them are called in names of methods; the first that is there."""
+"""Names of the tensor-parallel group in an mpu's methods; the first existing one is used."""
 
 _PIPELINE = ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size")
 
 
 def model_parallel_size(mpu: Any) -> int:
-    """Return how many ranks have a copy of the model among them.
+    """Return the number of ranks of an mpu's tensor-parallel group.
 
     Raises:
-        NotBuiltError: there are pipeline stages.
-        UsageError: the unit does not say which ranks they are.
+        NotBuiltError: the mpu has pipeline stages.
+        UsageError: the mpu does not return the groups.
     """
     for name in _PIPELINE if mpu is not None else ():
         size = getattr(mpu, name, lambda: 1)()
@@ -229,7 +222,7 @@ def model_parallel_size(mpu: Any) -> int:
 
 
 def model_parallel_ranks(mpu: Any) -> list[int]:
-    """Return the global numbers of the ranks that have this rank's copy of the model among them, by their places."""
+    """Return the global ranks of this rank's tensor-parallel group, in order."""
     return members_of(_asked(mpu, "group")())
 
 
@@ -238,7 +231,7 @@ def _asked(mpu: Any, what: str, default: Any = None) -> Any:
 
 
 def group_of(mpu: Any) -> Any:
-    """Return the process group of all ranks that a model-parallel unit is of; None: the default group."""
+    """Return the process group of all ranks of an mpu; None: the default group."""
     if mpu is None or model_parallel_size(mpu) > 1:
         return None
     shared = int(getattr(mpu, "get_sequence_parallel_world_size", lambda: 1)()) > 1
@@ -247,20 +240,18 @@ def group_of(mpu: Any) -> Any:
     return mpu.get_data_parallel_group()
 
 
-# -- what all ranks say ------------------------------------------------------------------------------------------------
+# -- exchange of groups ------------------------------------------------------------------------------------------------
 
 
 def told_lines(job: Communicator, own: Sequence[int], where: str, what: str) -> list[list[int]]:
-    """Return the groups of ranks that all ranks name, by numbers in the job, in the order of their first ranks.
+    """Exchange each rank's group; return all groups by ranks in the job, ordered by first rank.
 
     Args:
-        job: all ranks, which call.
-        own: global numbers of this rank's.
-        where: said so, for messages.
-        what: the ranks of a group do.
+        own: global ranks of this rank's group.
+        what: purpose of the group, for messages.
 
     Raises:
-        UsageError: they are no groups of one size that have each rank once.
+        UsageError: the groups differ in size, or do not contain each rank once.
     """
     numbers = {rank: number for number, rank in enumerate(job.members)}
     told = job.exchange(coded([numbers.get(rank, -1) for rank in own]), "groups_of_ranks")
@@ -276,17 +267,14 @@ def told_lines(job: Communicator, own: Sequence[int], where: str, what: str) -> 
 def tensor_lines(
     job: Communicator, size: int, sequence: int, asked: RequestedParallelism | None, mpu: Any
 ) -> list[list[int]] | int:
-    """Return which ranks have copies of the model among them, if a caller has made groups of them, else how many.
+    """Return the tensor-parallel groups if the caller has made them, otherwise their size.
 
     Args:
-        job: all ranks, which call.
-        size: of the groups.
-        sequence: ranks that share a sequence.
-        asked: what the caller has said; None: only the configuration has.
-        mpu: the caller's unit; its data-parallel ranks have to be those at the same place of all copies.
+        asked: the caller's request; None: only the configuration.
+        mpu: the caller's unit; its data-parallel ranks must have the same index in all tensor-parallel groups.
 
     Raises:
-        UsageError: the groups do not fit one another.
+        UsageError: the groups contradict each other.
     """
     if size == 1 or asked is None or asked.own_tensor is None:
         return size

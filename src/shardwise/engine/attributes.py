@@ -1,4 +1,4 @@
-"""Attributes that an engine has from what it is made of."""
+"""Attributes of an engine that are delegated to its parts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,8 @@ Arguments = ParamSpec("Arguments")
 def of_part(
     part: str, method: Callable[Concatenate[Any, Arguments], Value]
 ) -> Callable[Concatenate[Any, Arguments], Value]:
-    """Return a method of the engine that calls a method of one of its parts.
-
-    Signature and documentation are those of the part's method.
-
-    Args:
-        part: name of the engine's attribute that holds the part.
-        method: of the part's class.
-    """
+    """Return an engine method that calls a method of the part in attribute `part`, with its signature and
+    documentation."""
 
     @functools.wraps(method)
     def call(engine: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
@@ -33,7 +27,7 @@ def of_part(
 
 
 class Held(Generic[Value]):
-    """An attribute that is one of a part's, under the same name; scripts may set it."""
+    """Attribute delegated to a part's attribute of the same name; scripts may set it."""
 
     def __init__(self, part: str) -> None:
         self._part = part
@@ -49,9 +43,9 @@ class Held(Generic[Value]):
 
 
 class OfOptimizer:
-    """An attribute that is the optimizer's, unless the module has one of this name.
+    """Attribute delegated to the optimizer, unless the module has one of this name.
 
-    Without a setter, so that a script may still put an attribute of its own there.
+    It has no setter, because a script may set its own attribute.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -61,4 +55,4 @@ class OfOptimizer:
         if engine is None:
             return self
         holder = engine.module if hasattr(engine.module, self._name) else engine.optimizer
-        return getattr(holder, self._name)  # an AttributeError leads to the engine's own message
+        return getattr(holder, self._name)  # an AttributeError falls back to `Engine.__getattr__`

@@ -1,4 +1,4 @@
-"""Saves in the background, as the engine's users see them: to wait for, to ask about, and what they have cost."""
+"""Asynchronous checkpoints of an engine: waiting, state and statistics."""
 
 from __future__ import annotations
 
@@ -21,20 +21,11 @@ if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel
 
 _WORTH_TELLING_S = 1.0
-"""A save that waits for the one before for so long says so."""
+"""Seconds of waiting for the previous save from which on a warning is logged."""
 
 
 class BackgroundSaves:
-    """Checkpoints of a model that are written while training goes on.
-
-    Args:
-        sharded: the model.
-        config: validated.
-        job: all ranks that save together.
-
-    Attributes:
-        saving: what writes them; None before the first.
-    """
+    """Asynchronous checkpoints of a model. `saving` has writer process and snapshot; None before the first save."""
 
     def __init__(self, sharded: ShardedModel, config: Config, job: Communicator) -> None:
         self.saving: Background | None = None
@@ -44,16 +35,16 @@ class BackgroundSaves:
 
     @property
     def pending(self) -> bool:
-        """See `Engine.checkpoint_pending`."""
+        """Whether a save is being written; not a collective."""
         return self.saving is not None and self.saving.pending
 
     @property
     def report(self) -> SaveReport | None:
-        """See `Engine.last_async_save`."""
+        """Report of the last save on this rank; None without one."""
         return None if self.saving is None else self.saving.report
 
     def wait(self) -> str | None:
-        """See `Engine.wait_for_checkpoint`."""
+        """Wait until the pending save is published; return its path, or None (all ranks call)."""
         self._sharded.check_open("engine.wait_for_checkpoint()")
         saving = self.saving
         if saving is None or not saving.unsettled:
@@ -62,12 +53,12 @@ class BackgroundSaves:
         return None if saving.report is None else saving.report.path
 
     def await_last(self) -> None:
-        """Wait until the save before, if there is one that nobody has waited for, has ended on all ranks."""
+        """Wait until the previous save has ended on all ranks, if still pending."""
         if self.saving is not None and self.saving.unsettled:
             await_all(self._job, self.saving)
 
     def settle_last(self) -> float:
-        """Wait for the save before; return for how long. Raises on all ranks what has become of it."""
+        """Wait for the previous save and return the seconds waited. Raises its failure on all ranks."""
         if self.saving is None:
             return 0.0
         waited = settle(self._job, self.saving)
@@ -82,21 +73,20 @@ class BackgroundSaves:
         return waited
 
     def start(self, request: SaveRequest, state: TrainingState, begun: float, waited: float) -> None:
-        """Copy the state, and have it written.
+        """Copy the state to a snapshot, and start writing it.
 
         Args:
-            request: where and how.
-            state: what is saved besides parameters and optimizer.
+            state: state besides parameters and optimizer.
             begun: time at which the save began (`time.monotonic`).
-            waited: seconds that it has waited for the save before.
+            waited: seconds that the save waited for the previous one.
         """
         if self.saving is None:
             ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self._job.world
             told = _tell if self._job.rank == 0 and self.shows_statistics else None
-            # Less than a collective may take: ranks whose part is written wait for the others in one.
+            # Shorter than a collective's timeout, because finished ranks wait in a collective for the others.
             limit = 0.8 * self._job.timeout.total_seconds()
             device = self._sharded.device
-            # On a device of its own the memory table is of the device's memory, and the snapshot is not.
+            # The memory table counts device memory; the snapshot is in host memory.
             counter = functools.partial(self._sharded.accountant.add, Category.OTHER) if device.type == "cpu" else None
             self.saving = Background(device, int(ranks), counter, told, limit)
         report = save_in_background(self._sharded, request, state, self.saving)
@@ -106,12 +96,12 @@ class BackgroundSaves:
 
     @property
     def shows_statistics(self) -> bool:
-        """Whether sizes and times of saves are logged."""
+        """Whether size and time of each save are logged."""
         writer = self._config.checkpoint.writer
         return writer is not None and writer.show_statistics
 
     def finish(self) -> CheckpointError | None:
-        """Wait for the save in progress, and give process and memory back; return the error if it has failed."""
+        """Wait for the pending save, and end its process; return its error, if any."""
         saving, self.saving = self.saving, None
         if saving is None:
             return None
@@ -120,7 +110,7 @@ class BackgroundSaves:
             if sys.exc_info()[0] is None:
                 settle(self._job, saving)
             else:
-                saving.wait()  # what has gone wrong may be on this rank alone, and the others somewhere else
+                saving.wait()  # no collective: other ranks may not have failed
         except CheckpointError as error:
             failure = error
         finally:
@@ -128,22 +118,14 @@ class BackgroundSaves:
         return failure
 
     def snapshot_bytes(self, state: int) -> int:
-        """Return the planned size of the snapshot; 0 if no save is asynchronous.
-
-        Args:
-            state: bytes of optimizer state on this rank.
-        """
+        """Return the planned size of the snapshot; 0 without asynchronous saves. `state`: bytes of this rank's
+        optimizer state."""
         held = 0 if self.saving is None else self.saving.size
         return held if held or not self._config.checkpoint.in_background else saved_bytes(self._sharded, state)
 
 
 def saved_bytes(sharded: ShardedModel, state: int) -> int:
-    """Return the planned bytes of this rank's part of a checkpoint: values, and its share of the optimizer's state.
-
-    Args:
-        sharded: the model.
-        state: bytes of optimizer state on this rank.
-    """
+    """Return the planned bytes of this rank's part of a checkpoint. `state`: bytes of this rank's optimizer state."""
     values, ranges = sharded.value_runs(), sharded.saved_ranges()
     size = trained = saved = 0
     for tensor in sharded.registry:
@@ -157,7 +139,7 @@ def saved_bytes(sharded: ShardedModel, state: int) -> int:
 
 
 def check_same_way(given: list[bool]) -> None:
-    """Raise, on all ranks alike, if they were told to save in different ways."""
+    """Raise a UsageError on all ranks if they differ in `asynchronous`."""
     other = next((rank for rank, way in enumerate(given) if way != given[0]), None)
     if other is not None:
         raise UsageError(
@@ -167,7 +149,7 @@ def check_same_way(given: list[bool]) -> None:
 
 
 def statistics(path: str, size: int, seconds: float) -> str:
-    """Return what `checkpoint.writer.show_statistics` prints."""
+    """Return the line of `checkpoint.writer.show_statistics`."""
     return f"{path}: {size / 1e9:.3f} GB written in {seconds:.2f} s ({size / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
 
 
@@ -179,6 +161,6 @@ def size_of(path: str) -> int:
 def _tell(report: SaveReport) -> None:
     try:
         size = size_of(report.path)
-    except OSError:  # it has been moved since
+    except OSError:  # it has been moved
         return
     logger.info("%s; training stood for %.2f s", statistics(report.path, size, report.written or 0.0), report.blocked)

@@ -1,4 +1,4 @@
-"""Who gets which samples: batch sizes of an engine, and loaders of each rank's share."""
+"""Batch sizes of an engine, and dataloaders of each rank's samples."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ ROUTES = ("train", "eval", "predict")
 
 
 def accumulated(config: Config, steps: int) -> int:
-    """Return how many micro-batches a plan of memory has to count with.
+    """Return the number of micro-batches for a memory plan.
 
-    Where the script counts them, gradients are always added up as if there were several.
+    With `managed_gradient_accumulation` false at least two, because gradients are always accumulated.
     """
     return steps if config.managed_gradient_accumulation else max(2, steps)
 
 
 class Batches:
-    """The batch triple, which may be changed between windows, and the loader of the training data.
+    """Batch sizes, which may change between windows, and the training dataloader.
 
     train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel ranks, always.
 
     Args:
-        config: validated.
-        data: the ranks that share the data.
-        device: for which batches are pinned.
+        data: the data-parallel group.
+        device: batches are pinned for it.
 
     Attributes:
-        micro: samples of one rank in one forward pass.
-        steps: micro-batches in one step.
-        training_dataloader: the loader whose place is a part of checkpoints, or None.
+        micro: samples of one rank in a forward pass.
+        steps: micro-batches in a step.
+        training_dataloader: its position is saved in checkpoints; None without one.
     """
 
     def __init__(self, config: Config, data: Communicator, device: torch.device) -> None:
@@ -51,20 +50,20 @@ class Batches:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that get different samples."""
+        """Number of data-parallel ranks."""
         return self._data.world
 
     @property
     def total(self) -> int:
-        """Samples of all ranks in one step."""
+        """Samples of all ranks in a step."""
         return self.micro * self.steps * self._data.world
 
     def samples(self, passes: int) -> int:
-        """Return the samples of all ranks in so many micro-batches of each."""
+        """Return the samples of all ranks in `passes` micro-batches of each."""
         return self.micro * passes * self._data.world
 
     def set_total(self, train_batch_size: int) -> None:
-        """See `Engine.set_train_batch_size`."""
+        """Change the number of accumulation steps to reach a global batch size."""
         unit = self.micro * self._data.world
         if not self._config.managed_gradient_accumulation and train_batch_size != unit:
             raise BatchSizeError(
@@ -80,7 +79,7 @@ class Batches:
         self.steps = train_batch_size // unit
 
     def set_micro(self, micro_batch_size: int) -> None:
-        """See `Engine.set_train_micro_batch_size`."""
+        """Change the micro-batch size."""
         if micro_batch_size <= 0:
             raise BatchSizeError(f"train_micro_batch_size_per_gpu must be positive, got {micro_batch_size}")
         self.micro = micro_batch_size
@@ -95,23 +94,22 @@ class Batches:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> EngineDataLoader:
-        """Return a loader of this rank's share of a data set, as `initialize(training_data=...)` makes one.
+        """Return a dataloader of this rank's samples, as `initialize(training_data=...)` makes one.
 
-        Its position is not a part of checkpoints, other than that of `engine.training_dataloader`.
+        Checkpoints save only the position of `engine.training_dataloader`.
 
         Args:
             dataset: a map-style or iterable dataset.
             batch_size: samples in a batch of this rank; None: train_micro_batch_size_per_gpu.
-            route: what it is for; "train" shuffles a map-style dataset without a sampler, "eval" and "predict" keep
-                its order.
-            pin_memory: pin batches for a CUDA device; there is nothing to pin for a CPU.
-            data_sampler: gives this rank's indices.
+            route: "train" shuffles a map-style dataset without a sampler; "eval" and "predict" keep its order.
+            pin_memory: pin batches for a CUDA device; no effect for a CPU.
+            data_sampler: yields this rank's indices.
             collate_fn: makes a batch from a list of samples.
-            num_local_io_workers: processes that fetch ahead; None: none.
+            num_local_io_workers: prefetching processes; None: none.
 
         Raises:
             UsageError: an unknown route.
-            ConfigError: the settings contradict each other or the dataset, or no batch comes out.
+            ConfigError: the settings contradict each other or the dataset, or yield no batch.
         """
         if route not in ROUTES:
             raise UsageError(f"deepspeed_io(route={route!r}): expected one of {', '.join(ROUTES)}")

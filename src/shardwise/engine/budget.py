@@ -1,8 +1,8 @@
-"""The budget: what training will hold on each tier against what there is, before weights are spread.
+"""Memory preflight: planned memory of each tier against its limits, before weights are sharded.
 
-One rank of each machine and size of part makes a dry run, and every rank looks at its limits. The ranks tell each
-other, so that all of a machine are counted and all come to the same end. It is done where state lives elsewhere and is
-not tiny, or a limit was set: a dry run takes some 30 ms for each unit of the model.
+One rank of each machine and parameter layout makes a dry run; every rank reads its limits. Ranks exchange both, so that
+all come to the same result. The preflight runs if state is offloaded and not tiny, or a limit is set. A dry run takes
+about 30 ms for each unit.
 """
 
 from __future__ import annotations
@@ -55,31 +55,29 @@ if TYPE_CHECKING:
     from shardwise.offload.speed import Speed
 
 NEAR = 0.9
-"""A plan that takes more than this part of what there is gets a warning."""
+"""Fraction of the available memory above which a plan gets a warning."""
 SEARCH_S = 30.0
-"""Seconds after which the search for a setting that fits ends."""
+"""Time limit in seconds of the search for a setting that fits."""
 WORTH_PLANNING = 16 << 20
-"""Bytes of a rank from which on a plan is made without being asked for: less is found anywhere."""
+"""Bytes of a rank from which on a plan is made without a configured limit."""
 MOST_AN_ELEMENT = 64
-"""Bytes of all kinds that a rank holds of a parameter, at the very most."""
+"""Upper bound of the bytes, of all categories, that a rank holds for a parameter element."""
 WORTH_MEASURING = 16 << 20
-"""Bytes a step from which on the speed of a disk, or of copies, is measured: less takes no time to speak of."""
+"""Bytes a step from which on the speed of a disk or of copies is measured."""
 
 _NEAR_TIERS = (Tier.DEVICE, Tier.HOST)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What one rank needs of something that has a limit.
+    """Memory that one rank needs of a limited resource.
 
     Attributes:
-        key: those that name the same share it.
-        limit: what sets it.
+        key: identifies the resource among ranks that share it.
         tiers: names of the tiers that count.
-        free: bytes that nobody has, of those that share it.
-        freed: bytes that this rank has now, and gives back when its model is divided.
-        needed: bytes that it will hold at once.
-        directories: of its files that count, on disks; none: of all.
+        freed: bytes that this rank holds now, and frees when its model is sharded.
+        needed: peak bytes.
+        directories: of the files that count, on disks; empty: all.
     """
 
     key: str
@@ -93,15 +91,13 @@ class Claim:
 
 @dataclass(frozen=True)
 class Check:
-    """What all ranks together need of something that has a limit.
+    """Memory that all ranks together need of a limited resource.
 
     Attributes:
-        limit: what sets it.
         tiers: names of the tiers that count.
-        ranks: those that share it.
-        needed: bytes that they will hold at once.
-        there: bytes that there are for them.
-        directories: of files, on disks.
+        needed: their peak bytes.
+        there: available bytes.
+        directories: of the files that count, on disks.
     """
 
     limit: str
@@ -113,7 +109,7 @@ class Check:
 
     @property
     def room(self) -> Room:
-        """What each rank may have."""
+        """Bytes available to each rank."""
         return Room(tuple(Tier(name) for name in self.tiers), self.there // len(self.ranks), self.directories)
 
     def __str__(self) -> str:
@@ -126,14 +122,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Budget:
-    """What was planned when an engine was made.
+    """Result of the memory preflight.
 
     Attributes:
-        checks: against limits.
-        planned: bytes by tier of each rank; empty for one that was not planned.
-        processes: process id of each rank.
+        checks: compared limits.
+        planned: bytes by tier of each rank; empty for ranks without a plan.
         node: ranks on this machine.
-        traffic: of a step, where it takes time to speak of.
+        traffic: offload traffic of a step, if it takes noticeable time.
     """
 
     checks: tuple[Check, ...]
@@ -144,24 +139,15 @@ class Budget:
 
 
 def wanted(config: Config, places: Iterable[str]) -> bool:
-    """Whether a configuration has a budget made.
-
-    Args:
-        config: validated.
-        places: in which state lives.
-    """
+    """Whether the configuration requires a memory preflight; `places` are the tiers of state."""
     return any(place != "device" for place in places) or _by_hand(config) or config.memory_limits.watchdog is True
 
 
 def make(subject: PlanningTarget, job: Communicator) -> Budget:
-    """Plan, and compare with what there is (all ranks call).
-
-    Args:
-        subject: what will be trained, before it is divided.
-        job: all ranks.
+    """Plan memory before sharding, and compare it with the limits (all ranks call).
 
     Raises:
-        OutOfMemoryError: on all ranks alike, if any limit is too small.
+        OutOfMemoryError: on all ranks, if any limit is too small.
     """
     config = subject.resolution.config
     numel = sum(parameter.numel() for parameter in subject.module.parameters())
@@ -169,7 +155,7 @@ def make(subject: PlanningTarget, job: Communicator) -> Budget:
     known = job.exchange({"process": os.getpid(), "numel": numel}, "budget")
     processes = tuple(each["process"] for each in known)
     here = tuple(rank for rank, node in enumerate(nodes) if node == nodes[job.rank])
-    # Ranks may have parts of a model of their own: what the largest needs decides for all.
+    # Ranks may hold different parts of the model: the largest decides for all.
     if not _by_hand(config) and max(each["numel"] for each in known) * MOST_AN_ELEMENT < WORTH_PLANNING:
         return Budget((), tuple({} for _ in known), processes, here)
     planner = Planner(subject)
@@ -201,9 +187,9 @@ def make(subject: PlanningTarget, job: Communicator) -> Budget:
 def _planned(
     subject: PlanningTarget, planner: Planner, job: Communicator, nodes: Sequence[str]
 ) -> tuple[MemoryPlan | None, str]:
-    """Return the plan of this rank, or why there is none (all ranks call).
+    """Return the plan of this rank, or the reason for its absence (all ranks call).
 
-    Of the ranks of a machine whose parts are as large one makes the dry run, which takes seconds of all its cores.
+    Among ranks of a machine with equal parameters, one makes the dry run, which keeps all cores busy for seconds.
     """
     parts = job.fingerprints(_parts(subject, job.rank), "budget.parts")
     first = next(r for r, node in enumerate(nodes) if (node, parts[r]) == (nodes[job.rank], parts[job.rank]))
@@ -220,14 +206,14 @@ def _planned(
 
 
 def _parts(subject: PlanningTarget, rank: int) -> str:
-    """Return what is equal on ranks whose plans are equal."""
+    """Return a key that is equal on ranks with equal plans."""
     groups = {id(p): number for number, group in enumerate(subject.groups) for p in group}
     sizes = [
         (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad, groups.get(id(parameter)))
         for parameter in subject.module.parameters()
     ]
     shared = [len(part_of(p).ranks or ()) for p in subject.module.parameters()]
-    # Whole tensors are stepped on one rank each: every rank has others.
+    # Unsharded tensors are each stepped on one rank: plans differ by rank.
     return repr((sizes, shared, rank if stepping_of(subject.optimizer).whole else -1))
 
 
@@ -244,21 +230,15 @@ def _by_tier(plan: MemoryPlan) -> dict[str, int]:
 
 
 def watches(config: Config, places: Iterable[str]) -> bool:
-    """Whether the memory of the machine is watched; see `wanted`."""
+    """Whether the memory watchdog runs; `places` are the tiers of state."""
     asked = config.memory_limits.watchdog
     return any(place in ("host", "pageable") for place in places) if asked is None else asked
 
 
 class Watched:
-    """What is watched: the memory of this machine, while an engine lives.
+    """Memory watchdog of this machine, on its first rank, while an engine lives.
 
-    Args:
-        budget: knows the ranks of this machine.
-        rank: this process's.
-        accountant: knows what it holds.
-
-    Attributes:
-        checkpoint: returns the one to go on from; None if there is none.
+    `checkpoint` returns the newest checkpoint, or None.
     """
 
     def __init__(self, budget: Budget, rank: int, accountant: Accountant) -> None:
@@ -271,7 +251,7 @@ class Watched:
             self._watchdog.start()
 
     def told(self) -> str:
-        """Return what is said when memory runs out; it is put together without taking much."""
+        """Return the watchdog's report when memory runs out; it allocates little memory."""
         budget, path = self._budget, self.checkpoint()
         rows = [f"{'rank':>6}{'process':>9}{'resident':>12}" + "".join(f"{tier.value:>12}" for tier in Tier)]
         for rank in budget.node:
@@ -295,22 +275,15 @@ class Watched:
         )
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop the watchdog."""
         self._watchdog.close()
 
 
-# -- what there is -----------------------------------------------------------------------------------------------------
+# -- available memory -------------------------------------------------------------------------------------------------
 
 
 def claims_of(subject: PlanningTarget, plan: MemoryPlan, rank: int, node: str) -> list[Claim]:
-    """Return what this rank needs of everything that has a limit here.
-
-    Args:
-        subject: what will be trained.
-        plan: of it.
-        rank: this process's.
-        node: name of this machine.
-    """
+    """Return this rank's need of every limited resource."""
     config, device = subject.resolution.config, subject.device
     limits = config.memory_limits
     cpu = device.type == "cpu"
@@ -332,7 +305,7 @@ def claims_of(subject: PlanningTarget, plan: MemoryPlan, rank: int, node: str) -
             claim(f"cuda of {rank}", limit.name, (Tier.DEVICE,), limit.share - taken - held, held)
     near = _NEAR_TIERS if cpu else (Tier.HOST,)
     if limits.host is not None:
-        played = cpu and limits.device is not None  # the device is taken to have memory of its own
+        played = cpu and limits.device is not None  # treat the device as separate memory
         claim(f"host key of {node}", "memory_limits.host", (Tier.HOST,) if played else near, limits.host)
     freed = min(module_bytes(subject.module, "cpu"), resident_bytes() or 0)
     for limit in host_limits():
@@ -361,7 +334,7 @@ def _directories(config: Config) -> list[Path]:
 
 
 def checks_of(claims: Sequence[Sequence[Claim]]) -> list[Check]:
-    """Add up what ranks have claimed; `claims`: of each rank."""
+    """Add up the claims of all ranks, by resource."""
     shared: dict[str, list[tuple[int, Claim]]] = {}
     for rank, own in enumerate(claims):
         for claim in own:
@@ -369,7 +342,7 @@ def checks_of(claims: Sequence[Sequence[Claim]]) -> list[Check]:
     found = []
     for members in shared.values():
         first = members[0][1]
-        # Each has looked at another moment.
+        # Ranks have read the free bytes at different times.
         there = min(claim.free for _, claim in members) + sum(claim.freed for _, claim in members)
         needed = sum(claim.needed for _, claim in members)
         directories = tuple(dict.fromkeys(path for _, claim in members for path in claim.directories))
@@ -378,13 +351,13 @@ def checks_of(claims: Sequence[Sequence[Claim]]) -> list[Check]:
     return found
 
 
-# -- what would fit ----------------------------------------------------------------------------------------------------
+# -- search for a fit --------------------------------------------------------------------------------------------------
 
 
 def _refusal(
     subject: PlanningTarget, job: Communicator, planner: Planner, checks: Sequence[Check], short: Sequence[Check]
 ) -> OutOfMemoryError:
-    """Return the error that all ranks raise; rank 0 looks for settings that fit, the others wait for it."""
+    """Return the error that all ranks raise; rank 0 searches for settings that fit, the others wait."""
     said: Any = None
     if job.rank == 0:
         said = _refused(subject, planner, checks, short)
@@ -431,7 +404,6 @@ def _advised(found: SettingPlan | None, plans: Sequence[SettingPlan], subject: P
 
 
 def _advice(found: SettingPlan | None, subject: PlanningTarget) -> str:
-    """Return which setting to take: the cheapest that fits, if one is known."""
     if found is None:
         return (
             "No setting that was looked at is known to fit (stages up to 3, micro-batches down to 1, more ranks at the "
@@ -445,7 +417,7 @@ def _advice(found: SettingPlan | None, subject: PlanningTarget) -> str:
 
 
 def tightest(rooms: Sequence[Room]) -> list[Room]:
-    """Return for each kind of room the smallest."""
+    """Return the smallest room for each set of tiers and directories."""
     found: dict[tuple[Any, ...], Room] = {}
     for room in rooms:
         kind = (room.tiers, room.directories)
@@ -454,7 +426,7 @@ def tightest(rooms: Sequence[Room]) -> list[Room]:
     return list(found.values())
 
 
-# -- what it costs -----------------------------------------------------------------------------------------------------
+# -- offload traffic ---------------------------------------------------------------------------------------------------
 
 
 def _traffic(
@@ -464,7 +436,7 @@ def _traffic(
     moved: Sequence[dict[str, tuple[int, ...]]],
     plan: MemoryPlan | None,
 ) -> tuple[Traffic, ...]:
-    """Measure what is worth it, on all ranks at the same time, and tell what a step takes longer."""
+    """Measure disk and copy speeds on all ranks at once, and return the time that offload adds to a step."""
     found = []
     for tier in (Tier.DISK, *((Tier.HOST,) if device.type == "cuda" else ())):
         sizes = [each.get(tier.value, (0, 0)) for each in moved]

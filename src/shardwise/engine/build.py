@@ -1,6 +1,6 @@
-"""The composition root: from arguments to an engine.
+"""Composition root: builds an engine from the arguments of `initialize`.
 
-`initialize` is read from top to bottom; each step says why it comes where it does.
+`_build` reads from top to bottom; comments give the reason for each position.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ from shardwise.zero.units.plan import Plan
 EngineParts = tuple[Engine, Any, EngineDataLoader | None, Any]
 
 
-@suspended()  # zero.Init, inside of which a script may call it
+@suspended()  # leave zero.Init, if the script calls inside it
 def initialize(
     args: argparse.Namespace | None = None,
     model: nn.Module | None = None,
@@ -114,32 +114,31 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> EngineParts:
-    """Shard a model for training.
+    """Shard a model for training and return its engine.
 
     Args:
-        args: namespace whose `deepspeed_config` (or `shardwise_config`) names the configuration, if `config` is not
-            given.
+        args: namespace whose `deepspeed_config` (or `shardwise_config`) names the configuration, if `config` is
+            missing.
         model: any `nn.Module`, built plainly, on the meta device, or under `shardwise.zero.Init`. Its parameters keep
             their identity.
-        optimizer: an instance (kept; its groups are edited in place), or a callable (such as a class) that gets the
-            parameters. Overrides the configuration's `optimizer` section.
+        optimizer: an instance (kept; its groups are edited in place), or a callable (such as a class) of the
+            parameters. Overrides the `optimizer` section.
         model_parameters: parameters, (name, parameter) pairs, or parameter groups to optimise; default: all that
             require a gradient.
-        training_data: dataset from which the returned loader draws.
-        lr_scheduler: a scheduler, or a callable that gets the optimizer. Overrides the `scheduler` section.
-        distributed_port: port of the rendezvous where no launcher has set one.
-        mpu: model-parallel unit; its `get_data_parallel_group()` gives the ranks to shard over. One that has
-            `get_sequence_parallel_group()` of several ranks says which ranks share sequences; state is then divided
-            over all ranks, or over those of its `get_sequence_data_parallel_group()`.
-        dist_init_required: False: use the process group that there is; None or True: create it if there is none.
+        training_data: dataset of the returned dataloader.
+        lr_scheduler: a scheduler, or a callable of the optimizer. Overrides the `scheduler` section.
+        distributed_port: port of the rendezvous if no launcher has set one.
+        mpu: model-parallel unit. Its `get_data_parallel_group()` returns the ranks to shard over. A
+            `get_sequence_parallel_group()` of several ranks sets the sequence-parallel group; state is then sharded
+            over all ranks, or over those of `get_sequence_data_parallel_group()`.
+        dist_init_required: False: use the existing process group. None or True: create it if missing.
         collate_fn: makes a batch from a list of samples.
         config: dict, path, or base64 or text JSON.
-        mesh_param: a DeviceMesh of the ranks to shard over, with a dimension `shard`, or with `replicate` and `shard`:
-            state is divided over the one and replicated over the other (HSDP; also the key
-            `zero_optimization.mics_shard_size`). Or a pair of numbers, ranks with data of their own and ranks that
-            share a sequence, or a mesh with a dimension `sp` (also the key `sequence_parallel_size`). Or a mesh whose
-            last dimension is `tp`, ranks that have a copy of the model among them (also the key
-            `tensor_parallel.autotp_size`); before it may come `dp_replicate`, `dp` (or `dp_shard`) and `sp`.
+        mesh_param: mesh of the ranks to shard over, in one of three forms. (1) A DeviceMesh with a dimension `shard`,
+            or with `replicate` and `shard` (HSDP; also the key `zero_optimization.mics_shard_size`). (2) A pair of
+            numbers, data-parallel and sequence-parallel ranks, or a mesh with a dimension `sp` (also the key
+            `sequence_parallel_size`). (3) A mesh with the last dimension `tp` (also the key
+            `tensor_parallel.autotp_size`), optionally after `dp_replicate`, `dp` (or `dp_shard`) and `sp`.
         config_params: older name of `config`.
 
     Returns:
@@ -147,8 +146,8 @@ def initialize(
 
     Raises:
         ConfigError: the configuration is wrong; the message names every offending key.
-        UsageError: arguments that contradict each other.
-        LaunchError: `dist_init_required` is False, and there is no process group.
+        UsageError: arguments contradict each other.
+        LaunchError: `dist_init_required` is False, and no process group exists.
 
     Example:
         >>> import shardwise, torch
@@ -211,14 +210,14 @@ def _build(
     mesh_param: Any,
     config_params: Any,
 ) -> EngineParts:
-    """Build an engine; arguments as of `initialize`, and what has to be undone if it fails."""
+    """Build an engine from the arguments of `initialize`; `undo` collects cleanup for a failure."""
     with refusing(mpu):
         check_unwrapped(model)
         check_lazy(model)
         check_one_device(model)
         source = config_source(args, config, config_params)
 
-        # The process group first: batch sizes depend on how many ranks there are.
+        # The process group first, because batch sizes depend on the number of ranks.
         init_distributed(distributed_port=distributed_port, verbose=False, dist_init_required=dist_init_required)
         group = group_of(mpu)
         members = members_of(group)
@@ -226,7 +225,7 @@ def _build(
             warn_of_memory_format(model)
         asked = asked_by(mpu, mesh_param, model, members)
 
-        # The configuration before anything is made: most mistakes are found here, on every rank alike.
+        # The configuration before any group, because most mistakes are found here, on every rank alike.
         resolution = _resolve(source, members, optimizer, asked)
         settings = resolution.config
         check_packages(settings)
@@ -236,17 +235,17 @@ def _build(
         elif mesh_param is not None:
             grid = arrangement_of(mesh_param, settings.zero_optimization, members)
 
-        # The device before the groups: each backend serves one type of device.
+        # The device before the groups, because each backend serves one device type.
         own_number = local_rank()
         device = choose_device(own_number, getattr(args, "device_rank", None))
 
-    # The groups: who acts together, who gets different data, who shares a sequence, a copy of the model, parameters.
-    # The first two are the same ranks as long as every rank has sequences and a model of its own.
-    accountant = Accountant()  # what is made from here on is counted
+    # Groups: job, data-parallel, sequence-parallel, tensor-parallel, and the domains of parameters.
+    # Job and data-parallel group are equal without sequence and tensor parallelism.
+    accountant = Accountant()  # counts allocations from here on
     communicators = CommunicatorMemory(accountant, device, len(members))
     job = data = _communicator(settings, group, device)
 
-    # Differences that decide which collectives follow are found before these begin.
+    # Compare ranks before the collectives that depend on the arguments.
     if agree_on_arguments(job, model, facts_of_arguments(model, resolution, mesh_param, mpu)):
         spread_from_first(model, job)
 
@@ -267,7 +266,7 @@ def _build(
     domain = domain_of(settings, job, grid)
     if job.rank == 0 and domain.async_gathers:
         warn_of_one_queue()
-    # Tensors and experts are divided before anybody asks who has which parameter.
+    # Shard tensors and experts before domains are assigned to parameters.
     tensors = None
     if tensor > 1:
         client = model_parallel_size(mpu) > 1 and "tensor_parallel.autotp_size" not in resolution.given
@@ -277,20 +276,20 @@ def _build(
     groups = job.together("dividing experts", lambda: divide_experts(model, settings, job, lines))
     domains = domains_of(model, domain)
 
-    # What is divided over which ranks, in which number types.
+    # The plan: sharding, domains and dtypes.
     policy = policy_from_config(settings)
     plan = _plan(settings, domain, model)
     if plan.releases and settings.expandable_segments:
-        let_segments_grow(device)  # before anything is made that stays
+        let_segments_grow(device)  # before permanent allocations
 
-    # A model that is wrapped again leaves its old engine first, while its parameters can still be made whole.
+    # Close a former engine of the model first, while its parameters can still be unsharded.
     close_former_engine(model)
 
-    # Parameters without values get them before anybody looks at them.
+    # Materialize meta parameters before their first use.
     fill_meta_parameters(model, domains)
 
-    # The optimizer is made on the user's own parameters; sharding then edits its groups in place.
-    # The schedule sets the first step's learning rate on the groups, which stay what they are.
+    # The optimizer is built on the user's parameters; sharding then edits its groups in place.
+    # The schedule sets the first learning rate on the groups, which keep their identity.
     def stepping_parts() -> tuple[Any, Any, Any]:
         made = make_optimizer(settings, optimizer, model_parameters, model, device, policy.compute_dtype)
         prepared = prepare_optimizer(made, resolution, masters=policy.masters)
@@ -298,20 +297,20 @@ def _build(
 
     stepped, stepping, scheduler = job.together("making the optimizer", stepping_parts)
 
-    # Buffers move at once, parameters unit by unit when they are sharded.
+    # Buffers move now, parameters unit by unit during sharding.
     place_buffers(model, device, policy.buffer_dtype, settings.data_types.keep_in_fp32_modules, accountant)
 
-    # From here on ranks exchange what has the sizes of their own model.
+    # Sizes of later exchanges depend on each rank's model.
     check_agreement(job, {**facts_of(model, stepped, resolution), "torch": torch.__version__})
 
-    # What all this takes is compared with what there is while nothing has been spread yet, and is watched from then on.
+    # Memory preflight before weights are sharded; the watchdog starts here.
     subject = PlanningTarget.of(model, stepped, resolution, domain)
     budget = make_budget(subject, job) if budget_wanted(settings, plan.where.names) else None
     watched = None
     if budget is not None and watches(settings, plan.where.names):
         watched = Watched(budget, job.rank, accountant)
 
-    # Sharding frees the model unit by unit, so it must be the last one to hold whole parameters.
+    # Sharding frees the model unit by unit, so no other object may hold unsharded parameters.
     with explaining(lambda: OomContext("initialize()", subject, accountant, job.rank)):
         sharded = ShardedModel(
             model,
@@ -333,8 +332,8 @@ def _build(
 
     communicators.reserve(job)
 
-    # What the engine holds, each part on those before it: the step counts, checkpoints save what it has counted, faults
-    # save checkpoints, and all three hold memory.
+    # Parts of the engine, in order of dependence: step, checkpoints (save its counters), faults (save checkpoints),
+    # memory (all three hold some).
     signals = SignalWatch()
     batches = Batches(settings, data, device)
     scaler = LossScaler.from_config(settings.fp16) if scales_loss(settings) else None
@@ -358,7 +357,7 @@ def _build(
         if shared is not None:
             shared.watch(model)
 
-    # Last of all, as nothing that fails from here on leaves services running.
+    # Monitors last, because a failure before this line must leave no service running.
     monitor = Monitor(settings, job.rank)
     log, ranks = log_of(settings, job, step) or (None, [])
     display, limit = display_of(settings, job.rank), device_limit(settings, device)
@@ -408,7 +407,7 @@ def _build(
         warn_of_batch_norm(model, data.world * sequence)
     watch_clipping(warn_of_clipping)
 
-    # Signals that come from here on find a whole engine.
+    # Signals are handled once the engine is complete.
     faults.guard()
     timelines.begin_if_due()
     if job.rank == 0 and stepped is not None:
@@ -422,11 +421,11 @@ def _build(
 
 @contextlib.contextmanager
 def refusing(mpu: Any) -> Iterator[None]:
-    """Have ranks that wait for this one told of an exception inside the block."""
+    """Report an exception of the block to ranks that wait for this one."""
     try:
         yield
     except Exception as error:
-        if mpu is None:  # else an engine need not be of all ranks
+        if mpu is None:  # with an mpu the engine may span a part of the ranks
             refuse("initialize()", error)
         raise
 
@@ -434,14 +433,7 @@ def refusing(mpu: Any) -> Iterator[None]:
 def _resolve(
     source: Any, ranks: Sequence[int], client_optimizer: Any, asked: RequestedParallelism | None
 ) -> Resolution:
-    """Read the configuration, and log its warnings as loudly as it asks for.
-
-    Args:
-        source: dict, path or text.
-        ranks: the ranks of the engine; the first one logs.
-        client_optimizer: knows what an "auto" learning rate is, if it is an instance.
-        asked: what the arguments say besides; None: nothing.
-    """
+    """Read the configuration, and log its warnings at the configured level."""
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
     lr = groups[0].get("lr") if groups else None
     facts = Facts(
@@ -460,7 +452,6 @@ def _resolve(
 
 
 def _take_device_limit(resolution: Resolution) -> None:
-    """Have the limit that the command line has set, if there is one."""
     written = os.environ.get(DEVICE_LIMIT)
     if not written:
         return
@@ -471,7 +462,6 @@ def _take_device_limit(resolution: Resolution) -> None:
 
 
 def _communicator(settings: Any, group: Any, device: torch.device) -> Communicator:
-    """Return the communicator of a group, with a ledger that the communication log reads if it is on."""
     compare_calls(settings.strict_sync)
     ledger = Ledger()
     comm = Communicator(group, ledger, device, ordered=settings.deterministic_reduce, call="initialize()")
@@ -483,10 +473,9 @@ def _communicator(settings: Any, group: Any, device: torch.device) -> Communicat
 
 
 def _plan(settings: Any, domain: Domain, model: nn.Module) -> Plan:
-    """Return the plan, and say what of it has no effect.
+    """Return the ZeRO plan, and warn of keys without effect.
 
-    Raises:
-        ConflictError: the model was built for gathers of another form than is configured.
+    Raises a ConflictError if the model was built under zero.Init for another kind of all-gather.
     """
     zero = settings.zero_optimization
     plan = Plan.of(zero, domain)

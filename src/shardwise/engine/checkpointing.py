@@ -1,7 +1,7 @@
-"""Saving and loading of an engine: what its state is.
+"""Checkpoints of an engine: collects and restores the state of its parts.
 
-The files are the business of `shardwise.checkpoint`. Here the state of the engine's parts is put together and
-handed back: counters, schedule, loss scaler, place in the data, random number generators.
+The state is counters, schedule, loss scaler, dataloader position and random number generators. Files are written and
+read by `shardwise.checkpoint`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,12 @@ _WINDOW = "gradient_accumulation_steps"
 
 
 class Checkpoints:
-    """Saving and loading of what one engine trains. Every method is called by all ranks together.
-
-    Args:
-        sharded: the model.
-        resolution: the configuration.
-        job: all ranks that save and load together.
-        step: has counters, schedule and loss scaler.
-        batches: have the place in the training data.
+    """Saves and loads an engine's training state. Methods are collective unless noted.
 
     Attributes:
-        background: saves that are written while training goes on.
-        numbers: gives the states of this engine their numbers.
-        last_load: what the last `load` has done, and what differed; None before.
+        background: asynchronous saves.
+        numbers: sequence numbers of this engine's saved states.
+        last_load: report of the last `load_checkpoint`; None before.
     """
 
     def __init__(
@@ -84,33 +77,33 @@ class Checkpoints:
         *,
         asynchronous: bool | None = None,
     ) -> bool:
-        """Save everything that is needed to go on exactly: `<save_dir>/<tag>/`.
+        """Save the complete training state to `<save_dir>/<tag>/`.
 
-        Parameters are saved as master weights. Besides them: optimizer state, buffers, schedule, loss scaler,
-        counters, place in the training data, and every rank's random number generators. The directory appears whole
-        or not at all, also where one of this name exists.
+        Contents: master weights, optimizer state, buffers, schedule, loss scaler, counters, dataloader position, and
+        each rank's random number generators. The directory is published atomically, also where it replaces one of the
+        same name.
 
-        Values that are infinite or NaN are said in the log, and the checkpoint is marked: `resume` prefers the last one
-        without, which `checkpoint.keep_last` does not remove. With `non_finite` "skip", "stop" or "rewind" `latest`
-        goes on naming the one before.
+        Infinite or NaN values are logged, and the checkpoint is marked. `resume` prefers the last checkpoint without
+        such values, and `checkpoint.keep_last` does not remove that one. With `non_finite` "skip", "stop" or "rewind",
+        `latest` keeps naming the previous checkpoint.
 
-        In the middle of an accumulation window the gradients so far are not saved, which the log says: whoever goes on
-        from the checkpoint begins the window anew, with the micro-batches that follow.
+        Gradients of an unfinished accumulation window are not saved, which is logged. Training resumed from such a
+        checkpoint restarts the window with the micro-batches that follow.
 
-        An asynchronous save returns when the state has been copied, and another process writes it; see
-        `wait_for_checkpoint`. If the one before is still being written, it is waited for first. On CUDA the device goes
-        on copying: the next `step()` comes behind that. Until then master weights and optimizer state must not be
-        changed but through this library (`safe_set_full_fp32_param` and the like); parameters may be.
+        An asynchronous save returns when the state has been copied; another process writes it (`wait_for_checkpoint`).
+        It first waits for the previous save. On CUDA the device continues to copy, and the next `step()` is ordered
+        after the copies. Until then only this library may change master weights and optimizer state
+        (`safe_set_full_fp32_param` and similar); parameters may be changed.
 
         Args:
-            save_dir: directory of the run's checkpoints; on a file system that all ranks share. Rank 0's counts.
+            save_dir: directory of the run's checkpoints, on a file system that all ranks share. Rank 0's value is used.
             tag: name of this checkpoint; `global_step<N>` if None.
-            client_state: state of the script: nested collections of numbers, strings, tensors, arrays, dates, paths,
-                enumerations, dataclasses and objects of classes for which `shardwise.checkpoint.register_type` was
-                called. Rank 0's is saved.
+            client_state: the script's state; rank 0's is saved. Nested collections of numbers, strings, tensors,
+                arrays, dates, paths, enumerations, dataclasses, and classes registered with
+                `shardwise.checkpoint.register_type`.
             save_latest: let the file `latest` name this checkpoint.
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
-            asynchronous: write while training goes on; None: as `checkpoint.async_save` says. The same on every rank.
+            asynchronous: write in the background; None: `checkpoint.async_save`. The same on every rank.
 
         Returns:
             True.
@@ -118,10 +111,10 @@ class Checkpoints:
         Raises:
             CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
             UsageError: ranks differ in `asynchronous`, or the engine does not span all processes.
-            CheckpointError: something in `client_state` cannot be saved, or writing failed on some rank. Raised on all
-                ranks; earlier checkpoints are unchanged, unless the message says that this one is complete and that
-                only `latest` could not be written. Also if the asynchronous save before has failed, which the message
-                names: this one has then not begun, and may be called again.
+            CheckpointError: `client_state` cannot be saved, or writing failed on some rank; raised on all ranks.
+                Earlier checkpoints are unchanged, unless the message says that this one is complete and only `latest`
+                could not be written. Also raised if the previous asynchronous save failed, which the message names;
+                this save has not begun then, and can be repeated.
 
         Example:
             >>> import shardwise, tempfile
@@ -178,16 +171,15 @@ class Checkpoints:
         return True
 
     def wait_for_checkpoint(self) -> str | None:
-        """Wait until the asynchronous save in progress, if there is one, has been published; all ranks call this.
+        """Wait until the pending asynchronous save has been published (all ranks call).
 
         Returns:
-            Path of the checkpoint, or None if there was nothing to wait for.
+            Path of the checkpoint; None without a pending save.
 
         Raises:
-            CheckpointError: it could not be written, or nothing has been written of it for most of the limit of a
-                collective (a process that is stopped, a disk that does not answer), on all ranks alike; earlier
-                checkpoints are unchanged, unless the message says that this one is complete. Each failure is raised
-                once: here, by the next `save_checkpoint`, or by `destroy`, whichever comes first.
+            CheckpointError: writing failed, or made no progress for most of a collective's timeout (a stopped process,
+                a disk that hangs); raised on all ranks. Earlier checkpoints are unchanged, unless the message says that
+                this one is complete. Each failure is raised once: here, by the next `save_checkpoint`, or by `destroy`.
             UsageError: the engine has been destroyed.
 
         Example:
@@ -212,7 +204,7 @@ class Checkpoints:
         return self.background.wait()
 
     def known(self) -> str | None:
-        """Return the newest whole checkpoint that this process has saved or loaded; None: none. Not a collective."""
+        """Return the newest complete checkpoint that this process has saved or loaded, or None. Not a collective."""
         report = self.background.report if self._last_in_background else None
         return self._last if report is None or report.written is None or report.error else report.path
 
@@ -231,47 +223,45 @@ class Checkpoints:
         rename: Rename | None = None,
         load_param_groups: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Bring a checkpoint back, whatever stage and number of ranks it was saved with.
+        """Load a checkpoint that was saved with any ZeRO stage and any number of ranks.
 
-        With the layout it was saved with, training then goes on bit by bit as if it had not stopped. Bytes are checked
-        before anything is changed. What was loaded and what differed is in `engine.last_load`
-        (`shardwise.checkpoint.LoadReport`), and logged if anything differed. Checkpoints of DeepSpeed are loaded as
-        well; what they have and this engine cannot take over is logged.
+        With the same layout, training continues bit-identically. Checksums are verified before any state changes.
+        `engine.last_load` (`shardwise.checkpoint.LoadReport`) lists loaded and differing entries; differences are
+        logged. DeepSpeed checkpoints load as well; state without a counterpart here is logged.
 
         Args:
             load_dir: directory of the run's checkpoints.
-            tag: which one; None: the newest that is whole: the one that `latest` names, unless one was completed
-                after that. What is skipped and why is logged.
-            load_module_strict: names of parameters and buffers must be the same in model and checkpoint, and every
-                pattern and rule must match one. Otherwise what both have is loaded. Shapes must fit in any case.
+            tag: name of the checkpoint. None: the newest complete one, which is the one that `latest` names, unless a
+                later one was completed. Skipped checkpoints are logged with the reason.
+            load_module_strict: require equal names of parameters and buffers in model and checkpoint, and a match for
+                each pattern and rule. False: load the names that both have. Shapes must match in any case.
             load_optimizer_states: also load optimizer state, settings of parameter groups, and the loss scale.
             load_lr_scheduler_states: also load the schedule.
-            load_module_only: load parameters and buffers and nothing else.
-            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters whole, in place
+            load_module_only: load parameters and buffers only.
+            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters gathered, instead
                 of loading parameters by name.
-            include: load only parameters and buffers (names in the model) that match one of these patterns, in which
-                `*` is any text, `?` one character and `[ab]` one of some. Others keep their values.
-            exclude: load none that match one of these.
-            rename: names in the model for names in the checkpoint: a dictionary; a list of (regular expression,
-                replacement), each applied to what those before it have left; or a function of the name.
+            include: load only parameters and buffers (names in the model) that match one of these patterns: `*` is any
+                text, `?` one character, `[ab]` one of a set. Others keep their values.
+            exclude: skip names that match one of these patterns.
+            rename: maps names of the model to names of the checkpoint: a dictionary; a list of (regular expression,
+                replacement), applied one after another; or a function of the name.
             load_param_groups: with optimizer state, also load the settings of parameter groups (lr, weight_decay, ...),
-                for which the groups must be as they were. False: this engine's settings are kept, and parameters may
-                be in any groups.
+                which requires unchanged groups. False: keep this engine's settings; parameters may be in any groups.
 
         Returns:
-            (path of the checkpoint, client_state), or (None, None) if `tag` is None and there is no checkpoint.
+            (path of the checkpoint, client_state), or (None, None) if `tag` is None and no checkpoint exists.
 
         Raises:
             CheckpointPathError: `load_dir` or `tag` cannot be used.
-            CheckpointError: there is no such checkpoint, it is incomplete, damaged, of another format or another model.
-                If names or shapes do not fit, its attribute `report` has all of them.
-            UsageError: an argument is not what it should be, or differs between ranks.
+            CheckpointError: the checkpoint is missing, incomplete, damaged, or of another format or model. If names or
+                shapes differ, its attribute `report` lists them all.
+            UsageError: an argument is invalid, or differs between ranks.
 
         See `save_checkpoint` for an example.
         """
         self._sharded.check_there("engine.load_checkpoint()")
         if self.background.saving is not None:
-            self.background.await_last()  # if it has failed, that is raised where saving is the matter
+            self.background.await_last()  # a failure is raised by the next save or wait
         self._sharded.hooks.settle()
         with phase(self._job, "load_checkpoint") as agreed:
             parent = directory.check_directory(load_dir, "load_dir")
@@ -290,7 +280,7 @@ class Checkpoints:
             )
             checked = None if tag is None else directory.check_tag(tag)
             agreed.said = self.numbers.after(parent) - 1 if self._job.rank == 0 else 0
-        self.numbers.see(agreed.heard[0])  # what is saved from now on is newer than all that is there
+        self.numbers.see(agreed.heard[0])  # later saves are numbered after all existing ones
         return self.restore(parent, checked, options, load_lr_scheduler_states, custom_load_fn)
 
     def restore(
@@ -302,9 +292,9 @@ class Checkpoints:
         custom_load_fn: CustomLoad | None = None,
         going_back: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint as `load` does, from arguments that have been checked.
+        """Load a checkpoint as `load_checkpoint` does, from checked arguments.
 
-        Going back, within a run, leaves the place in the training data as it is, and what is known of checkpoints.
+        With `going_back` (a rewind within a run) the dataloader position and the record of known checkpoints stay.
         """
 
         def check(saved: Checkpoint) -> None:
@@ -327,7 +317,7 @@ class Checkpoints:
         self.numbers.loaded()
         self.numbers.see(loaded.manifest.sequence)
         if self._sharded.compressor is not None:
-            self._sharded.compressor.clear()  # it is of gradients at other values
+            self._sharded.compressor.clear()  # its residuals belong to gradients at other weights
         if not loaded.manifest.finite:
             self._log(f"{loaded.path}: it was saved with values that are infinite or NaN, which are loaded")
         if not options.module_only:
@@ -343,7 +333,6 @@ class Checkpoints:
         return loaded.path, loaded.client
 
     def _check_training_state(self, manifest: Manifest, path: str, *, with_scheduler: bool) -> None:
-        """Raise if a checkpoint cannot bring back the state of this engine's parts."""
         if with_scheduler and self._step.lr_scheduler is not None and manifest.scheduler is None:
             raise CheckpointError(
                 f"{path}: was saved without a learning-rate scheduler, and this engine has one, which would begin "
@@ -358,7 +347,7 @@ class Checkpoints:
             )
 
     def check_can_save(self) -> None:
-        """Raise if other engines would have to save together with this one."""
+        """Raise a UsageError if the engine does not span all processes of the job."""
         everyone = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         if self._job.world != everyone:
             raise UsageError(
@@ -381,14 +370,14 @@ class Checkpoints:
         return frozenset(tensor.index for tensor, parameter in pairs if frozen and not parameter.requires_grad)
 
     def layout(self) -> dict[str, Any]:
-        """Return what a manifest records of the engine: stage, dtype, and the class of its schedule, if it has one."""
+        """Return the manifest's entries for the engine: ZeRO stage, dtype, and the schedule's class, if any."""
         compute = self._sharded.policy.compute_dtype or torch.float32
         schedule = schedule_name(self._step.lr_scheduler)
         named = {} if schedule is None else {"scheduler": schedule}
         return {"stage": self._sharded.plan.stage, "dtype": name_of(compute), **named}
 
     def training_state(self, client: dict[str, Any]) -> TrainingState:
-        """Return what is saved besides parameters and optimizer; `client`: the script's own state."""
+        """Return the state to be saved besides parameters and optimizer; `client` is the script's state."""
         scheduler = self._step.lr_scheduler
         if scheduler is not None and not hasattr(scheduler, "state_dict"):
             raise CheckpointError(
@@ -409,14 +398,14 @@ class Checkpoints:
             scaler=None if self._step.loss_scaler is None else self._step.loss_scaler.state_dict(),
             counters={
                 **{name: getattr(self._step, name) for name in _COUNTERS},
-                # Whoever goes on from the middle of a window begins it anew.
+                # Training resumed in the middle of a window restarts the window.
                 "micro_steps": self._step.window_began if self._sharded.holds_gradients else self._step.micro_steps,
                 _WINDOW: self._batches.steps,
             },
         )
 
     def _take_rank_state(self, loaded: Loaded) -> None:
-        """Take over what the optimizer keeps on each rank alone, if there are the same ranks and the same layout."""
+        """Load the optimizer's per-rank state; requires the same number of ranks and the same layout."""
         same = loaded.first is None
         own = None if loaded.rank is None else loaded.rank.get("optimizer")
         if own is None and (same or loaded.first.get("optimizer") is None):
@@ -442,7 +431,7 @@ class Checkpoints:
         for name in _COUNTERS:
             setattr(self._step, name, counters[name])
         if counters[_WINDOW] != self._batches.steps:
-            # Windows have another length now; begin one.
+            # The window length has changed: start a new window.
             self._step.micro_steps = self._step.global_steps * self._batches.steps
         self._step.window_began = self._step.micro_steps
         same = len(loaded.manifest.ranks) == world
@@ -459,7 +448,7 @@ class Checkpoints:
             )
         self._compare_batches(loaded)
         if loaded.rank is not None and loaded.rank["rng"] is not None:
-            # Last: nothing after this draws a number.
+            # Last, because no later code draws random numbers.
             rng.restore(loaded.rank["rng"], self._sharded.device)
 
     def _compare_batches(self, loaded: Loaded) -> None:
@@ -473,20 +462,20 @@ class Checkpoints:
 
     @property
     def _method(self) -> str:
-        """What reduces gradients with loss: a `compression.type`, or the key that has one of its own."""
+        """Name of the lossy gradient reduction: `compression.type`, or the key of the ZeRO++ method."""
         return self._resolution.config.compression.type or "zero_quantized_gradients"
 
     def _kept(self) -> dict[str, Any] | None:
-        """Return what this rank's lossy reductions keep, with what it depends on."""
+        """Return the residuals of this rank's lossy reductions, with the method and layout that they depend on."""
         compressor = self._sharded.compressor
         if compressor is None:
             return None
         return {"method": self._method, "layout": self._sharded.reduced_layout(), "kept": compressor.state_dict()}
 
     def _take_kept(self, saved: dict[str, Any] | None, loaded: Loaded) -> None:
-        """Go on with what lossy reductions have kept, if this engine's would have kept it in the same places.
+        """Load the residuals of lossy reductions, if method, number of ranks and layout are unchanged.
 
-        The decision depends on nothing that could differ between ranks.
+        The decision is the same on all ranks.
         """
         compressor = self._sharded.compressor
         if compressor is not None:
@@ -514,9 +503,9 @@ class Checkpoints:
 
 
 def _one_directory(given: Sequence[str], rank: int) -> str:
-    """The directory to save to, the same on all ranks: rank 0's; a warning there if others were given others.
+    """Return rank 0's save directory, and warn on rank 0 if other ranks were given another one.
 
-    Scripts put the time of day into its name, which differs when ranks do not start within the same second.
+    Because scripts put the time of day into the name, ranks that start in different seconds differ.
     """
     other = next((number for number, path in enumerate(given) if path != given[0]), None)
     if other is not None and rank == 0:

@@ -1,8 +1,7 @@
-"""One window of an engine on tensors without memory and ranks that do not exist: what it holds is the plan of memory.
+"""Dry run: one accumulation window of an engine on fake tensors and a fake communicator gives the memory plan.
 
-The engine's own parts are built on fake tensors and an imagined communicator. They run the passes and the step of a
-window, the code that runs them in training, and the accountant is read. The first window makes the optimizer's state
-and shows the order of the units; the one after it counts.
+The engine's own code runs the passes and the step, and the accountant is read. The first window allocates the optimizer
+state and records the order of units; the second one counts.
 """
 
 from __future__ import annotations
@@ -51,23 +50,22 @@ if TYPE_CHECKING:
     from shardwise.config import Config
 
 MOST_PASSES = 3
-"""Micro-batches of a window that are run: the first, which makes the sums; one that holds all of them from beginning to
-end, as every further one but the last; and the last, which reduces them where that has not been done.
-"""
+"""Micro-batches of a window that are run: the first, which allocates the accumulators; one in the middle, like every
+further one; and the last, which reduces if that has not been done."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank in a window.
+    """Planned bytes of one rank in a window.
 
     Attributes:
-        peaks: most bytes in each category; of activations only if a batch was given.
-        total: most bytes at once.
-        floor: what cannot be done without, in each category.
-        least: that, of what is held when most is held.
-        elsewhere: most bytes at once in each tier but the device.
-        near: most bytes at once on device and host together.
-        moved: what a window moves between each tier and where it is used.
+        peaks: peak of each category; activations only with a batch.
+        total: peak of the sum on the device.
+        floor: minimum of each category.
+        least: sum of minima at the time of the peak.
+        elsewhere: peak of each tier except the device.
+        near: peak of device and host together.
+        moved: bytes moved between each tier and its users in a window.
         files: bytes of the file in each directory on a disk.
     """
 
@@ -95,7 +93,7 @@ class MemoryPlan:
 
     @classmethod
     def of_json(cls, told: Mapping[str, Any]) -> MemoryPlan:
-        """Return the plan of which `as_json` was told."""
+        """Return the plan from the result of `as_json`."""
         return cls(
             {Category[name]: size for name, size in told["peaks"].items()},
             told["total"],
@@ -108,7 +106,7 @@ class MemoryPlan:
         )
 
     def joined(self, other: MemoryPlan) -> MemoryPlan:
-        """Return the plan of a training that has windows of both kinds."""
+        """Return the plan of a training run with windows of both plans."""
         peaks = {category: max(size, other.peaks[category]) for category, size in self.peaks.items()}
         elsewhere = {tier: max(size, other.elsewhere[tier]) for tier, size in self.elsewhere.items()}
         return MemoryPlan(
@@ -127,14 +125,12 @@ class DryRunEngine:
     """A model's engine on fake tensors.
 
     Args:
-        module: is copied without its values.
-        optimizer: is copied without its state; None: the model is only evaluated.
-        groups: the parameters of the module in each of its groups.
-        config: validated, for as many ranks.
-        world: number of ranks.
-        device: where the engine lives.
-        like: the ranks of an engine that has as many; None: they may be on several machines.
-        grid: in which they lie; None: the configuration's.
+        module: copied without its values.
+        optimizer: copied without its state; None: the model is only evaluated.
+        groups: parameters of the module in each of the optimizer's groups.
+        config: validated, for the same number of ranks.
+        like: communicator of a running engine with the same number of ranks; None: ranks may span machines.
+        grid: arrangement of ranks; None: as configured.
     """
 
     def __init__(
@@ -209,17 +205,16 @@ class DryRunEngine:
         *,
         masks: bool = False,
     ) -> MemoryPlan:
-        """Return what a window takes; to be called once.
+        """Return the memory plan of a window; to be called once.
 
         Args:
-            batch: of one pass, real or shapes; its own memory is not counted. None: modules do no more than use their
+            batch: of one pass, real tensors or shapes; its own memory is not counted. None: modules only use their
                 parameters, and activations are left out.
-            accumulation: passes.
-            loss: makes a scalar of the module's output; None: see `shardwise.memory.dryrun.loss_of`.
-            masks: the batch may hide something in attention (`shardwise.memory.dryrun.has_masks`).
+            loss: returns a scalar from the module's output; None: `shardwise.memory.dryrun.loss_of`.
+            masks: the batch may contain attention masks (`shardwise.memory.dryrun.has_masks`).
 
         Raises:
-            Exception: whatever the module raises when it has no values to compute with.
+            Exception: any error of the module on fake tensors.
         """
         given = None if batch is None else fake_values(batch, self._mode, self._device)
         found = None
@@ -239,7 +234,7 @@ class DryRunEngine:
                 self.sharded.finish_gathers()
                 self._communicators.reserve(self._comm)
                 self.accountant.reset_peak()
-                for _ in range(1 if found is None else 2):  # some lossy steps differ by turns
+                for _ in range(1 if found is None else 2):  # some lossy steps alternate
                     moved = self._window(given, accumulation, loss)
                 plan = self._read(accumulation, moved)
                 found = plan if found is None else found.joined(plan)
@@ -247,7 +242,7 @@ class DryRunEngine:
         return found
 
     def _begin_losing(self) -> bool:
-        """Go on where reductions lose something, after the steps at the beginning that are exact."""
+        """Skip the exact warm-up steps of lossy reductions; return whether there were any."""
         reducer, update = self.sharded.reducer, self.sharded.update
         if reducer is not None and reducer.compressor is not None:
             reducer.compressor.steps = max(reducer.compressor.steps, reducer.compressor.start)
@@ -257,12 +252,11 @@ class DryRunEngine:
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         with undisturbed(), self._mode, warnings.catch_warnings(), torch.enable_grad():
-            # Addresses are compared, of which fake tensors have none.
+            # The engine compares data pointers, which fake tensors do not have.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
 
     def _window(self, batch: Any, accumulation: int, loss: Callable[[Any], torch.Tensor] | None) -> dict[Tier, Moved]:
-        """Run the passes and the step of a window; return what all its passes move."""
         self._batches.steps = passes = min(accumulation, MOST_PASSES)
         marks = [self._moved()]
         for _ in range(passes):
@@ -276,7 +270,7 @@ class DryRunEngine:
             del scalar
             marks.append(self._moved())
         whole = {tier: marks[-1][tier] - marks[0][tier] for tier in Tier}
-        if accumulation > MOST_PASSES:  # those that are not run are as the second
+        if accumulation > MOST_PASSES:  # passes that are not run count as the second
             for tier in Tier:
                 whole[tier] += (marks[2][tier] - marks[1][tier]).times(accumulation - passes)
         return whole
@@ -309,7 +303,7 @@ class DryRunEngine:
 
 
 class _Use(torch.autograd.Function):
-    """Uses parameters, and makes their gradients, as a module does; the values are not looked at."""
+    """Uses parameters and allocates their gradients, like a module; without computing values."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
@@ -323,7 +317,7 @@ class _Use(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _using_parameters(sharded: ShardedModel) -> Iterator[None]:
-    """Have the model's homes of units do nothing but use their units' parameters, one after the other."""
+    """Replace the forward of each module that owns a unit by one that only uses the unit's parameters."""
     root = sharded.module
     used: dict[nn.Module, list[nn.Parameter]] = {root: []}
     homes: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in root.modules()}

@@ -1,8 +1,7 @@
-"""Engine: the object a training script talks to.
+"""The engine: the object that a training script calls (forward, backward, step, save, load).
 
-It has the names that scripts call, and passes each call on to the part whose business it is: the step, batches,
-checkpoints, weights, faults, memory. `shardwise.engine.build` puts the parts together; what shards, moves or reduces
-lives in `shardwise.zero`.
+Each method delegates to one part: step, batches, checkpoints, weights, faults, memory. `shardwise.engine.build`
+constructs the parts; sharding, offload and reduction are in `shardwise.zero`.
 """
 
 from __future__ import annotations
@@ -55,34 +54,34 @@ if TYPE_CHECKING:
 
 
 _LIKE: dict[str, str] = {}
-"""Name that no engine has -> the question whether another one was meant."""
+"""Suggestion ("; did you mean ...?", or "") by missing attribute name."""
 
 
 class Engine(ConfigGetters, StateGetters):
-    """A model, its optimizer and its schedule, sharded as the configuration says. Made by `shardwise.initialize`.
+    """A model, its optimizer and its schedule, sharded by the configuration; built by `shardwise.initialize`.
 
     Attributes:
-        module: the user's model; unknown attributes of the engine are looked up there.
-        optimizer: the optimizer instance (the client's own, if one was given), with what this rank owns in its groups.
-        lr_scheduler: stepped after every applied update; may be set to None to take over.
-        loss_scaler: of fp16; None without.
+        module: the user's model; also looked up for unknown attributes of the engine.
+        optimizer: the optimizer (the client's instance, if one was given); its groups have this rank's shards.
+        lr_scheduler: stepped after each applied update; may be set to None to step it in the script.
+        loss_scaler: fp16 loss scaler; None without fp16.
         training_dataloader: made from `training_data`, or None.
         config: the dictionary that the user passed.
         job: all ranks that step, agree and save together.
-        data: the ranks that get different samples.
-        global_steps: boundaries passed, skipped steps included.
-        micro_steps: calls of `step()`, but for those that had nothing to do.
+        data: data-parallel ranks, which get different samples.
+        global_steps: accumulation boundaries passed, skipped steps included.
+        micro_steps: calls of `step()`, without calls that had nothing to do.
         skipped_steps: steps skipped because of an overflow or a spike.
-        global_samples: samples of all ranks that have gone into steps.
-        last_step: what the last `step()` at a boundary did (`StepReport`).
-        last_load: what the last `load_checkpoint` has done, and what differed; None before.
-        resumed: what `resume` has found; None before.
+        global_samples: samples of all ranks used in steps.
+        last_step: `StepReport` of the last `step()` at a boundary.
+        last_load: `LoadReport` of the last `load_checkpoint`; None before.
+        resumed: result of the last `resume`; None before.
         accountant: bytes held, by category.
-        ledger: every collective of this engine.
-        monitor: writes to the services that the configuration switches on (`shardwise.monitor.Monitor`).
-        run_log: what is written of this rank's steps (`shardwise.monitor.runlog.RunLog`); None: nothing is.
-        param_groups: the optimizer's. With `defaults` and `state` an engine can stand where a framework steps an
-            optimizer (Lightning Fabric asks for these before it calls `engine.step()`).
+        ledger: flight recorder of this engine's collectives.
+        monitor: writes to the services that the configuration enables (`shardwise.monitor.Monitor`).
+        run_log: log of this rank's steps (`shardwise.monitor.runlog.RunLog`); None if disabled.
+        param_groups: the optimizer's. With `defaults` and `state`, frameworks can step the engine as an optimizer
+            (Lightning Fabric reads these before `engine.step()`).
         defaults: the optimizer's.
         state: the optimizer's.
     """
@@ -152,7 +151,7 @@ class Engine(ConfigGetters, StateGetters):
         if self.optimizer is not None:
             give_methods(self.optimizer, self)
 
-    # -- what clients read ---------------------------------------------------------------------------------------------
+    # -- attribute lookup ----------------------------------------------------------------------------------------------
 
     if not TYPE_CHECKING:  # For type checkers an unknown name is one of `nn.Module`.
 
@@ -174,8 +173,7 @@ class Engine(ConfigGetters, StateGetters):
                 ) from None
 
     def _like(self, name: str) -> str:
-        """Return the question whether another member was meant, or nothing. Scripts ask for what is not there again
-        and again (`hasattr`), so what was found is kept."""
+        """Return a suggestion for a missing attribute. Cached, because scripts probe with `hasattr` repeatedly."""
         if name not in _LIKE:
             known = {*dir(type(self)), *self.__dict__, *self.__dict__.get("_modules", {})}
             near = difflib.get_close_matches(name, [n for n in known if not n.startswith("_")], n=1, cutoff=0.75)
@@ -195,17 +193,17 @@ class Engine(ConfigGetters, StateGetters):
         """Change the global batch size by changing the number of accumulation steps.
 
         Raises:
-            BatchSizeError: it is not a positive multiple of micro-batch size times ranks, or the script counts
-                micro-batches, not the engine; or an accumulation window has begun.
+            BatchSizeError: the size is not a positive multiple of micro-batch size times ranks; the script counts
+                micro-batches itself; or an accumulation window has begun.
         """
         self._step.check_between_windows("engine.set_train_batch_size()")
         self._batches.set_total(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size; the number of accumulation steps stays.
+        """Change the micro-batch size and keep the number of accumulation steps.
 
         Raises:
-            BatchSizeError: it is not positive.
+            BatchSizeError: the size is not positive.
         """
         self._batches.set_micro(micro_batch_size)
 
@@ -214,17 +212,18 @@ class Engine(ConfigGetters, StateGetters):
     # -- forward and backward ------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module and return what it returns.
+        """Run the module's forward pass and return its output.
 
-        With `torch_autocast` it runs under `torch.autocast`, unless the caller already is. What is computed from its
-        outputs, such as the loss, and calls of `engine.module` are not.
+        With `torch_autocast` the module runs under `torch.autocast`, unless the caller already uses it. The loss and
+        calls of `engine.module` run outside.
 
         Raises:
-            UsageError: the engine has been destroyed, or the model has other parameters than it had.
-            OutOfMemoryError: memory has run out; it says which setting would have fitted. So in `backward` and `step`.
+            UsageError: the engine has been destroyed, or the model's parameters have changed.
+            OutOfMemoryError: out of memory; the message names a setting that would fit. `backward` and `step` raise the
+                same error.
         """
         self.sharded.check_there("the engine's forward()", values=True)
-        # A transform of torch.func differentiates by itself, and accumulates nothing.
+        # Transforms of torch.func differentiate by themselves and accumulate no gradients.
         own = torch.is_grad_enabled() and not transforming()
         if own:
             self._step.forward_begins((inputs, kwargs))
@@ -232,7 +231,7 @@ class Engine(ConfigGetters, StateGetters):
         if self._resolution.config.fp16.enabled and self._resolution.config.fp16.auto_cast:
             inputs, kwargs = cast_floats((inputs, kwargs), torch.float16)
         if own:
-            if self._tensors is not None:  # before ranks of a copy run the model in the comparison that follows
+            if self._tensors is not None:  # before the comparison below runs the model
                 self._tensors.compare_inputs(self.module, inputs, kwargs)
             self._sequences.compare(self.module, self._run_plainly, inputs, kwargs)
         self._memory.remember_call(inputs, kwargs)
@@ -276,32 +275,32 @@ class Engine(ConfigGetters, StateGetters):
         scale_wrt_gas: bool = True,
         weight: float | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute gradients of `loss`, reduce them as the plan says, and release the gathered parameters.
+        """Compute the gradients of `loss`, reduce them by the ZeRO plan, and reshard parameters.
 
-        The mean over accumulation steps and ranks is taken when stepping; with `scale_wrt_gas=False` the loss counts as
-        if it had already been divided by the number of accumulation steps.
+        Gradients are averaged over accumulation steps and ranks in `step()`. With `scale_wrt_gas=False` the loss counts
+        as already divided by the number of accumulation steps.
 
-        With weights the step's gradient is sum_i w_i grad_i / sum_i w_i over all backward passes of the window on all
-        ranks: if each loss is the mean over w_i tokens, that is the gradient of the mean over all tokens. Weights may
-        differ between ranks and micro-batches; the sum of all is `engine.last_step.weight`. If it is zero, so is the
-        gradient.
+        With weights the step's gradient is sum_i w_i grad_i / sum_i w_i, over all backward passes of the window on all
+        ranks. If each loss is the mean over w_i tokens, this is the gradient of the mean over all tokens. Weights may
+        differ between ranks and micro-batches; their sum is `engine.last_step.weight`. If the sum is zero, the gradient
+        is zero.
 
         Args:
-            loss: scalar.
+            loss: scalar tensor.
             retain_graph: as in `torch.Tensor.backward`.
-            scale_wrt_gas: see above; has no meaning for weighted losses.
-            weight: see above: a finite number >= 0, or a tensor with one element, whose value is not looked at where
-                that would mean waiting for its device. A loss with the weight 0 contributes zeros to all gradients. It
-                may be NaN, as the mean over no tokens is.
+            scale_wrt_gas: see above; ignored for weighted losses.
+            weight: finite number >= 0, or a tensor with one element. The tensor's value is unchecked where reading it
+                would wait for the device. A loss with weight 0 adds zeros to all gradients, and may be NaN (the mean
+                over no tokens).
 
         Returns:
-            The loss divided by the number of accumulation steps, detached from nothing, for logging. A weighted loss is
-            returned as it is.
+            The loss divided by the number of accumulation steps, with its graph, for logging. A weighted loss is
+            returned unchanged.
 
         Raises:
             NotScalarError: the loss is not a scalar.
-            UsageError: it is no tensor that requires a gradient, `weight` cannot be a weight or is given where
-                gradients are summed over ranks (`gradient_allreduce_op` "sum"), or the engine has been destroyed.
+            UsageError: the loss is no tensor that requires a gradient; `weight` is invalid, or given where gradients
+                are summed over ranks (`gradient_allreduce_op` "sum"); or the engine has been destroyed.
         """
         self.sharded.check_there("engine.backward()")
         if not isinstance(loss, torch.Tensor):
@@ -323,10 +322,11 @@ class Engine(ConfigGetters, StateGetters):
         return loss / steps if scale_wrt_gas and steps > 1 and weight is None else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to call `backward()` on by hand: unchanged, for the scale enters at the model's outputs.
+        """Return the loss for a manual `backward()`: unchanged, because the loss scale is applied at the model's
+        outputs.
 
         Raises:
-            NotScalarError: it is not one number.
+            NotScalarError: the loss is not a scalar.
         """
         _check_scalar(loss, "engine.scale(loss)")
         return loss
@@ -341,16 +341,16 @@ class Engine(ConfigGetters, StateGetters):
 
     @never_compiled
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At an accumulation boundary update the parameters, the loss scale and the schedule; elsewhere only count.
+        """Update parameters, loss scale and schedule at an accumulation boundary; otherwise only count the micro-batch.
 
-        Where the script counts micro-batches (`managed_gradient_accumulation` false) every call is a boundary.
+        With `managed_gradient_accumulation` false every call is a boundary.
 
-        A call that has nothing to do changes nothing, neither parameters nor counters nor the schedule, and the log
-        says so once: the second of two calls without a forward or backward pass between them, and one that ends a
-        window in which no rank has run a backward pass. A micro-batch whose backward pass was left out counts.
+        A call without work changes no parameter, counter or schedule, and is logged once: the second of two calls
+        without a forward or backward pass between them, and the end of a window in which no rank ran a backward pass. A
+        micro-batch without its backward pass counts.
 
         Args:
-            lr_kwargs: passed to the scheduler's `step`.
+            lr_kwargs: arguments of the scheduler's `step`.
 
         Raises:
             UsageError: the engine has no optimizer, or has been destroyed, or `lr_kwargs` is a closure.
@@ -401,7 +401,7 @@ class Engine(ConfigGetters, StateGetters):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop accumulated gradients: the window starts anew."""
+        """Drop accumulated gradients; the accumulation window starts again."""
         self.sharded.hooks.settle()
         super().zero_grad(set_to_none=set_to_none)
         self._step.warn_of_zero_grad()
@@ -410,7 +410,7 @@ class Engine(ConfigGetters, StateGetters):
     # -- the module ----------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
-        """Serve `to`, `half`, `cuda` and the like: parameters stay what they are, buffers follow."""
+        """Apply `to`, `half`, `cuda` and similar calls to buffers; parameters stay as they are."""
         if self.sharded.closed:
             super()._apply(fn, recurse)
         else:
@@ -418,7 +418,7 @@ class Engine(ConfigGetters, StateGetters):
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Engine:
-        """Give parameters and buffers new memory without values: not those of an engine.
+        """Allocate parameters and buffers without values, once the engine has been destroyed.
 
         Raises:
             UsageError: the engine has not been destroyed.
@@ -432,10 +432,11 @@ class Engine(ConfigGetters, StateGetters):
         return self
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which all parameters are whole on every rank.
+        """Return a context in which all parameters are unsharded on every rank.
 
-        Forward passes inside need no communication, so that ranks may make different numbers of them (generation,
-        evaluation sets of unequal size). Every rank must enter and leave it. It needs memory for the whole model.
+        Forward passes inside need no communication. So ranks may run different numbers of passes (generation,
+        evaluation sets of unequal size). Every rank must enter and leave the context. It needs memory for the whole
+        model.
 
         Raises:
             UsageError: the engine has been destroyed.
@@ -454,14 +455,14 @@ class Engine(ConfigGetters, StateGetters):
         """Compile the engine's forward in place with `torch.compile`; a second call does nothing.
 
         Args:
-            backend: of torch.compile.
-            compile_kwargs: further arguments of torch.compile.
-            schedule: compiler passes by step; not built yet.
-            compiled_autograd_enabled: not built yet.
-            options: further arguments of torch.compile, too.
+            backend: of `torch.compile`.
+            compile_kwargs: further arguments of `torch.compile`.
+            schedule: compiler passes by step; not supported.
+            compiled_autograd_enabled: not supported.
+            options: further arguments of `torch.compile`.
 
         Raises:
-            UsageError: a schedule of passes, or compiled autograd, is asked for.
+            UsageError: `schedule` or `compiled_autograd_enabled` is set.
         """
         if schedule:
             raise UsageError(f"engine.compile(schedule=...): {COMPILER}; leave it out")
@@ -471,9 +472,9 @@ class Engine(ConfigGetters, StateGetters):
             super().compile(backend=backend, **{**(compile_kwargs or {}), **options})
 
     def empty_partition_cache(self) -> None:
-        """Release what is gathered on this rank: after a forward pass the unit that a backward pass needs first.
+        """Reshard the units that are unsharded on this rank, such as the last unit of a forward pass.
 
-        If a backward pass does follow, the unit is fetched again, outside of the usual order.
+        A backward pass after this call unshards that unit again, outside the prefetch order.
         """
         self.sharded.hooks.settle()
         for unit in self.sharded.units:
@@ -534,17 +535,16 @@ class Engine(ConfigGetters, StateGetters):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
-        """Take everything off the model and the optimizer again, and give the engine's memory back (all ranks call).
+        """Remove hooks from model and optimizer and free the engine's memory (all ranks call).
 
-        The parameters are plain, whole and up to date afterwards, in the dtype that the module computes with. The
-        optimizer has them in its groups, and no state; save a checkpoint before if it is needed. What computes or saves
-        raises from then on. Destroying an engine twice does nothing.
+        Parameters become plain, unsharded and up to date, in the module's compute dtype. The optimizer has them in its
+        groups, without state; save a checkpoint first if needed. Later calls that compute or save raise. Destroying an
+        engine twice does nothing.
 
         Raises:
-            CheckpointError: an asynchronous save, which is waited for, has failed; the engine is destroyed all the
-                same.
-            DesyncError: other ranks have gone on with training (stage 3); the parameters stay sharded. While an
-                exception is being handled it is a warning instead.
+            CheckpointError: the pending asynchronous save has failed. The engine is destroyed nevertheless.
+            DesyncError: other ranks are still training (stage 3); parameters stay sharded. During the handling of an
+                exception, this is a warning.
         """
         self._memory.close()
         self._timelines.close()
@@ -566,9 +566,9 @@ class Engine(ConfigGetters, StateGetters):
                 if shared is not None:
                     shared.close()
             release_experts(self.module, self._expert_groups)
-            self.job.ledger.step = None  # it asks the step, which has the ledger
+            self.job.ledger.step = None  # breaks the reference cycle step -> ledger -> step
             for ranks in dict.fromkeys((self.job, self.data)):
-                ranks.destroy()  # whoever waits for this rank is told
+                ranks.destroy()  # notifies ranks that wait for this one
         if failure is not None:
             raise failure
 

@@ -1,4 +1,4 @@
-"""What ranks that share tensors, sequences or experts exchange in every pass, in words."""
+"""Describes the collectives of tensor, sequence and expert parallelism in each pass."""
 
 from __future__ import annotations
 
@@ -17,12 +17,8 @@ if TYPE_CHECKING:
 
 
 def exchanges_in_backward(model: nn.Module, lines: RankGrid) -> bool:
-    """Return True if a backward pass of this rank gives others gradients that they wait for.
-
-    Args:
-        model: its tensors and experts have been divided.
-        lines: the ranks.
-    """
+    """Return True if other ranks wait for gradients from this rank's backward pass (after tensors and experts are
+    sharded)."""
     if len(lines.sequence[0]) > 1 or any(part_of(parameter).ranks is not None for parameter in model.parameters()):
         return True
     return any(
@@ -31,12 +27,7 @@ def exchanges_in_backward(model: nn.Module, lines: RankGrid) -> bool:
 
 
 def exchanges_of(model: nn.Module, lines: RankGrid) -> str:
-    """Return what a forward and backward pass of a model exchanges, beside ZeRO's gathers and reductions.
-
-    Args:
-        model: its tensors and experts have been divided.
-        lines: the ranks; empty text where each has a model, sequences and experts of its own.
-    """
+    """Describe the collectives of a forward and backward pass besides ZeRO's; "" without other parallelism."""
     tensor, sequence = len(lines.tensor[0]), len(lines.sequence[0])
     modules = list(model.modules())
     divided = sum(isinstance(module, Parallel) for module in modules)

@@ -1,6 +1,6 @@
-"""The error when memory runs out: bytes asked for, the limit, what is held, and how to find a setting that fits.
+"""The out-of-memory error: requested bytes, limit, held bytes, and how to find a setting that fits.
 
-All of it is this rank's own knowledge: no collective, so that no rank waits for one that is about to leave.
+It uses local information only. No collective, because no rank may wait for one that is about to exit.
 """
 
 from __future__ import annotations
@@ -47,17 +47,14 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class OomContext:
-    """Where memory has run out.
+    """Context of an out-of-memory error.
 
     Attributes:
-        where: the call of the user's.
-        subject: what is trained, and how.
-        accountant: knows what is held.
-        rank: this process's.
-        batch: the micro-batch that was being computed, as shapes; None if there was none.
-        graph: a whole graph of activations may be held.
-        stepping: optimizer state may have been made that nobody has counted yet.
-        report: makes the engine's table; None where there is no engine yet.
+        where: the user's call.
+        batch: shapes of the current micro-batch; None without one.
+        graph: the full autograd graph may be held.
+        stepping: optimizer state may have been allocated but not counted yet.
+        report: returns the engine's memory report; None before the engine exists.
     """
 
     where: str
@@ -72,14 +69,7 @@ class OomContext:
 
 @contextlib.contextmanager
 def explaining(circumstances: Callable[[], OomContext]) -> Iterator[None]:
-    """Turn an error that says that memory has run out into an `OutOfMemoryError`.
-
-    Args:
-        circumstances: asked if it has.
-
-    Raises:
-        OutOfMemoryError: see there.
-    """
+    """Turn an out-of-memory error of the block into an `OutOfMemoryError`; only then call `circumstances`."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -89,9 +79,9 @@ def explaining(circumstances: Callable[[], OomContext]) -> Iterator[None]:
 
 
 def explained(error: BaseException, at: OomContext) -> OutOfMemoryError:
-    """Return the error to be raised from one that says that memory has run out."""
+    """Return the `OutOfMemoryError` for an out-of-memory error."""
     live = at.accountant.live
-    # The pass is over. What its calls held is given back before the search, which needs a little memory itself.
+    # Free the memory of the failed pass, because the search needs a little memory itself.
     let_go_of_frames(error)
     give_back_freed_memory()
     first = str(error).strip().splitlines() or [type(error).__name__]
@@ -104,7 +94,7 @@ def explained(error: BaseException, at: OomContext) -> OutOfMemoryError:
         lines.append(_limit_line(*room_for(at, Planner(at.subject, at.batch, like_cross_entropy))))
         with more_addresses():
             lines.append(_table(at, live))
-    except (Exception, MemoryError) as failure:  # no memory for this either, or an optimizer of the user's own
+    except (Exception, MemoryError) as failure:  # out of memory again, or a failing client optimizer
         held = ", ".join(f"{category.value} {readable(size)}" for category, size in live.items() if size)
         lines.append(f"Held: {held or 'nothing'}. Not planned ({type(failure).__name__}: {failure}).")
     raised = OutOfMemoryError("\n".join([*lines, _ADVICE]))
@@ -113,12 +103,7 @@ def explained(error: BaseException, at: OomContext) -> OutOfMemoryError:
 
 
 def over_limit(at: OomContext, limit: int) -> OutOfMemoryError:
-    """Return the error to be raised when more was held on the device than it may be, though there was memory for it.
-
-    Args:
-        at: what is known.
-        limit: of the bytes that the accountant counts there.
-    """
+    """Return the error for a peak above `limit` (`memory_limits.device`), although memory was available."""
     held = at.accountant.peak_total
     lines = [
         f"rank {at.rank} has held {readable(held)} on its device up to the end of {at.where}, {readable(held - limit)} "
@@ -131,12 +116,7 @@ def over_limit(at: OomContext, limit: int) -> OutOfMemoryError:
 
 
 def rooms_at(at: OomContext, room: int | None) -> list[Room]:
-    """Return the bytes that there are for the engine of this process.
-
-    Args:
-        at: what is known.
-        room: what `room_for` has found.
-    """
+    """Return the bytes available to the engine of this process; `room` is the result of `room_for`."""
     if room is None:
         return []
     if at.subject.device.type == "cpu":
@@ -145,7 +125,6 @@ def rooms_at(at: OomContext, room: int | None) -> list[Room]:
 
 
 def _host_room(at: OomContext) -> list[Room]:
-    """Return what there is on the host for what does not live on the device."""
     limit = min(host_limits(_processes(at)), key=lambda limit: limit.share, default=None)
     if limit is None:
         return []
@@ -161,16 +140,16 @@ def _processes(at: OomContext) -> int:
 
 
 def room_for(at: OomContext, planner: Planner) -> tuple[MemoryLimit | None, int | None]:
-    """Return the limit of this process, and what of it there is for the engine and its activations.
+    """Return this process's memory limit, and the bytes of it available to engine and activations.
 
-    The rest is the process's own: what it had before the engine, or, if that is more now, what it has beyond all that
-    is known to be the engine's.
+    The rest belongs to the process itself: its usage before the engine, or, if larger now, its usage beyond all known
+    engine memory.
     """
     setting, accountant = at.subject.setting, at.accountant
     limit = memory_limit(at.subject.device, _processes(at))
     if limit is None:
         return None, None
-    # Measured before anything is planned, because planning loads parts of PyTorch.
+    # Measured before planning, because planning loads parts of PyTorch.
     if at.subject.device.type == "cuda":
         used, before = torch.cuda.memory_allocated(at.subject.device), 0
     elif limit.address_space:

@@ -1,4 +1,4 @@
-"""Experts of an engine's model: divided as its layers or the configuration say, before anything is sharded."""
+"""Expert parallelism of an engine's model, set up before sharding."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ if TYPE_CHECKING:
 
 
 def divide_experts(model: nn.Module, config: Config, comm: Communicator, lines: RankGrid) -> dict[int, ExpertGroup]:
-    """Make the groups of a model's layers of experts, and declare each rank's (all ranks call).
+    """Create the expert-parallel groups and declare each rank's experts (all ranks call).
 
     Args:
-        model: its layers of experts are bound to the groups; those of a model of transformers become such layers if
-            `expert_parallel` says so.
-        config: validated.
-        comm: all ranks.
-        lines: which of them have a copy of the model among them: each place's ranks divide experts for themselves.
+        model: its mixture-of-experts layers are bound to the groups. Layers of transformers models are converted if
+            `expert_parallel` is enabled.
+        lines: rank grid; ranks with the same index in their tensor-parallel groups share experts among themselves.
 
     Returns:
-        The groups, by the number of their ranks.
+        The groups, by number of ranks.
 
     Raises:
         UsageError: ranks and layers do not fit.
-        ConfigError: the model has nothing of what the section names.
+        ConfigError: the model has no layer that the section names.
     """
     if config.expert_parallel.enabled:
         convert(model, config.expert_parallel)
@@ -51,14 +49,14 @@ def divide_experts(model: nn.Module, config: Config, comm: Communicator, lines: 
 
 
 def release_experts(model: nn.Module, groups: Mapping[int, ExpertGroup]) -> None:
-    """Take groups that are about to end off the layers that still have them."""
+    """Remove closed expert-parallel groups from the layers that still refer to them."""
     for layer in model.modules():
         if isinstance(layer, ExpertParallelModule) and layer.group in groups.values():
             layer.group = None
 
 
 def _make_whole(layer: ExpertParallelModule) -> None:
-    """Take single experts that were built under zero.Init out of it: ranks have different ones from here on."""
+    """Unshard experts that were built under zero.Init, because ranks have different experts from here on."""
     if layer.ep_size == 1:
         return
     experts = layer.deepspeed_moe.experts if isinstance(layer, MoE) else layer

@@ -1,4 +1,4 @@
-"""What a rank was given, in words that can be compared with those of other ranks."""
+"""Fingerprints of a rank's arguments, compared between ranks to detect desync."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _A_RANKS_OWN = frozenset(
         "wandb",
     }
 )
-"""Sections of the configuration that say what a rank reports, not what it computes."""
+"""Sections that affect reporting only; ranks may differ in them."""
 
 _A_MACHINES_OWN = frozenset(
     {
@@ -51,11 +51,11 @@ _A_MACHINES_OWN = frozenset(
         "zero_optimization.offload_param.nvme_path",
     }
 )
-"""Paths that machines may have each of its own."""
+"""Paths that may differ between machines."""
 
 
 def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, resolution: Resolution) -> dict[str, str]:
-    """Return the configuration's values, the optimizer's settings and the parameters by name."""
+    """Return configuration values, optimizer settings and parameters, by name."""
     facts = {f"config {path}": repr(value) for path, value in _leaves(effective(resolution))}
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group["params"]}
@@ -76,7 +76,7 @@ def facts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, resoluti
 
 
 def facts_of_arguments(model: nn.Module, resolution: Resolution, mesh: Any, mpu: Any) -> dict[str, str]:
-    """Return what decides which process groups and collectives an engine makes."""
+    """Return the arguments that decide which process groups and collectives an engine makes."""
     facts = {f"config {path}": repr(value) for path, value in _leaves(effective(resolution))}
     facts["mesh_param"] = repr(mesh)
     if isinstance(mesh, DeviceMesh):
@@ -93,7 +93,7 @@ def facts_of_arguments(model: nn.Module, resolution: Resolution, mesh: Any, mpu:
 
 
 def facts_of_values(model: nn.Module) -> dict[str, str]:
-    """Return what has to be alike in models before one rank's values are sent to the others."""
+    """Return names, shapes and dtypes that must agree before one rank's values are broadcast."""
     known: dict[int, str] = {}
     facts = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
@@ -104,13 +104,13 @@ def facts_of_values(model: nn.Module) -> dict[str, str]:
 
 
 def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, str]) -> bool:
-    """Compare what `facts_of_arguments` has returned, in one small exchange, before any group is made (all ranks call).
+    """Compare `facts_of_arguments` between ranks in one small exchange, before groups are made (all ranks call).
 
     Returns:
         Whether rank 0 has values of all parameters, and another rank has some on the meta device.
 
     Raises:
-        DesyncError: on every rank, if ranks were given different arguments, or rank 0 lacks values that another has.
+        DesyncError: on every rank, if arguments differ, or rank 0 lacks values that another rank has.
     """
     if job.world == 1 or job.imagined:
         return False
@@ -144,7 +144,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _value(value: Any) -> str:
-    """Spell a setting; of objects only the kind, because their `repr` may hold an address."""
+    """Return a setting as text; for objects only the type, because a `repr` may hold an address."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return repr(value.item())
     if value is None or isinstance(value, (bool, int, float, str)):

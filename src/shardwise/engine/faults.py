@@ -1,7 +1,7 @@
-"""Surviving failures: checkpoints on signals, copies in memory, and resuming from the newest complete state.
+"""Fault tolerance: checkpoints on signals, in-memory checkpoints, and resuming from the newest complete state.
 
-The engine calls `after_boundary` at the end of each step that ends a window. There the ranks act on signals that have
-come to any of them, and copy their state into memory when it is time. Whether they do is the same on all ranks.
+The engine calls `after_boundary` at the end of each accumulation window. There all ranks agree to act on signals and to
+copy their state into memory.
 """
 
 from __future__ import annotations
@@ -49,27 +49,18 @@ if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel
 
 EXIT_BASE = 128
-"""A job that ends because of a signal ends with this plus the signal's number, as shells have it: 143 for SIGTERM."""
+"""Exit code of a job that ends on a signal, minus the signal's number; as in shells: 143 for SIGTERM."""
 
 _engines = count()
-"""Numbers the engines of this process that keep copies, in the same order on all ranks and after every restart."""
+"""Numbers of this process's engines with in-memory copies; the same on all ranks and after every restart."""
 
 
 class FaultTolerance:
-    """What makes a failure cost seconds. Every method is called by all ranks together.
-
-    Args:
-        sharded: the model.
-        resolution: the configuration.
-        job: all ranks that act together.
-        step: counts steps.
-        batches: the accumulation steps, for messages.
-        checkpoints: save and load.
-        signals: noted on this rank, and told to all with each step.
+    """Saves on signals, copies state into memory, and resumes. Methods are collective unless noted.
 
     Attributes:
-        resumed: what `resume` has found; None before.
-        copies: in memory; None if the configuration asks for none.
+        resumed: result of the last `resume`; None before.
+        copies: in-memory checkpoints; None if not configured.
     """
 
     def __init__(
@@ -99,7 +90,7 @@ class FaultTolerance:
         self._stalls: StallWatch | None = None
 
     def guard(self) -> None:
-        """Switch on what the configuration asks for (all ranks call)."""
+        """Start the configured stall watchdog, signal handlers and in-memory copies (all ranks call)."""
         limit = float(self._resolution.config.stall_limit)
         if limit and self._job.world > 1:
             ranks = list(self._job.members)
@@ -148,14 +139,14 @@ class FaultTolerance:
             reach = f"each of {len(copies.nodes)} nodes also keeps those of {copies.replicas} other(s)"
         logger.info("copies in memory every %d steps in %s: %s", copies.every, copies.path, reach)
 
-    # -- what the script says ----------------------------------------------------------------------------------------
+    # -- state of the script -----------------------------------------------------------------------------------------
 
     def provide_client_state(self, function: Callable[[], Mapping[str, Any]] | None) -> None:
-        """Say what is saved as the script's own state where the engine itself saves: on signals and in memory.
+        """Set the function that returns the script's state for saves by the engine: on signals and in memory.
 
         Args:
-            function: called on every rank at the end of a `step()`, after which counters and the place in the data are
-                already those of the next one; returns what `save_checkpoint` takes as `client_state`. None: nothing.
+            function: called on every rank at the end of a `step()`; counters and dataloader position are those of the
+                next step. Returns the `client_state` of `save_checkpoint`. None: no state.
         """
         if function is not None and not callable(function):
             raise UsageError(
@@ -175,22 +166,22 @@ class FaultTolerance:
         exit_on: Iterable[str] = ("SIGTERM",),
         save_on: Iterable[str] = ("SIGUSR1",),
     ) -> None:
-        """Save a checkpoint when this process or that of any other rank is sent a signal.
+        """Save a checkpoint when any rank receives a signal.
 
-        At the end of the step in which the signal comes (on a GPU: of that step or the next) all ranks save together:
-        what they have been sent travels along with the all-reduce that every step makes. After `exit_on` every rank
-        then ends by SystemExit with the code 128 + signal (143 for SIGTERM), which `shardwise run` does not take for a
-        failure. The keys `checkpoint.on_signal` of the configuration do the same.
+        All ranks save together at the end of the step in which the signal arrives (on a GPU: of that or the next step).
+        Signals are exchanged in the all-reduce that every step makes. After `exit_on` every rank raises SystemExit with
+        code 128 + signal (143 for SIGTERM), which `shardwise run` does not count as a failure. The configuration keys
+        `checkpoint.on_signal` do the same.
 
         Args:
             save_dir: as for `save_checkpoint`.
             exit_on: names of signals after which the job ends.
-            save_on: names of signals after which it goes on, also if the save fails, which is then logged.
+            save_on: names of signals after which training continues, even if the save fails, which is logged.
 
         Raises:
             CheckpointPathError: `save_dir` cannot be used.
-            UsageError: a name is not that of a signal that can be handled, or is in both lists; ranks give different
-                signals; or this is not the main thread.
+            UsageError: a name is no signal that can be handled, or is in both lists; ranks give different signals; or
+                the caller is not the main thread.
 
         Example:
             >>> import os, signal, shardwise, tempfile
@@ -228,10 +219,10 @@ class FaultTolerance:
         self._save_on_signal_to = parent
 
     def check_signals(self) -> None:
-        """Act on signals now, where no step does for a long time, as in an evaluation; a small collective.
+        """Act on signals now, during long phases without steps such as an evaluation; a small collective.
 
         Raises:
-            SystemExit: a rank has been sent a signal that ends the job.
+            SystemExit: a rank has received a signal that ends the job.
         """
         self._sharded.check_there("engine.check_signals()")
         facts = self._signals.facts(self._job.rank)
@@ -250,11 +241,11 @@ class FaultTolerance:
         began = time.perf_counter()
         try:
             self._checkpoints.background.wait()
-        except CheckpointError as error:  # of a save in the background, which is no reason not to make another
+        except CheckpointError as error:  # of an asynchronous save; the save below is made nevertheless
             if self._job.rank == 0:
                 logger.error("%s", error)
         try:
-            # Not in the background: the time until the job is killed is short.
+            # Synchronous, because the job may be killed soon.
             self._checkpoints.save_checkpoint(
                 self._save_on_signal_to, client_state=self._client_state(), asynchronous=False
             )
@@ -279,17 +270,17 @@ class FaultTolerance:
                 after,
             )
         if ends:
-            self._remove_copies()  # what is on disk now is newer
+            self._remove_copies()  # the checkpoint on disk is newer
             raise SystemExit(EXIT_BASE + ends[0])
 
-    # -- copies in memory --------------------------------------------------------------------------------------------
+    # -- in-memory copies --------------------------------------------------------------------------------------------
 
     def copy_to_memory(self) -> MemoryCopy:
-        """Copy the training state into memory now, besides the regular times of `checkpoint.memory_copies`.
+        """Copy the training state into memory now, in addition to `checkpoint.memory_copies.every`.
 
         Raises:
-            UsageError: there is no such section in the configuration, or gradients of an unfinished window are held.
-            CheckpointError: there is no room, on all ranks alike; the newest copy is still there.
+            UsageError: `checkpoint.memory_copies` is not configured, or an accumulation window holds gradients.
+            CheckpointError: memory is too small, on all ranks alike; the newest copy is kept.
         """
         self._sharded.check_there("engine.copy_to_memory()")
         if self.copies is None:
@@ -322,7 +313,7 @@ class FaultTolerance:
         return state, {"layout": self._checkpoints.layout(), "config": config}
 
     def notes_on_copies(self, plan: MemoryPlan | None) -> list[str]:
-        """Tell what copies take outside of this process."""
+        """Describe the memory that in-memory copies take outside of this process."""
         copies = self.copies
         if copies is None:
             return []
@@ -338,7 +329,7 @@ class FaultTolerance:
     # -- at the end of each step -------------------------------------------------------------------------------------
 
     def after_boundary(self) -> None:
-        """A step has ended a window: act on signals, and copy the state into memory when it is time."""
+        """Act on signals, and copy the state into memory when due. Called after each accumulation window."""
         if self._first_step.awaited:
             if self._sharded.device.type == "cuda":
                 torch.cuda.synchronize(self._sharded.device)
@@ -353,18 +344,18 @@ class FaultTolerance:
         except NonFiniteStateError as error:
             if self._job.rank == 0 and not self._copies_wait:
                 logger.error("step %d: %s", self._step.global_steps, error)
-            self._copies_wait = True  # said once
+            self._copies_wait = True  # logged once
         except CheckpointError as error:
             if copies.last is None:
-                raise  # it has never worked: the configuration cannot be right
+                raise  # the first copy failed: the configuration is wrong
             if self._job.rank == 0:
                 logger.error("no copy in memory at step %d; training goes on: %s", self._step.global_steps, error)
 
     def rewind(self) -> None:
-        """A step is to be undone: go back to the newest copy in memory; the data goes on where it is.
+        """Undo the step by loading the newest in-memory copy; the dataloader position stays.
 
         Raises:
-            AnomalyError: there is no copy yet, or none is whole; the step was not taken.
+            AnomalyError: no complete copy exists; the step was not taken.
         """
         step, why = self._step, self._step.rewinding
         assert why is not None
@@ -397,17 +388,18 @@ class FaultTolerance:
         )
 
     def end(self) -> None:
-        """Give signals back, and remove copies that nobody else would, unless a failure makes them the way to go on."""
+        """Restore signal handlers, and remove copies that only this engine removes, unless an exception is being
+        handled."""
         self._signals.close()
         if sys.exc_info()[0] is None:
             self._remove_copies()
         self.copies = None
 
     def end_watch(self) -> None:
-        """Stop the stall watchdog, when this rank has waited for the others for the last time."""
+        """Stop the stall watchdog, after this rank's last collective."""
         if self._stalls is not None:
             stop_watching(self._stalls)
-            self._stalls = None  # it asks this object where the script is
+            self._stalls = None  # breaks the reference cycle
 
     def _remove_copies(self) -> None:
         section = self._resolution.config.checkpoint.memory_copies
@@ -417,25 +409,23 @@ class FaultTolerance:
     # -- resuming ----------------------------------------------------------------------------------------------------
 
     def resume(self, save_dir: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """Go on from the newest complete state there is: copies in memory, or a checkpoint on disk.
+        """Load the newest complete state: an in-memory copy, or a checkpoint on disk.
 
-        A script that calls this before its loop can be started again after any failure, and goes on by itself; so it
-        does under `shardwise run --max-restarts`. The state that was taken last is used, on disk the one that
-        `load_checkpoint` without a tag takes; of the same state the copy in memory. Incomplete and damaged ones are
-        passed over, and the log says why. Stage and number of ranks may have changed; learning rate and schedule go on
-        as they were.
+        A script that calls this before its training loop can be restarted after any failure, also by `shardwise run
+        --max-restarts`. Of equally new states the in-memory copy is used. On disk it is the checkpoint that
+        `load_checkpoint` loads without a tag. Incomplete and damaged states are skipped, and the reason is logged. ZeRO
+        stage and number of ranks may have changed; learning rate and schedule continue.
 
         Args:
-            save_dir: the directory that is passed to `save_checkpoint`. It need not exist yet.
+            save_dir: directory that is passed to `save_checkpoint`; need not exist yet.
 
         Returns:
-            The script's own state (`client_state`, or what `provide_client_state` has given), or None if there is
-            nothing to go on from. `engine.resumed` says what was found where, and how long it took.
+            The script's state (`client_state`, or the result of the `provide_client_state` function); None without a
+            saved state. `engine.resumed` has source, path and duration.
 
         Raises:
-            CheckpointPathError: `save_dir` cannot be used, or ranks name different ones.
-            CheckpointError: there is something, and it is of another model, or nothing of it is whole, or it cannot be
-                told what there is.
+            CheckpointPathError: `save_dir` cannot be used, or differs between ranks.
+            CheckpointError: saved states exist, but are of another model, all damaged, or cannot be listed.
 
         Example:
             >>> import shardwise, tempfile
@@ -479,12 +469,12 @@ class FaultTolerance:
         return client
 
     def _resume_newest(self, parent: str, on_disk: Listing) -> tuple[str, str, dict[str, Any]] | None:
-        """Try copies in memory and checkpoints in turn, the newest first; rank 0 knows those on disk."""
+        """Try in-memory copies and checkpoints, newest first; only rank 0 lists those on disk."""
         copies = self.copies
         generations = [] if copies is None else copies.generations()
         with phase(self._job, "resume") as agreed:
             turns = in_turn(generations, on_disk.heads)
-            # Other ranks need not know the names.
+            # Other ranks do not need the names.
             agreed.said = [turn if isinstance(turn, int) else None for turn in turns]
             if self._job.rank == 0:
                 for note in on_disk.notes:
@@ -518,12 +508,12 @@ class FaultTolerance:
 
 
 def in_turn(generations: Sequence[Generation], heads: Sequence[Head]) -> list[int | tuple[str, ...]]:
-    """Return what is tried in turn: the place of a generation, or tags of checkpoints.
+    """Return the order in which states are tried: the index of an in-memory copy, or tags of checkpoints.
 
-    Of the same state, the copy in memory comes first.
+    Of equally new states, the in-memory copy comes first.
 
     Args:
-        generations: copies in memory, the newest first.
+        generations: in-memory copies, newest first.
         heads: checkpoints, in the order in which they are tried.
     """
     turns: list[int | tuple[str, ...]] = []

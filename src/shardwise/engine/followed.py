@@ -1,4 +1,4 @@
-"""What a run is: where its log lies, what that says of it as a whole, and who shows its progress."""
+"""Run log and progress display: location of the log, its description of the run, and display mode."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 
 def log_of(config: Config, job: Communicator, step: TrainStep) -> tuple[RunLog, list[Any]] | None:
-    """Return the run log of this rank, in a directory that is the same on all, and where each rank runs (all ranks
-    call); None: it is not asked for.
+    """Return this rank's run log, and host and process of each rank (all ranks call); None if disabled.
+
+    The directory is the same on all ranks.
     """
     section = config.run_log
     if not section.enabled:
@@ -46,7 +47,6 @@ def log_of(config: Config, job: Communicator, step: TrainStep) -> tuple[RunLog, 
 
 
 def _new_directory() -> str:
-    """Return the name of a directory that is not there yet."""
     named = f"runs/{time.strftime('%Y%m%d-%H%M%S')}"
     names = [named, *(f"{named}-{number}" for number in range(2, 100))]
     return next((name for name in names if not os.path.lexists(name)), named)
@@ -55,15 +55,7 @@ def _new_directory() -> str:
 def describe(
     engine: Engine, resolution: Resolution, memory: MemoryReporting, log: RunLog, ranks: Sequence[Any]
 ) -> None:
-    """Have the first rank write what is run.
-
-    Args:
-        engine: runs it.
-        resolution: its configuration.
-        memory: plans.
-        log: of this rank.
-        ranks: where each runs.
-    """
+    """Write the description of the run on rank 0; `ranks` are host and process of each rank."""
     if engine.job.rank != 0:
         return
     settings = resolution.config
@@ -100,7 +92,6 @@ def _device(device: torch.device) -> str:
 
 
 def _planned(report: MemoryReport) -> dict[str, Any] | None:
-    """Return what the first rank is planned to hold at most, by tier, and on the device by category."""
     if report.total.planned is None:
         return None
     tiers = {"device": report.total.planned, **{row.name: row.planned for row in report.elsewhere}}
@@ -114,8 +105,10 @@ def _planned(report: MemoryReport) -> dict[str, Any] | None:
 
 
 def shown_as(config: Config) -> Mode:
-    """Return how the first rank shows progress. Scripts written for DeepSpeed, and the frameworks that call it, print
-    what they do themselves."""
+    """Return the mode of rank 0's progress display.
+
+    Scripts written for DeepSpeed, and frameworks that call it, print their own progress.
+    """
     return mode_of(
         config.progress.mode,
         os.environ.get(PROGRESS, ""),
@@ -125,12 +118,12 @@ def shown_as(config: Config) -> Mode:
 
 
 def shows(config: Config) -> bool:
-    """Whether the first rank shows progress."""
+    """Whether rank 0 displays progress."""
     return shown_as(config) != "off"
 
 
 def display_of(config: Config, rank: int) -> Progress | None:
-    """Return what shows the progress of a rank; None: nothing does."""
+    """Return the progress display of a rank, or None."""
     mode = shown_as(config)
     if rank != 0 or mode == "off":
         return None
@@ -138,14 +131,14 @@ def display_of(config: Config, rank: int) -> Progress | None:
 
 
 def device_limit(config: Config, device: torch.device) -> int | None:
-    """Return how many bytes a rank may hold on its device, for display; None: not known."""
+    """Return the most bytes that a rank may hold on its device, for display; None if unknown."""
     if config.memory_limits.device is not None:
         return config.memory_limits.device
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def total_steps(config: Config) -> int | None:
-    """Return how many steps a run has, if that is known."""
+    """Return the number of steps of the run, if known."""
     given = config.progress.total_steps
     scheduled = config.scheduler.params.get("total_num_steps")
     if given is not None:

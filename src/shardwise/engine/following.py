@@ -1,6 +1,6 @@
-"""Following a run: what each step has been, for the run log and for the display of progress.
+"""Step log: values of each step for the run log and the progress display.
 
-Where neither is asked for nothing is installed, and nothing is done in a step.
+If both are disabled, no hook is installed and a step does no extra work.
 """
 
 from __future__ import annotations
@@ -27,21 +27,16 @@ if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel
 
 _UNITS = 8
-"""Units of a row: those for which has been waited longest."""
+"""Units of a row: those with the longest waits."""
 
 
 class Following(StepObserver):
-    """See the module docstring.
+    """Records each step for the run log and the progress display.
 
     Args:
-        sharded: the model.
-        step: reports.
-        ledger: every collective.
-        ranks: of the job; each has as many tokens as this one.
-        log: of this rank; None: there is none.
-        every: steps from one row of it to the next.
-        display: of this rank; None: there is none.
-        limit: most bytes that the device may hold; None: not known.
+        ranks: number of ranks of the job; each has the same number of tokens.
+        every: steps between rows of the log.
+        limit: most bytes that the device may hold; None if unknown.
     """
 
     def __init__(
@@ -79,7 +74,7 @@ class Following(StepObserver):
             self._accountant.lap()
             ledger.listen(self._waits.heard)
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- observation -------------------------------------------------------------------------------------------------
 
     @override
     def forward(self, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
@@ -92,7 +87,7 @@ class Following(StepObserver):
             self._ended = time.perf_counter()
             self._before = self._step.global_samples, 0
             if self.log is not None:
-                self._collectives = self._totals()  # without those of `initialize` and of evaluations before
+                self._collectives = self._totals()  # excludes `initialize` and earlier evaluations
         return self._part("forward")
 
     @override
@@ -121,7 +116,7 @@ class Following(StepObserver):
             self.display.show(self._state(report, clock))
 
     def close(self) -> None:
-        """Write what is left, and take the display away. Closing twice does nothing."""
+        """Write the last row, and remove the display. Closing twice does nothing."""
         if self.display is not None:
             self.display.close()
         if self.log is not None:
@@ -161,7 +156,6 @@ class Following(StepObserver):
         self.log.write_step(values, pending, self._rest())
 
     def _rest(self) -> Callable[[dict[str, Any]], None]:
-        """Take what has been counted since the last row; return what puts it into one."""
         parts, self._parts = self._parts, []
         laps = self._accountant.lap()
         totals, before = self._totals(), self._collectives
@@ -209,7 +203,7 @@ class Following(StepObserver):
 
 
 class _Waits:
-    """Adds up what has been waited for collectives, on whatever thread."""
+    """Adds up the time that any thread has waited for collectives."""
 
     _MOST = 4096
     """Collectives that are kept before they are added up."""
@@ -219,15 +213,14 @@ class _Waits:
         self._by_op: dict[str, float] = {}
         self._by_unit: dict[str, float] = {}
         self.heard = self._heard.append
-        """A collective has been waited for; in a step no more is done about it."""
+        """Called after each wait for a collective; only appends."""
 
     def fold(self) -> None:
-        """Add up if there are many."""
         if len(self._heard) > self._MOST:
             self._add_up()
 
     def _add_up(self) -> None:
-        count = len(self._heard)  # others may come meanwhile
+        count = len(self._heard)  # other threads may append meanwhile
         for record in self._heard[:count]:
             waited = record.waited or 0.0
             self._by_op[record.op] = self._by_op.get(record.op, 0.0) + waited
@@ -243,7 +236,6 @@ class _Waits:
 
 
 def _told(lap: Lap) -> dict[str, Any]:
-    """Return the bytes of a tier, without categories that it has not."""
     return {
         "live": lap.total,
         "peak": lap.peak_total,
@@ -253,7 +245,7 @@ def _told(lap: Lap) -> dict[str, Any]:
 
 
 def _since(after: tuple[int, int, int], before: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return what has been added; everything, if the ledger has been reset."""
+    """Return the difference of two totals; the later one, if the ledger has been reset."""
     if after[0] < before[0]:
         return after
     return after[0] - before[0], after[1] - before[1], after[2] - before[2]

@@ -1,8 +1,7 @@
-"""Methods of the engine that read one configuration value each, under the names that existing scripts call.
+"""Engine methods that each return one configuration value, under the names that existing scripts call.
 
-One table says which method reads which key; the methods are made from it. New code reads
-`config.zero_optimization` and so on directly. What depends on the running engine rather than on the
-configuration (batch sizes, which may change; learning rates; ranks) is not here.
+The table `GETTERS` defines them. New code reads `config.zero_optimization` and so on. Values of the running engine
+(batch sizes, learning rates, ranks) are in `state_getters`.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ Read = str | Callable[["Config"], Any]
 
 
 def _data_types(config: Config) -> tuple[torch.dtype, torch.dtype]:
-    """(type of the parameters, type of the gradient accumulator)."""
+    """(dtype of the parameters, dtype of the gradient accumulator)."""
     policy = policy_from_config(config)
     return policy.compute_dtype or torch.float32, policy.accumulate_dtype
 
 
 def _autocast_dtype(config: Config) -> torch.dtype | None:
-    """The type of torch_autocast, whether or not it is on; None if it is off and has none."""
+    """The dtype of torch_autocast, whether or not it is on; None if it is off and has none."""
     name = config.torch_autocast.dtype
     return autocast_dtype(config) if name is None else parse_dtype(name, "torch_autocast.dtype")
 
 
 def _loss_scale_args(config: Config) -> dict[str, Any] | None:
-    """Settings of the dynamic loss scale, None if the scale is static or there is none."""
+    """Settings of the dynamic loss scale, None if the scale is static or disabled."""
     if not config.fp16.enabled or config.fp16.loss_scale:
         return None
     return {
@@ -63,7 +62,7 @@ def _offloads_to_disk(config: Config) -> bool:
 
 
 def _offload(name: str, default: Any) -> Callable[[Config], Any]:
-    """A key of offload_optimizer, with the value that holds when the section is absent."""
+    """Return a reader of a key of offload_optimizer, with a default for an absent section."""
 
     def read(config: Config) -> Any:
         found = config.zero_optimization.offload_optimizer
@@ -233,7 +232,7 @@ GETTERS: dict[str, Read] = {
         config.elasticity.enabled and config.elasticity.version >= 0.2
     ),
 }
-"""Method of the engine -> what it reads."""
+"""Engine method -> configuration value."""
 
 
 def _getter(name: str, read: Read) -> Callable[[Any], Any]:
@@ -261,7 +260,7 @@ def _getter(name: str, read: Read) -> Callable[[Any], Any]:
 
 
 class ConfigGetters:
-    """One method for each entry of `GETTERS`; the class that inherits has a `Resolution` as `_resolution`.
+    """One method for each entry of `GETTERS`; subclasses have a `Resolution` as `_resolution`.
 
     >>> from shardwise.config import resolve
     >>> class Reader(ConfigGetters):

@@ -1,8 +1,7 @@
-"""Checkpoints of DeepSpeed, loaded into an engine by `engine.load_checkpoint`.
+"""Loads DeepSpeed checkpoints into an engine (`engine.load_checkpoint`).
 
-Its files leave some things open: at stage 0 the names of the parameters whose state the optimizer holds, always the
-class of the optimizer, and sometimes how model-parallel ranks divided parameters. The engine's own optimizer and model
-decide them, and what does not fit is refused before anything is changed.
+Their files do not record the optimizer's class, and sometimes neither parameter names (stage 0) nor the split over
+model-parallel ranks. The engine's optimizer and model decide these. Mismatches are refused before any state changes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _MOST_STEPS = 1 << 53
 
 
 def opener(model: ShardedModel) -> Callable[[str], Checkpoint]:
-    """Return what opens a checkpoint for a model, whichever library has written it."""
+    """Return a function that opens a checkpoint of shardwise or DeepSpeed."""
 
     def opened(path: str) -> Checkpoint:
         return DeepSpeedCheckpoint(path, _target(model), _wholes(model)) if recognised(path) else Checkpoint(path)
@@ -52,11 +51,11 @@ def _target(model: ShardedModel) -> Target | None:
 
 
 def check_schedule(saved: Checkpoint, scheduler: Any) -> None:
-    """Raise if a schedule cannot go on from a saved state.
+    """Check that a schedule can continue from the saved state.
 
     Raises:
-        CheckpointError: the state is of another class of schedule, or, where the class is not recorded because another
-            library has saved it, has other entries; or it has no possible number of steps.
+        CheckpointError: the state is of another schedule class; or, if another library has saved it without the class,
+            has other entries; or has an impossible number of steps.
     """
     state, own = saved.manifest.scheduler, schedule_name(scheduler)
     recorded = saved.manifest.layout.get("scheduler")
@@ -86,7 +85,7 @@ def check_schedule(saved: Checkpoint, scheduler: Any) -> None:
 
 
 def schedule_name(scheduler: Any) -> str | None:
-    """Return the class name of a schedule, with those of the schedules that it is made of; None if there is none."""
+    """Return the class name of a schedule and of the schedules it is composed of; None without one."""
     if scheduler is None:
         return None
     parts = getattr(scheduler, "_schedulers", None)

@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same first batch, which doubles the work and adds no sample."""
+"""Detects that all ranks were given the same first batch, which adds work but no samples."""
 
 from __future__ import annotations
 
@@ -17,22 +17,18 @@ _LARGEST = (1 << 20) - 1
 """Largest digest: sums of squares over 4,096 ranks are exact in fp64."""
 
 _BYTES = 1 << 16
-"""Bytes of each tensor that are looked at."""
+"""Bytes of each tensor that enter the digest."""
 
 
 class SameInputs:
-    """Compares digests of the inputs of each rank's first forward pass, along with the first step's exchange.
-
-    Args:
-        ranks: that exchange.
-    """
+    """Compares digests of each rank's first inputs, in the first step's all-reduce; `ranks` is their number."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._digest: int | None = None
 
     def note(self, inputs: Any) -> None:
-        """Take the digest of the inputs, the first time. A tensor whose values are all equal is no data."""
+        """Compute the digest of the first inputs. Tensors of equal values do not count as data."""
         if self._digest is not None or transforming():
             return
         found = hashlib.blake2b(digest_size=8)
@@ -48,7 +44,7 @@ class SameInputs:
         self._digest *= 1 + int.from_bytes(found.digest(), "little") % _LARGEST
 
     def facts(self) -> list[float]:
-        """Return numbers whose sums over ranks tell whether all are equal."""
+        """Return numbers whose sums over ranks show whether all digests are equal."""
         digest = self._digest or 0
         return [float(digest), float(digest**2)]
 

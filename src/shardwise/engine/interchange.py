@@ -1,6 +1,6 @@
-"""Whole weights of an engine, for scripts and other programs, and theirs for an engine.
+"""Export and import of an engine's unsharded weights.
 
-The files are the business of `shardwise.checkpoint`; whole checkpoints are that of `shardwise.engine.checkpointing`.
+Files are written and read by `shardwise.checkpoint`; training checkpoints are in `shardwise.engine.checkpointing`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ CustomLoad = Callable[..., None]
 
 
 class Interchange:
-    """Export and import of weights. Every method is called by all ranks together.
-
-    Args:
-        sharded: the model.
-        job: all ranks that act together.
-        step: drops what it knows of gradients at other values.
-    """
+    """Exports and imports weights. Every method is collective."""
 
     def __init__(self, sharded: ShardedModel, job: Communicator, step: TrainStep) -> None:
         self._sharded = sharded
@@ -53,25 +47,26 @@ class Interchange:
         all_names: bool = False,
         overwrite: bool = False,
     ) -> None:
-        """Write whole weights for other programs, as `shardwise export` makes them from a checkpoint.
+        """Write unsharded weights for other programs, like `shardwise export` does from a checkpoint.
 
-        What is written are the values that the optimizer steps: master weights, where there are any. Rank 0 writes;
-        the others send it what they hold, in pieces of 8 MiB, so that no rank needs memory for the model. The files
-        appear when all of them are complete. Beside the whole weights (`hf`) of a model of transformers its
-        `config.json` and `generation_config.json` are written, so that `from_pretrained(directory)` makes it again.
+        Values are those that the optimizer steps: master weights, if any. Rank 0 writes; other ranks send their shards
+        in chunks of 8 MiB. So no rank needs memory for the model. The files are published once all are complete. For a
+        model of transformers, format `hf` also writes `config.json` and `generation_config.json`, so that
+        `from_pretrained(directory)` works.
 
         Args:
-            directory: of the files, on rank 0; created if needed.
-            format: `hf` (safetensors, as Hugging Face's `from_pretrained` loads them) or `pt` (a state dict of tensors,
-                as `torch.save` writes it).
-            dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for that of the values.
-            max_shard_size: of one file, as "5GB" or a number of bytes; None: 5GB for `hf`, one file for `pt`.
+            directory: directory of the files, on rank 0; created if needed.
+            format: `hf` (safetensors, for Hugging Face's `from_pretrained`) or `pt` (a state dict of tensors, as
+                `torch.save` writes it).
+            dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for the dtype of the values.
+            max_shard_size: maximum size of a file, as "5GB" or a number of bytes. None: 5GB for `hf`, one file for
+                `pt`.
             exclude_frozen_parameters: leave out parameters that do not require a gradient, and the configuration.
             all_names: `hf`: write a tied tensor under each of its names instead of once.
-            overwrite: replace weights that are in `directory`. A configuration is replaced in any case.
+            overwrite: replace weights in `directory`. A configuration is always replaced.
 
         Raises:
-            CheckpointPathError: the directory cannot be used, or holds weights already.
+            CheckpointPathError: the directory cannot be used, or already holds weights.
             CheckpointError: an argument is wrong, or writing failed; raised on all ranks.
 
         Example:
@@ -99,26 +94,25 @@ class Interchange:
         rename: Rename | None = None,
         tag: str | int | None = None,
     ) -> LoadedWeights:
-        """Read weights of another program into the shards: each rank reads what it holds, and nobody has all of them.
+        """Load weights of another program into the shards; each rank reads only its own part.
 
-        Master weights take the values with all their digits. Optimizer state, schedule and counters stay; gradients of
-        an unfinished accumulation window are dropped, as they are of other weights.
+        Master weights take the values in full precision. Optimizer state, schedule and counters stay. Gradients of an
+        unfinished accumulation window are dropped.
 
         Args:
-            path: weights as Hugging Face keeps them (a directory, or a file .safetensors, .index.json, .bin, .pt), a
-                directory of torch.distributed.checkpoint, or a checkpoint; the same on every rank.
-            strict: every parameter and buffer must be in the files, and everything in the files have a place.
-            rename: name in the files -> name in the model, as a mapping (names that it does not have stay) or a
-                function; None for a name leaves the tensor out.
-            tag: of a checkpoint in a directory of checkpoints.
+            path: Hugging Face weights (a directory, or a file .safetensors, .index.json, .bin, .pt), a
+                torch.distributed.checkpoint directory, or a checkpoint; the same on every rank.
+            strict: require a file entry for every parameter and buffer, and a parameter or buffer for every file entry.
+            rename: name in the files -> name in the model, as a mapping (missing names stay) or a function; None as a
+                name skips the tensor.
+            tag: checkpoint to load from a directory of checkpoints.
 
         Returns:
-            (missing, unexpected): names that only the model, and only the files have; both empty if `strict`.
+            (missing, unexpected): names only in the model, and names only in the files; both empty if `strict`.
 
         Raises:
             CheckpointPathError: there are no weights at `path`.
-            CheckpointError: names (if `strict`) or shapes do not fit, or a file is damaged; nothing has been changed
-                then.
+            CheckpointError: names (if `strict`) or shapes differ, or a file is damaged; no value has been changed.
 
         Example: a model of Hugging Face's, never whole on any rank.
             >>> config = AutoConfig.from_pretrained(folder)  # doctest: +SKIP
@@ -132,7 +126,7 @@ class Interchange:
         found = load_weights(self._sharded, path, tag=tag, strict=strict, rename=rename)
         self._step.drop_gradients()
         if self._sharded.compressor is not None:
-            self._sharded.compressor.clear()  # it is of gradients at other values
+            self._sharded.compressor.clear()  # its residuals belong to gradients at other weights
         return found
 
     def save_16bit_model(
@@ -142,18 +136,18 @@ class Interchange:
         exclude_frozen_parameters: bool = False,
         max_shard_size: int | str | None = None,
     ) -> bool:
-        """Write whole weights to one file that plain PyTorch can load.
+        """Write unsharded weights in the compute dtype to a file that plain PyTorch can load.
 
-        Values have the dtype that the module computes with (so they are 16-bit where training is). Rank 0 writes
-        while units are gathered one by one; no rank ever holds more than one whole unit. All names of tied parameters
-        are in it. `export` writes master weights, and tied parameters as Hugging Face does.
+        Rank 0 writes while units are gathered one after another; no rank holds more than one unsharded unit. Tied
+        parameters are written under all their names. `export` writes master weights instead, and tied parameters as
+        Hugging Face does.
 
         Args:
             save_dir: directory; created if needed.
-            save_filename: ends in `.safetensors`, or in `.bin`, `.pt` or `.pth` for a state dict of tensors as
+            save_filename: ends in `.safetensors`; or in `.bin`, `.pt` or `.pth` for a state dict of tensors as
                 `torch.save` writes it (`torch.load(weights_only=True)` reads it).
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
-            max_shard_size: write several files of at most this many bytes, or "5GB", with an index. None: one file.
+            max_shard_size: maximum size of each of several files, in bytes or as "5GB", with an index. None: one file.
 
         Returns:
             True.
@@ -185,12 +179,12 @@ class Interchange:
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """Return the module's whole state dict, on the CPU, with real values on every rank.
+        """Return the module's unsharded state dict, on the CPU of every rank.
 
         Args:
             destination: dictionary to add to; a new one if None.
-            prefix: put before every name.
-            keep_vars: only False: values are copies.
+            prefix: prefix of every name.
+            keep_vars: must be False, because values are copies.
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
 
         Raises:
@@ -205,7 +199,7 @@ class Interchange:
         return destination
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Return the whole state dict on rank 0 and None elsewhere (called by trainers)."""
+        """Return the unsharded state dict on rank 0, None on other ranks (called by trainers)."""
         self._sharded.check_there("engine._consolidated_16bit_state_dict()", values=True)
         found = weights.state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters, to_first=True)
         return found if self._job.rank == 0 else None
@@ -218,17 +212,18 @@ class Interchange:
         fetch_z3_params: bool = False,
         allowed_missing_keys: Iterable[str] | None = None,
     ) -> None:
-        """Take over a whole state dict of the module; the same values on every rank. Optimizer state stays.
+        """Load an unsharded state dict of the module, the same on every rank. Optimizer state stays.
 
         Args:
             checkpoint: state dict, or a dictionary that has it under the key "module".
-            strict: names must be the same in module and state dict.
-            custom_load_fn: called as `custom_load_fn(src=state_dict, dst=module)` with all parameters whole instead.
-            fetch_z3_params: accepted for existing scripts; parameters are always reached.
-            allowed_missing_keys: names that the state dict may lack although `strict` is set; they keep their values.
+            strict: require equal names in module and state dict.
+            custom_load_fn: called instead as `custom_load_fn(src=state_dict, dst=module)`, with all parameters
+                gathered.
+            fetch_z3_params: accepted for existing scripts and ignored.
+            allowed_missing_keys: names that may be missing although `strict` is set; they keep their values.
 
         Raises:
-            CheckpointError: names or shapes do not fit; nothing is changed then.
+            CheckpointError: names or shapes differ; no value has been changed.
         """
         self._sharded.check_there("engine.load_module_state_dict()")
         self._sharded.hooks.settle()
@@ -242,7 +237,7 @@ class Interchange:
 
 
 def load_custom(sharded: ShardedModel, job: Communicator, function: CustomLoad, values: Mapping[str, Any]) -> None:
-    """Let a function of the script's fill the module, whose parameters are whole meanwhile; rank 0's values count."""
+    """Fill the gathered parameters with the script's `function`; rank 0's values are used."""
     parameters = sharded.registry.parameters
     gathered = sharded.gather(parameters)
     try:

@@ -1,4 +1,4 @@
-"""The engine's memory table: planned before the first step, measured during it, and the floor of both."""
+"""Memory report of an engine: planned before the first step, measured during training, and the lower bound of both."""
 
 from __future__ import annotations
 
@@ -38,21 +38,9 @@ if TYPE_CHECKING:
 
 
 class MemoryReporting(StepObserver):
-    """What an engine's memory is used for: planned, measured, under other settings, and known when it runs out.
+    """Plans, measures and reports an engine's memory, also for other settings and when memory runs out.
 
-    Args:
-        sharded: the model.
-        resolution: the configuration.
-        job: this rank's number is that in the job.
-        step: counts steps.
-        batches: sizes that the plans are for.
-        checkpoints: take memory for saves in the background.
-        faults: take memory for copies.
-        budget: what was planned before; None: nothing was.
-        watched: the memory of the machine; None: it is not.
-
-    Attributes:
-        budget: see there.
+    `budget` is the plan made when the engine was built; None without one.
     """
 
     def __init__(
@@ -89,16 +77,16 @@ class MemoryReporting(StepObserver):
     def memory_report(
         self, sample_batch: Any = None, *, loss: Callable[[Any], torch.Tensor] | None = None
     ) -> MemoryReport:
-        """Return planned, measured and least possible memory of this rank, by category. Not a collective.
+        """Return planned, measured and minimum memory of this rank, by category. Not a collective.
 
-        The plan needs no step to have been taken. Activations are measured in steps taken under
+        The plan needs no training step. Activations are measured in steps under
         `shardwise.memory.track_activations(engine.accountant)`, and planned if a sample batch is given.
 
         Args:
-            sample_batch: one micro-batch, for planning activations: a mapping is passed to the module as keyword
-                arguments, a tuple or list as positional ones, anything else as the only argument.
-            loss: makes a scalar of the module's output, as the training loop does; by default the output's `loss`, or
-                the output itself, or the sum of what it contains.
+            sample_batch: one micro-batch, to plan activations. A mapping is passed to the module as keyword arguments,
+                a tuple or list as positional arguments, any other value as the only argument.
+            loss: returns a scalar from the module's output, as the training loop does. Default: the output's `loss`,
+                the output itself, or the sum of its tensors.
 
         Example:
             >>> import shardwise
@@ -120,7 +108,7 @@ class MemoryReporting(StepObserver):
         plan, why = None, ""
         try:
             plan, why = Planner(self._subject(), sample_batch, loss).window(self._setting())
-        except Exception as error:  # an optimizer of the user's own, which runs in the dry run
+        except Exception as error:  # a client optimizer runs in the dry run
             notes.append(f"Not planned: a dry run of the engine failed ({type(error).__name__}: {error}).")
         if why:
             notes.append(why[0].upper() + why[1:] + ".")
@@ -188,17 +176,17 @@ class MemoryReporting(StepObserver):
         micro_batches: Sequence[int] | None = None,
         ranks: Sequence[int] | None = None,
     ) -> MemoryPlans:
-        """Return what one rank would hold under other settings with the same global batch. Not a collective.
+        """Return the planned memory of one rank under other settings with the same global batch. Not a collective.
 
-        Each is planned by the engine's own parts, built on fake tensors and imagined ranks beside the running engine.
+        Each setting is planned with the engine's own code on fake tensors and a fake communicator.
 
         Args:
-            sample_batch: a micro-batch of the size now in force, for planning activations; see `memory_report`. Tensors
-                whose first dimension is that of its first tensor are cut for smaller micro-batches.
+            sample_batch: micro-batch of the current size, to plan activations; see `memory_report`. Tensors with the
+                first dimension of its first tensor are cut for smaller micro-batches.
             loss: as in `memory_report`.
-            stages: ZeRO stages to be planned.
-            micro_batches: sizes to be planned; default: the one in force. Accumulation makes up for it.
-            ranks: numbers of data-parallel ranks to be planned; default: that of the engine.
+            stages: ZeRO stages.
+            micro_batches: micro-batch sizes, compensated by accumulation; default: the current size.
+            ranks: numbers of data-parallel ranks; default: that of the engine.
 
         Raises:
             UsageError: a micro-batch size times a number of ranks does not divide the global batch.
@@ -243,10 +231,10 @@ class MemoryReporting(StepObserver):
         return MemoryPlans(tuple(planner.plan(setting, rooms) for setting in settings), room, tuple(notes))
 
     def after_step(self) -> None:
-        """Compare the device memory held with its limit.
+        """Compare the peak device memory with `memory_limits.device`.
 
         Raises:
-            OutOfMemoryError: see `shardwise.engine.exhausted.over_limit`.
+            OutOfMemoryError: the limit is exceeded (`shardwise.engine.exhausted.over_limit`).
         """
         if self._communicators is not None:
             self._communicators.after_step()
@@ -255,7 +243,7 @@ class MemoryReporting(StepObserver):
             raise over_limit(self.circumstances(f"step {self._step.global_steps}"), limit)
 
     def close(self) -> None:
-        """Watch the memory of the machine no more."""
+        """Stop the watchdog of the machine's memory."""
         if self._watched is not None:
             self._watched.close()
 
@@ -278,16 +266,16 @@ class MemoryReporting(StepObserver):
 
     @never_compiled
     def remember_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the shapes of what the module is called with, for plans of its activations if memory runs out."""
+        """Keep the shapes of the module's arguments, to plan activations if memory runs out."""
         if transforming():
-            return  # tensors are wrapped, and mean nothing after the transform
+            return  # tensors are wrapped and invalid after the transform
         signature = _signature((*args, *kwargs.values()))
         if signature is None or self._last_call is None or (len(args), *kwargs, signature) != self._last_signature:
             self._last_call = shapes_of(Call(args, kwargs))
             self._last_signature = (len(args), *kwargs, signature)
 
     def circumstances(self, where: str, **more: Any) -> OomContext:
-        """Return what is known if memory has run out; `where`: in which call of the user's."""
+        """Return the context of an out-of-memory error; `where` is the user's call."""
 
         def report() -> MemoryReport:
             return self.memory_report(self._last_call, loss=like_cross_entropy)
@@ -298,7 +286,7 @@ class MemoryReporting(StepObserver):
 
 
 def _signature(values: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Return what decides on the shapes of plain arguments; None for nested ones. Asked before every forward pass."""
+    """Return a key of the arguments' shapes; None for nested ones. Called before every forward pass."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, torch.Tensor):

@@ -1,6 +1,4 @@
-"""The mesh: in which grid the ranks of an engine lie, from the configuration or from a client's DeviceMesh, and which
-ranks share what a model's layers have declared to be parts of tensors.
-"""
+"""Mesh and domains of an engine: from the configuration, a client's DeviceMesh, and declared tensor parts."""
 
 from __future__ import annotations
 
@@ -29,13 +27,11 @@ def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = Non
     """Return the domain of an engine's parameters (all ranks call).
 
     Args:
-        config: validated.
-        comm: all ranks.
-        mesh: the client's; None: the configuration's.
+        mesh: the client's; None: as configured.
 
     Raises:
-        ConfigError: groups and nodes do not fit one another.
-        ConflictError: the configuration asks for what cannot be had with the client's mesh.
+        ConfigError: groups and nodes do not fit.
+        ConflictError: a key cannot be combined with the client's mesh.
     """
     zero = config.zero_optimization
     shard = int(zero.mics_shard_size)
@@ -63,15 +59,14 @@ def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = Non
 
 
 def domains_of(model: nn.Module, domain: Domain) -> Domains:
-    """Return the domains of a model's parameters, some of which only some ranks may share (all ranks call).
+    """Return the domains of all parameters, including parameters shared by some ranks only (all ranks call).
 
     Args:
         model: its parameters may be declared as parts of tensors.
-        domain: of all other parameters.
 
     Raises:
-        UsageError: what ranks have declared does not fit together.
-        ConfigError: a plan is made for other ranks than those that are declared.
+        UsageError: the declarations of ranks contradict each other.
+        ConfigError: a plan is made for other ranks than those declared.
     """
     comm = domain.ranks
     keys: dict[DomainKey, None] = {}
@@ -116,15 +111,14 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
 
 
 def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Arrangement | None:
-    """Return that of a client's mesh: None for one dimension, over which everything is divided.
+    """Return the arrangement of a client's mesh; None for one dimension, over which all state is sharded.
 
     Args:
-        mesh: a DeviceMesh of one dimension (shard) or two (replicate, shard), as `fully_shard` of PyTorch takes it.
-        zero: the configuration's section.
-        members: the engine's ranks, by the numbers that the mesh gives them.
+        mesh: a DeviceMesh with one dimension (shard) or two (replicate, shard), as for torch's `fully_shard`.
+        members: the engine's ranks, as numbered by the mesh.
 
     Raises:
-        UsageError: it is no such mesh, or contradicts the configuration.
+        UsageError: the mesh is invalid, or contradicts the configuration.
     """
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(
@@ -155,10 +149,9 @@ def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Ar
 
 
 def replicas_of(asked: RequestedParallelism, zero: ZeroConfig, world: int) -> Arrangement | None:
-    """Return that of a client's mesh which has been read (`shardwise.engine.asked`): None for one copy of all state.
+    """Return the HSDP arrangement of a parsed mesh (`shardwise.engine.asked`); None without replicas.
 
-    Raises:
-        UsageError: it contradicts the configuration.
+    Raises a UsageError if it contradicts the configuration.
     """
     if asked.replicas == 1:
         return None

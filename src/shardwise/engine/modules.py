@@ -1,4 +1,4 @@
-"""The user's module before it is sharded: what it must have, what is taken off it, and what is put in its place."""
+"""Preparation of the user's module before sharding: checks, meta parameters, buffers and leaf modules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WRAPPED_AGAIN = (
 
 
 def check_lazy(model: nn.Module) -> None:
-    """Raise for parameters and buffers that get their shapes in the first forward pass."""
+    """Raise a UsageError for lazy parameters and buffers, which get their shapes in the first forward pass."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lazy = [name for name, tensor in tensors if nn.parameter.is_lazy(tensor)]
     if lazy:
@@ -35,11 +35,7 @@ def check_lazy(model: nn.Module) -> None:
 
 
 def check_one_device(model: nn.Module) -> None:
-    """Raise for a model whose layers were put on several devices: the engine keeps all of them on one.
-
-    Raises:
-        UsageError: it names a parameter on each of two devices, or what Hugging Face's `device_map` says.
-    """
+    """Raise a UsageError if layers are on several devices, with a parameter on each, or Hugging Face's `device_map`."""
     placed = dict.fromkeys(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():
@@ -58,7 +54,7 @@ def check_one_device(model: nn.Module) -> None:
 
 
 def close_former_engine(model: nn.Module) -> None:
-    """Take a model off the engine that it has belonged to (trainers wrap one again), if there is one."""
+    """Close the engine that the model belonged to, if any; trainers wrap a model again."""
     for former in {id(o): o for o in map(owner_of, model.parameters()) if isinstance(o, ShardedModel)}.values():
         warn_once(
             "the model already belonged to an engine, which is closed; its optimizer state is dropped. Call "
@@ -69,7 +65,7 @@ def close_former_engine(model: nn.Module) -> None:
 
 
 def fill_meta_parameters(model: nn.Module, domains: Domains) -> None:
-    """Give parameters on the meta device values, module by module, each of which is sharded before the next."""
+    """Materialize meta parameters module by module; each module is sharded before the next."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return
     stores = {ranks: PartStore(domain.ranks) for (ranks, _), domain in domains.others.items()}
@@ -82,8 +78,8 @@ def place_buffers(
 ) -> None:
     """Move module buffers to the device; parameters follow unit by unit.
 
-    Floating buffers are cast to `dtype`, if there is one, except in modules whose name contains one of `keep` ("auto":
-    what the model lists in `_keep_in_fp32_modules`).
+    Floating buffers are cast to `dtype`, if set, except in modules whose name contains one of `keep` ("auto": the
+    model's `_keep_in_fp32_modules`).
     """
     kept = (getattr(model, "_keep_in_fp32_modules", None) or []) if keep == "auto" else keep
     moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # shared buffers stay shared
@@ -101,7 +97,7 @@ def place_buffers(
 
 
 def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
-    """Return the modules that the script or the configuration wants kept in one unit each, all of them marked."""
+    """Return the leaf modules of script and configuration, marked: each becomes one unit."""
     found = get_z3_leaf_modules(model)
     if section is None:
         return found
@@ -117,7 +113,7 @@ def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
             if module not in found:
                 found.append(module)
                 set_z3_leaf_module(module, True)
-    # The default list of classes is not the user's.
+    # The default list of classes may match nothing.
     asked = [*section.classes, *section.names, *section.name_suffixes]
     idle = [entry for entry in asked if entry not in matched and entry not in type(section)().classes]
     if idle:
@@ -131,12 +127,10 @@ def convert_buffers(
     """Convert the buffers of an engine's module; parameters keep their dtype and device.
 
     Args:
-        module: the engine's.
-        parameters: of the engine.
         fn: converts a tensor, as `nn.Module._apply` passes it.
 
     Raises:
-        UsageError: `fn` would change the dtype or device of a parameter, which lives in the engine's memory.
+        UsageError: `fn` would change the dtype or device of a parameter, whose memory belongs to the engine.
     """
     for dtype, device in sorted({(p.dtype, p.device) for p in parameters}, key=str):
         made = fn(torch.empty(0, dtype=dtype, device=device))

@@ -1,4 +1,4 @@
-"""What an engine writes to its monitor by itself, at the end of each step."""
+"""Events that an engine writes to its monitor after each step."""
 
 from __future__ import annotations
 
@@ -21,19 +21,14 @@ _TIMES = {
     REDUCE: "backward_allreduce",
     STEP: "step",
 }
-"""Part of a step -> what its event is called, after `elapsed_time_ms_`."""
+"""Phase of a step -> suffix of its event after `elapsed_time_ms_`."""
 
 
 class StepEvents(StepObserver):
-    """Loss, learning rates, loss scale, gradient norm, speed and anomalies of each step, over the samples of all ranks
-    so far.
+    """Writes loss, learning rates, loss scale, gradient norm, speed and anomalies, by global samples.
 
-    Nothing is waited for: values on a device are read when they have arrived. Times are the host's between the ends of
-    two steps, whatever else the script has done in between.
-
-    Args:
-        monitor: is written to.
-        step: reports.
+    The host never waits: device values are read once they have arrived. Times are host times between the ends of two
+    steps, including the script's own work.
     """
 
     def __init__(self, monitor: Monitor, step: TrainStep) -> None:
@@ -43,13 +38,13 @@ class StepEvents(StepObserver):
         self.active = monitor.writes
 
     def after_step(self) -> None:
-        """Write the values that the last step has reported."""
+        """Write the values of the last step report."""
         report = self._step.last_step
         noticed = self._step.anomalies.take_new()
         if report is None:
             return
         events = {"train_loss": report.loss, "grad_norm": report.grad_norm}
-        # The first group by the name that scripts look for.
+        # The first group has the name that scripts expect.
         rates = {f"lr_{group}" if group else "lr": rate for group, rate in enumerate(report.lr)}
         scale = {} if self._step.loss_scaler is None else {"loss_scale": report.loss_scale}
         now = perf_counter()
@@ -60,12 +55,12 @@ class StepEvents(StepObserver):
         self._ended = now
         found = {name: value for name, value in events.items() if value is not None} | rates | scale | speed
         at = self._step.global_samples
-        # What is not a number has happened once.
+        # Anomalies without a value are written as 1.
         found |= {one.kind: 1.0 if one.value is None else one.value for one in noticed}
         self._monitor.write_events([(PREFIX + name, value, at) for name, value in found.items()])
 
     def write_times(self, means: Mapping[str, float]) -> None:
-        """Write what the parts of a step have taken in the mean of the last steps, in milliseconds."""
+        """Write the mean times of a step's phases, in milliseconds."""
         at = self._step.global_samples
         self._monitor.write_events(
             [(f"{PREFIX}elapsed_time_ms_{_TIMES[part]}", mean, at) for part, mean in means.items()]

@@ -1,7 +1,7 @@
-"""Gradients that are infinite or NaN where no loss scale is searched for: named, and trained on if so configured.
+"""Handles non-finite gradients without a searched loss scale: reports their origin and applies `non_finite`.
 
-Whether there are any travels with the all-reduce of the step. A CPU knows at once; for a CUDA device the host does not
-wait, and hears of it at the next step. Only then is it looked at more closely, by all ranks together.
+The flag is reduced in the step's all-reduce. A CPU knows it at once; for a CUDA device it is read at the next step,
+without a host wait. Only then all ranks search for the origin together.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is kept of a step until it is known whether its gradients were finite.
+    """State of a step, kept until its gradients are known to be finite.
 
     Attributes:
-        step: its number.
-        window: its micro-batches.
-        factor: what turns the sums of gradients into the gradient.
-        of_parameters: a number for each parameter that is not finite if its gradient is not; None if nobody looks.
-        summed: it is of all ranks; otherwise of what this rank holds.
+        factor: scale from gradient sums to the gradient.
+        of_parameters: a number for each parameter, non-finite if its gradient is; None if unchecked.
+        summed: the numbers are summed over all ranks; otherwise they are of this rank.
     """
 
     step: int
@@ -44,18 +42,13 @@ class Evidence:
 
 
 class NonFinite:
-    """What an engine does about gradients that are not finite.
+    """Applies the policy for non-finite gradients.
 
     Args:
-        sharded: the model.
-        job: all ranks that step together.
-        policy: "skip" where steps with an overflow are skipped to find a loss scale; otherwise the key `non_finite`.
-        anomalies: where they are noted.
-        tracer: knows in which module values became so.
+        policy: "skip" where skipped steps search a loss scale; otherwise the key `non_finite`.
 
     Attributes:
-        since: number of the step that began the present series of steps with such gradients; None if the last step
-            whose gradients are known was a good one.
+        since: first step of the current series with non-finite gradients; None if the last known step was finite.
     """
 
     def __init__(
@@ -74,12 +67,11 @@ class NonFinite:
         return torch.isfinite(values).all().logical_not().double()
 
     def hear(self, wrong: bool, evidence: Evidence, *, late: bool) -> None:
-        """Say where a series of steps with such gradients begins and ends; all ranks call with the same `wrong`.
+        """Log where a series of non-finite steps begins and ends (all ranks call, with the same `wrong`).
 
         Args:
-            wrong: whether the gradients of the step are not finite.
-            evidence: what is known of it.
-            late: the next step is under way, and the gradients are not there any more.
+            wrong: the step's gradients are not finite.
+            late: the next step has begun, and the gradients are gone.
         """
         first = self._job.rank == 0
         if not wrong:
@@ -108,12 +100,10 @@ class NonFinite:
             )
 
     def traced(self, report: OverflowReport, step: int, window: Window) -> OverflowReport:
-        """Return a report with the module in which it began, as far as that has been watched, and have modules watched
-        from now on if so configured (all ranks call).
-        """
+        """Return a report with the module of origin, if traced; start tracing if configured (all ranks call)."""
         origin = self._tracer.explained(report, window.trace, window.losses, self._job)
         watched_for = self._tracer.arm(step)
-        # With the others the run ends here, or the update damages all parameters: there is no second first time.
+        # With other policies the run ends here, or the update damages all parameters: tracing later is useless.
         recurs = self.policy in ("skip", "rewind")
         return replace(report, origin=origin, watched_for=watched_for if recurs else None)
 
@@ -128,6 +118,6 @@ class NonFinite:
         if not evidence.summed:
             values = sharded.sums.by_tensor(sharded.sums.own_squares())
             if first_not_finite(values) is None:
-                return None  # finite, and larger together than a number of their type can be
+                return None  # finite, but their sum overflows the dtype
         factor, lost = abs(float(evidence.factor)), evidence.window.lost()
         return explain_overflow(sharded, self._job, values, factor, 1.0, lost)

@@ -15,10 +15,9 @@ NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class StepObserver:
-    """Observes the passes and steps of one engine. A subclass overrides the methods that it needs.
+    """Observes the passes and steps of one engine. Subclasses override the methods they need.
 
-    Attributes:
-        active: False: the configuration asks for nothing, and the engine calls none of these methods.
+    `active` False: disabled by the configuration; the engine calls no method.
     """
 
     active = True
@@ -40,7 +39,7 @@ class StepObserver:
 
 
 class Observers(StepObserver):
-    """Calls the active ones of several observers, in order; without any it does nothing."""
+    """Calls the active observers in order."""
 
     def __init__(self, observers: Iterable[StepObserver]) -> None:
         self._observers = tuple(observer for observer in observers if observer.active)

@@ -1,4 +1,4 @@
-"""Where an overflow comes from: found out once it is known, from what is still there and what ranks tell each other."""
+"""Finds the origin of non-finite gradients, from local values and an exchange between ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 def explain_overflow(
     sharded: ShardedModel, job: Communicator, sums: torch.Tensor, factor: float, loss_scale: float, lost: bool
 ) -> OverflowReport:
-    """Return why the gradients of a window are not finite; all ranks call, and all get the same.
+    """Return the origin of a window's non-finite gradients; all ranks call and get the same.
 
     Args:
-        sharded: its accumulators hold the window's sums, as they were reduced.
-        job: all ranks that step together.
+        sharded: its accumulators hold the window's reduced sums.
         sums: sum of squares of each parameter's gradient over all ranks.
-        factor: what turns the sums into the gradient.
-        loss_scale: what the losses were multiplied by.
-        lost: whether a loss of this rank was not finite.
+        factor: scale from the sums to the gradient.
+        lost: a loss of this rank was not finite.
     """
     assert sharded.reducer is not None
     place = first_not_finite(sums)
@@ -50,13 +48,12 @@ def explain_overflow(
 
 
 def explain_late(sharded: ShardedModel, job: Communicator, sums: torch.Tensor, lost: bool) -> OverflowReport:
-    """Return what is still known of the gradients of the window before; all ranks call, and all get the same.
+    """Return the remaining information on the previous window's gradients; all ranks call and get the same.
 
     Args:
-        sharded: its gradients are those of the present window.
-        job: all ranks that step together.
-        sums: a number for each parameter that is not finite if its gradient was not; the same on all ranks.
-        lost: whether a loss of this rank was not finite.
+        sharded: its accumulators already hold the current window.
+        sums: a number for each parameter, non-finite if its gradient was; the same on all ranks.
+        lost: a loss of this rank was not finite.
     """
     assert sharded.reducer is not None
     place = first_not_finite(sums)
@@ -66,7 +63,6 @@ def explain_late(sharded: ShardedModel, job: Communicator, sums: torch.Tensor, l
 
 
 def _known(sharded: ShardedModel, index: int | None) -> tuple[str | None, int]:
-    """Return the unit of a tensor and the tensor's elements, as far as this rank has it."""
     if index is None:
         return None, 0
     return sharded.unit_of(index).name, math.prod(sharded.registry[index].global_shape)
@@ -75,19 +71,18 @@ def _known(sharded: ShardedModel, index: int | None) -> tuple[str | None, int]:
 def _report(
     sharded: ShardedModel, place: int | None, sums: torch.Tensor, told: Sequence[Sequence[Any]]
 ) -> OverflowReport:
-    """Return where values were not finite first, on which ranks, and in which tensor.
+    """Return phase, ranks and tensor of the first non-finite values.
 
     Args:
-        sharded: the model.
-        place: of the first tensor whose gradient is not finite; None if only the norm of all is not.
-        sums: a number for each tensor that is not finite if its gradient is not.
-        told: of each rank whether a loss was not finite, whether its gradients of the unit were (None: it is not
-            known), what it has `_known` of the tensor, and more.
+        place: index of the first tensor with a non-finite gradient; None if only the global norm is non-finite.
+        sums: a number for each tensor, non-finite if its gradient is.
+        told: of each rank: a loss was not finite; gradients of the unit were finite (None: unknown); the result of
+            `_known`; and more.
     """
     without_loss = tuple(rank for rank, fact in enumerate(told) if fact[0])
     local = tuple(rank for rank, fact in enumerate(told) if fact[1] is False)
     if not local and len(told) == 1:
-        local = (0,)  # nothing is sent, and nothing has been watched
+        local = (0,)  # a single rank, untraced
     unknown = not local and any(fact[1] is None for fact in told)
     return OverflowReport(
         phase="forward" if without_loss else "backward" if local else "gradients" if unknown else "reduce",

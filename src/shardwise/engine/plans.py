@@ -1,7 +1,6 @@
-"""Plans of settings that an engine does not have: other stages, micro-batch sizes, numbers of ranks.
+"""Memory plans of other settings: ZeRO stages, micro-batch sizes, numbers of ranks.
 
-For each a window of the engine is run on tensors without memory and imagined ranks, beside a running job and without a
-collective (`shardwise.engine.dryrun`).
+Each plan is a dry run of a window (`shardwise.engine.dryrun`), without a collective.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ if TYPE_CHECKING:
     from shardwise.config import Config
 
 UNNAMED = "a directory on a fast disk"
-"""Stands for the `nvme_path` that a configuration does not name."""
+"""Placeholder for a missing `nvme_path`."""
 MARGIN = 0.15
-"""Part of a plan that is added for what it does not count: the gaps in allocators' memory (a tenth, where the limit is
-that of the address space and buffers come and go), temporaries of a few kilobytes."""
+"""Fraction added to a plan for uncounted memory: allocator fragmentation (a tenth, under an address-space limit with
+changing buffers), and temporaries of a few kilobytes."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Where state is to live, as `offload_optimizer.device` and `offload_param.device` say it.
+    """Tiers of state: `offload_optimizer.device` and `offload_param.device`.
 
     Attributes:
         optimizer: none, cpu or nvme.
-        parameters: the same. On nvme none of them stays on the host (`max_in_cpu` 0).
+        parameters: the same. On nvme no parameter stays on the host (`max_in_cpu` 0).
         path: directory for nvme.
     """
 
@@ -57,7 +56,7 @@ class Offload:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The keys of `zero_optimization` that say it."""
+        """The corresponding keys of `zero_optimization`."""
         found: dict[str, Any] = {}
         for name, device in (("offload_optimizer", self.optimizer), ("offload_param", self.parameters)):
             found[name] = {"device": device}
@@ -69,7 +68,7 @@ class Offload:
 
     @classmethod
     def of(cls, config: Config) -> Offload:
-        """Return where a configuration has state."""
+        """Return the offload setting of a configuration."""
         zero = config.zero_optimization
         sections = (zero.offload_optimizer, zero.offload_param)
         optimizer, parameters = ("none" if section is None else section.device for section in sections)
@@ -78,12 +77,12 @@ class Offload:
 
     @property
     def devices(self) -> tuple[str, str]:
-        """Both, without the directory."""
+        """Tiers of optimizer and parameters."""
         return self.optimizer, self.parameters
 
     @property
     def stage(self) -> int:
-        """The lowest ZeRO stage that can have it."""
+        """The lowest ZeRO stage that supports it."""
         return 3 if self.parameters != "none" else 1 if self.optimizer != "none" else 0
 
     def __str__(self) -> str:
@@ -94,23 +93,19 @@ class Offload:
 
 
 def offloads(path: str = UNNAMED) -> list[Offload]:
-    """Return the ways to have state elsewhere that are tried, from the fastest to the slowest.
-
-    Args:
-        path: directory on a disk.
-    """
+    """Return the offload settings to be tried, from the fastest to the slowest; `path` is a directory on a disk."""
     ways = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "cpu"), ("nvme", "nvme"))
     return [Offload(optimizer, parameters, path) for optimizer, parameters in ways]
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that one rank may have.
+    """Bytes available to one rank.
 
     Attributes:
-        tiers: on these together.
-        size: how many.
-        directories: of files that count, on disks; none: of all.
+        tiers: counted together.
+        size: bytes.
+        directories: of the files that count, on disks; empty: all.
     """
 
     tiers: tuple[Tier, ...]
@@ -118,7 +113,7 @@ class Room:
     directories: tuple[str, ...] = ()
 
     def taken(self, plan: MemoryPlan) -> int:
-        """Return what a plan takes of it."""
+        """Return the bytes of a plan that count."""
         if Tier.DISK in self.tiers:
             return sum(size for directory, size in plan.files.items() if self.counts(directory))
         if Tier.DEVICE not in self.tiers:
@@ -126,16 +121,16 @@ class Room:
         return plan.near if Tier.HOST in self.tiers else plan.total
 
     def counts(self, directory: Path) -> bool:
-        """Whether files in a directory are among what it is for."""
+        """Whether files in a directory count."""
         return Tier.DISK in self.tiers and (not self.directories or str(directory) in self.directories)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What can be changed without changing what is trained: the global batch is micro_batch * accumulation * ranks,
-    of which `sequence` share one, and `tensor` have a copy of the model among them.
+    """Settings that leave training unchanged: the global batch is micro_batch * accumulation * ranks.
 
-    Where state lives (`offload`) is as it is configured if that is None.
+    `sequence` and `tensor` are the sizes of the sequence-parallel and tensor-parallel groups. `offload` None: as
+    configured.
     """
 
     stage: int
@@ -148,10 +143,10 @@ class Setting:
 
     @property
     def cost(self) -> tuple[int, int, int, int, int]:
-        """What settings are ordered by: ranks, places of state, what they exchange in a step, passes a step, stage.
+        """Sort key: ranks, tiers of state, communication of a step, passes of a step, stage.
 
-        Exchanged is counted in whole models: a reduction (once, or for each micro-batch where gradients are sharded)
-        and gathers (once, or two for each micro-batch where parameters are).
+        Communication is counted in model sizes: a reduction (one, or one for each micro-batch if gradients are sharded)
+        and all-gathers (one, or two for each micro-batch if parameters are sharded).
         """
         row = TABLE[self.stage]
         reductions = self.accumulation if row.gradients else 1
@@ -167,7 +162,7 @@ class Setting:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The keys of the configuration that say it; the number of ranks is the launcher's."""
+        """The corresponding keys of the configuration; the launcher sets the number of ranks."""
         return {
             "train_batch_size": self.micro_batch * self.accumulation * self.ranks // (self.sequence * self.tensor),
             "train_micro_batch_size_per_gpu": self.micro_batch,
@@ -181,19 +176,17 @@ class Setting:
         return f"stage {self.stage}, micro-batch {self.micro_batch} x {self.accumulation}, {ranks}{where}"
 
     def moved(self, ways: Sequence[Offload], now: Offload | None = None) -> list[Setting]:
-        """Return settings of the same batches and ranks with state in other places and at higher stages.
-
-        From the cheapest to the dearest.
+        """Return settings with the same batches and ranks, other tiers and higher stages; cheapest first.
 
         Args:
-            ways: places that are tried.
-            now: where state is configured to live, which is left out at this stage.
+            ways: offload settings to be tried.
+            now: configured offload setting, which is skipped at the current stage.
         """
         found = []
         for way in ways:
             for stage in TABLE:
                 least = max(way.stage, self.stage)
-                # One rank has nothing to shard: of higher stages only the one that the places need.
+                # One rank shards nothing: only the lowest stage that supports the tiers.
                 same = stage == self.stage and now is not None and way.devices == now.devices
                 if not same and (stage == least or (stage > least and self.ranks > 1)):
                     found.append(replace(self, stage=stage, offload=way))
@@ -206,16 +199,15 @@ def _slowness(offload: Offload) -> int:
 
 @dataclass(frozen=True)
 class SettingPlan:
-    """What one rank would hold under a setting.
+    """Planned memory of one rank under a setting.
 
     Attributes:
-        setting: which.
-        peaks: most bytes in each category, by name. Activations are among them if they could be planned.
-        total: most bytes at once; None if it could not be planned.
-        elsewhere: most bytes at once off the device, by the name of the tier; those where anything would be.
-        moved: bytes that a step brings from each of these tiers ("read") and stores there ("written").
-        fits: whether that is within the limits with a margin of 15 %; None if either is not known.
-        note: why something is not known.
+        peaks: peak bytes of each category, by name; activations if they could be planned.
+        total: peak bytes of the sum; None without a plan.
+        elsewhere: peak bytes of each used tier except the device, by name.
+        moved: bytes that a step reads from ("read") and writes to ("written") each of these tiers.
+        fits: within the limits, with a margin of 15 %; None if unknown.
+        note: reason for an unknown value.
     """
 
     setting: Setting
@@ -232,9 +224,8 @@ class MemoryPlans:
     """Plans of several settings.
 
     Attributes:
-        plans: from the cheapest to the dearest.
-        room: bytes that there are for the engine on this rank, None if unknown.
-        notes: what had to be assumed.
+        plans: cheapest first.
+        room: bytes available to the engine on this rank; None if unknown.
     """
 
     plans: tuple[SettingPlan, ...]
@@ -243,7 +234,7 @@ class MemoryPlans:
 
     @property
     def cheapest(self) -> SettingPlan | None:
-        """The first that fits."""
+        """The first plan that fits."""
         return next((plan for plan in self.plans if plan.fits), None)
 
     def as_dict(self) -> dict[str, Any]:
@@ -255,7 +246,6 @@ class MemoryPlans:
         return as_text([self], width)
 
     def __rich__(self) -> Any:
-        """Return what rich prints."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -298,16 +288,14 @@ def _places(offload: Offload | None) -> str:
 
 @dataclass(frozen=True)
 class PlanningTarget:
-    """What is planned: a model, what trains it, and how it is configured now.
+    """Model, optimizer and configuration to be planned.
 
     Attributes:
-        module: the user's; is not changed.
-        optimizer: the engine's or the client's, or None; is not changed.
-        groups: the parameters of the module that each of its groups had before the engine had them.
-        resolution: the configuration.
-        comm: the engine's; only asked.
-        setting: the one in force.
-        grid: in which its ranks lie; settings with other numbers of ranks have the configuration's.
+        module: the user's; unchanged.
+        optimizer: the engine's or the client's, or None; unchanged.
+        groups: parameters of each optimizer group before sharding.
+        setting: the current setting.
+        grid: arrangement of ranks; settings with other numbers of ranks use the configured one.
     """
 
     module: nn.Module
@@ -320,7 +308,7 @@ class PlanningTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the engine lives."""
+        """Device of the engine."""
         return self.comm.device
 
     @classmethod
@@ -331,7 +319,7 @@ class PlanningTarget:
         resolution: Resolution,
         domain: Domain,
     ) -> PlanningTarget:
-        """Return what is configured to be trained, before there is an engine."""
+        """Return the target for a configured engine before it is built."""
         config = resolution.config
         micro, steps = int(config.train_micro_batch_size_per_gpu or 1), int(config.gradient_accumulation_steps or 1)
         groups = [list(group["params"]) for group in optimizer.param_groups] if optimizer is not None else []
@@ -341,13 +329,12 @@ class PlanningTarget:
 
 
 class Planner:
-    """Makes plans of a subject; what several settings have in common is computed once.
+    """Makes memory plans of a target; caches shared results.
 
     Args:
-        subject: what is planned.
-        batch: a micro-batch of the subject's setting, for activations: real, or shapes on the meta device. None:
-            activations are left out.
-        loss: makes a scalar of the module's output; see `shardwise.memory.dryrun.loss_of`.
+        batch: a micro-batch of the current setting, to plan activations: real tensors, or shapes on the meta device.
+            None: without activations.
+        loss: returns a scalar from the module's output; see `shardwise.memory.dryrun.loss_of`.
     """
 
     def __init__(
@@ -360,12 +347,7 @@ class Planner:
         self._plans: dict[Setting, tuple[MemoryPlan | None, str]] = {}
 
     def plan(self, setting: Setting, rooms: Sequence[Room] = ()) -> SettingPlan:
-        """Return what one rank will hold under a setting.
-
-        Args:
-            setting: any.
-            rooms: bytes that there are; none: not known.
-        """
+        """Return the plan of one rank under a setting; `rooms` are the available bytes, if known."""
         found, note = self.window(setting)
         if found is None:
             return SettingPlan(setting, note=note)
@@ -375,13 +357,13 @@ class Planner:
         fits = all(room.taken(found) * (1 + MARGIN) <= room.size for room in rooms) if rooms else None
         disks = [directory for directory in found.files if not any(room.counts(directory) for room in rooms)]
         if fits and (note or disks):
-            fits = None  # activations come on top, or nobody knows what the disk has
+            fits = None  # activations are missing, or the disk's free space is unknown
         elsewhere = {tier.value: size for tier, size in found.elsewhere.items() if size}
         moved = {tier.value: found.moved[tier]._asdict() for tier in found.elsewhere if any(found.moved[tier])}
         return SettingPlan(setting, peaks, found.total, fits, note, elsewhere, moved)
 
     def window(self, setting: Setting) -> tuple[MemoryPlan | None, str]:
-        """Return what a window takes under a setting, and why that, or its activations, are not known."""
+        """Return the plan of a window, and the reason why the plan or its activations are missing."""
         if setting not in self._plans:
             self._plans[setting] = self._run(setting)
         return self._plans[setting]
@@ -396,7 +378,7 @@ class Planner:
                     return self._twin(setting).run(batch, accumulation, self._loss, masks=self._masks), ""
                 except ConfigError:
                     raise
-                except Exception as error:  # whatever the user's module raises when it has no values to compute with
+                except Exception as error:  # any error of the user's module on fake tensors
                     given = ", ".join(
                         f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in tensors_in(batch)
                     )
@@ -407,7 +389,6 @@ class Planner:
             return None, f"the configuration does not allow it: {error}"
 
     def _of_size(self, micro_batch: int) -> Any:
-        """Return the batch cut to a size."""
         now = self.subject.setting.micro_batch
         if micro_batch == now:
             return self._batch
@@ -417,7 +398,6 @@ class Planner:
         return shapes_of(self._batch, sizes[0], sizes[0] // now * micro_batch)
 
     def _twin(self, setting: Setting) -> DryRunEngine:
-        """Build the subject's engine under a setting."""
         subject = self.subject
         raw = _merged(subject.resolution.raw, setting)
         same = setting.ranks == subject.setting.ranks
@@ -434,12 +414,12 @@ class Planner:
 
 
 _OLD_OFFLOAD = ("cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory")
-"""Former keys that `offload_optimizer` and `offload_param` stand for."""
+"""Former keys of `offload_optimizer` and `offload_param`."""
 
 
 def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
     zero = raw.get("zero_optimization")
-    own = setting.config | {"steps_per_print": None}  # what is tried is no news of the training
+    own = setting.config | {"steps_per_print": None}  # dry runs print no progress
     given = dict(zero) if isinstance(zero, dict) else {}
     if setting.offload is not None:
         for name in _OLD_OFFLOAD:
@@ -452,7 +432,7 @@ def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
             }
     own["zero_optimization"] = {**given, **own["zero_optimization"]}
     if raw.get("managed_gradient_accumulation") is False:
-        own["managed_gradient_accumulation"] = True  # whoever counts them, micro-batches take the same memory
+        own["managed_gradient_accumulation"] = True  # memory does not depend on who counts micro-batches
     return {**raw, **own}
 
 
@@ -478,15 +458,13 @@ def plan_model(
     batch: Any = None,
     rooms: Sequence[Room] = (),
 ) -> MemoryPlans:
-    """Return what one of many ranks would hold, without any: no process group, no device, no memory for the model.
+    """Return the planned memory of one rank without a process group, a device, or memory for the model.
 
     Args:
         model: parameters may be on the meta device.
         config: its micro-batch size and accumulation hold for each stage.
-        ranks: data-parallel ranks.
-        stages: ZeRO stages.
         batch: a micro-batch, real or on the meta device, for activations; the loss is found in the output.
-        rooms: bytes that one rank may have, to tell whether it fits.
+        rooms: bytes available to one rank.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -518,13 +496,11 @@ def search(
     """Plan settings until one fits.
 
     Args:
-        planner: of the subject whose setting is too much.
-        settings: to be tried, in this order.
-        rooms: bytes that there are.
-        seconds: when to give up.
+        planner: of the target that does not fit.
+        settings: in the order of trial.
 
     Returns:
-        The plans made, and whether the search has come to its end.
+        The plans made, and whether the search was completed within the time limit.
     """
     deadline = time.monotonic() + seconds
     plans: list[SettingPlan] = []

@@ -1,8 +1,6 @@
-"""What rank 0 tells of an engine's steps while it trains: what they compute, take and hold, how fast they go.
+"""Profiler of rank 0: FLOPs, times, memory and throughput of training steps.
 
-The other ranks do nothing.
-
-Where the configuration asks for none of it, nothing is installed, and nothing is done in a step.
+Other ranks do nothing. If disabled, no hook is installed and a step does no extra work.
 """
 
 from __future__ import annotations
@@ -42,19 +40,14 @@ _AFTER = {FORWARD: phases.FORWARD, BACKWARD: phases.BACKWARD, STEP: phases.STEP}
 
 
 class Profiling(StepObserver):
-    """The sections `flops_profiler` and `timers`, and the keys `wall_clock_breakdown` and `memory_breakdown`.
+    """Serves the sections `flops_profiler` and `timers`, and the keys `wall_clock_breakdown` and `memory_breakdown`.
 
     Args:
-        sharded: the model.
-        config: validated.
-        job: all ranks; the first one tells.
-        batches: sizes.
-        steps: counts the steps.
-        events: are told the times, for the monitors.
+        job: all ranks; the first one reports.
 
     Attributes:
-        profile: of the step that was profiled; None before.
-        count: of the step under way, if it is profiled: modules are to be called by `counted`.
+        profile: of the profiled step; None before.
+        count: FLOP counter during the profiled step: modules are then called by `counted`.
     """
 
     def __init__(
@@ -79,11 +72,11 @@ class Profiling(StepObserver):
         self._parts = Breakdown(self._cuda)  # of the step that is profiled
         every = config.steps_per_print
         self._every = int(every) if every and math.isfinite(every) and job.rank == 0 else 0
-        # What is asked for by a key of its own is printed without `steps_per_print`, too: after each step.
+        # Keys of their own print after each step, even without `steps_per_print`.
         asked = job.rank == 0 and (config.wall_clock_breakdown or config.memory_breakdown)
         self._interval = self._every or int(asked)
         self._times: Breakdown | None = None
-        self._timed = 0  # steps since times were told
+        self._timed = 0  # steps since times were reported
         if (self._interval and config.wall_clock_breakdown) or (self._every and self._options.enabled):
             self._times = Breakdown(self._cuda)
         self._rates: Rates | None = None
@@ -99,7 +92,7 @@ class Profiling(StepObserver):
             self._held = MemoryPhases(sharded.accountant, sharded.device)
         self.active = self._waits or self._interval > 0 or self._rates is not None
 
-    # -- what happens ------------------------------------------------------------------------------------------------
+    # -- observation -------------------------------------------------------------------------------------------------
 
     @override
     def forward(self, training: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
@@ -113,12 +106,12 @@ class Profiling(StepObserver):
 
     @property
     def _held_now(self) -> MemoryPhases | None:
-        """What looks at memory, if the step under way is to be told of."""
+        """Memory phases of the current step, if it is to be reported."""
         return None if self._held is None or (self._steps.global_steps + 1) % self._interval else self._held
 
     @contextlib.contextmanager
     def _part(self, part: str) -> Iterator[None]:
-        """Time a part of a step that is to be told of, and look at memory before the first one and after each."""
+        """Time a phase of a reported step, and read memory before the first phase and after each."""
         held = self._held_now
         assert held is not None
         if part == FORWARD:
@@ -129,9 +122,9 @@ class Profiling(StepObserver):
 
     @never_compiled
     def counted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the module and count, if this is a pass of training; return what it returns.
+        """Call the module, and count FLOPs in a training pass.
 
-        The whole call is kept out of `torch.compile`: operators can be counted only where they run by themselves.
+        The call is excluded from `torch.compile`, because operators can be counted only in eager mode.
         """
         assert self.count is not None
         with self.count.counting() if torch.is_grad_enabled() else NOTHING:
@@ -147,12 +140,11 @@ class Profiling(StepObserver):
         return self._around(STEP)
 
     def _around(self, part: str) -> AbstractContextManager[Any]:
-        # In most steps there is nothing but a clock to be read.
+        # Most steps read only a clock.
         return self._clocked(part) if self.count is None and self._held_now is None else self._watched(part)
 
     @contextlib.contextmanager
     def _watched(self, part: str) -> Iterator[None]:
-        """Do everything that there is to do around a backward pass or a step."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._clocked(part) if self._held_now is None else self._part(part))
             if self.count is not None:
@@ -179,7 +171,7 @@ class Profiling(StepObserver):
                 self._rates.restart()  # counting takes time
 
     def close(self) -> None:
-        """Take everything off the model."""
+        """Remove the hooks from the model."""
         if self.count is not None:
             self.count.stop()
             self.count = None
@@ -199,7 +191,7 @@ class Profiling(StepObserver):
         if rates:
             logger.info("step=%d throughput: %s", self._steps.global_steps, rates)
 
-    # -- what a step computes ----------------------------------------------------------------------------------------
+    # -- FLOPs of a step ---------------------------------------------------------------------------------------------
 
     def _begin_count(self) -> None:
         taken, wanted = self._steps.global_steps, self._options.profile_step

@@ -1,11 +1,11 @@
-"""Which ranks of a job have what in common: a copy of the model, a sequence, or nothing but the training.
+"""Rank grid of a job: tensor-parallel, sequence-parallel and data-parallel groups.
 
     8 ranks, tensor parallelism of 2, sequence parallelism of 2
-    tensor     [0 1][2 3][4 5][6 7]    each has a part of every divided matrix
-    sequence   [0 2][1 3][4 6][5 7]    each has a run of the same sequences' tokens
-    data       [0 4][1 5][2 6][3 7]    each gets samples of its own
+    tensor     [0 1][2 3][4 5][6 7]    each has a shard of every tensor-parallel matrix
+    sequence   [0 2][1 3][4 6][5 7]    each has a range of the same sequences' tokens
+    data       [0 4][1 5][2 6][3 7]    each gets different samples
 
-Ranks that exchange most are neighbours. State is divided over all ranks that have the same parameter.
+Ranks that exchange most are consecutive. State is sharded over all ranks that have the same parameter.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from shardwise.parallel.sequence import across
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The lines of the grid, by the ranks' numbers in the job.
-
-    Attributes:
-        tensor: ranks that have one copy of the model among them.
-        sequence: ranks that have the same sequences among them.
-        data: ranks that get different samples.
+    """Groups of each mesh dimension, by ranks in the job.
 
     Example:
         >>> RankGrid.of(4, tensor=2).data
@@ -38,12 +33,12 @@ class RankGrid:
     def of(
         cls, world: int, *, tensor: Sequence[Sequence[int]] | int = 1, sequence: Sequence[Sequence[int]] | int = 1
     ) -> RankGrid:
-        """Return that of so many ranks.
+        """Return the grid of `world` ranks.
 
         Args:
             world: a multiple of the sizes.
-            tensor: ranks that have one copy of the model: how many, or, with whole sequences, which.
-            sequence: ranks that share sequences: how many, or, with whole models, which.
+            tensor: size of the tensor-parallel groups, or, without sequence parallelism, the groups.
+            sequence: size of the sequence-parallel groups, or, without tensor parallelism, the groups.
         """
         alone = [[rank] for rank in range(world)]
         if not isinstance(tensor, int):

@@ -1,4 +1,4 @@
-"""How long it takes until training goes on after a restart, told to the log and to the launcher."""
+"""Recovery time after a restart, reported to the log and the launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ready: float | None = None
 
 
 def note_ready() -> None:
-    """The process has started, imported what it needs and prepared what the script prepares; the first call counts."""
+    """Record the time at which the process was ready for `initialize`; only the first call counts."""
     global _ready
     if _ready is None:
         _ready = time.time()
@@ -24,13 +24,12 @@ def note_ready() -> None:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What `engine.resume()` has found.
+    """Result of `engine.resume()`.
 
     Attributes:
         source: "memory" or "disk".
-        path: directory of the copies or of the checkpoint.
+        path: directory of the in-memory copies or of the checkpoint.
         steps: `global_steps` of the state.
-        seconds: how long it has taken.
     """
 
     source: Literal["memory", "disk"]
@@ -40,11 +39,7 @@ class Resumed:
 
 
 class FirstStep:
-    """Waits for the first step after a restart or after `engine.resume()`.
-
-    Args:
-        rank: global rank; the first one tells.
-    """
+    """Reports the first step after a restart or `engine.resume()`; `rank` is the global rank, and rank 0 reports."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -55,20 +50,20 @@ class FirstStep:
 
     @property
     def awaited(self) -> bool:
-        """Whether somebody waits for a step."""
+        """Whether a first step is still to be reported."""
         return self._file is not None or self._restored is not None
 
     def restored(self, resumed: Resumed) -> None:
-        """The state is back."""
+        """Record that the state has been restored."""
         self._resumed = resumed
         self._restored = time.time()
 
     def found_nothing(self) -> None:
-        """There was no state to go on from."""
+        """Record that no saved state was found."""
         self._asked = True
 
     def taken(self, steps: int) -> None:
-        """The first step has been taken; `steps`: `global_steps` after it."""
+        """Report the first step; `steps` is `global_steps` after it."""
         now = time.time()
         if self._rank == 0 and self._restored is not None:
             logger.info("the first step after resuming ended %.2f s after the state was back", now - self._restored)
@@ -81,7 +76,7 @@ class FirstStep:
                 "steps": steps - 1,
                 "stepped": now,
             }
-            # Another engine of this process may have told before; a launcher that has gone does not ask any more.
+            # Another engine of this process may have reported already, or the launcher may have exited.
             temporary = f"{self._file}.{os.getpid()}"
             with contextlib.suppress(OSError):
                 if not os.path.exists(self._file):

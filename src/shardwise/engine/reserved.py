@@ -1,4 +1,4 @@
-"""Device memory of communicators beside torch's allocator: a reserve for each, until a step has been measured."""
+"""Device memory of communicators outside of torch's allocator: a reserve, then the measured value."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ RESERVE = 400_000_000
 
 
 class CommunicatorMemory:
-    """Counts the device memory of an engine's communicators under `Category.COMMUNICATORS`; on a CPU they take none.
+    """Counts the device memory of communicators under `Category.COMMUNICATORS`; 0 on a CPU.
 
-    Args:
-        accountant: of the engine.
-        device: of the engine.
-        world: number of ranks.
-        planned: there are no communicators, and nothing is measured.
+    With `planned` (a dry run) nothing is measured.
     """
 
     def __init__(self, accountant: Accountant, device: torch.device, world: int, *, planned: bool = False) -> None:
@@ -28,12 +24,12 @@ class CommunicatorMemory:
         self._before = _outside_allocator(device) if self.on_device and not planned else None
 
     def reserve(self, job: Communicator) -> None:
-        """Count the reserve for all communicators that the ranks of an engine have made so far."""
+        """Count the reserve for all communicators made so far."""
         if self.on_device:
             self._count(RESERVE * len(job.communicators()))
 
     def after_step(self) -> None:
-        """After the first step, replace the reserve by what the device has lost beside torch's allocator since."""
+        """Replace the reserve by the measured growth outside of torch's allocator, after the first step."""
         if self._before is None:
             return
         before, self._before = self._before, None
@@ -45,6 +41,5 @@ class CommunicatorMemory:
 
 
 def _outside_allocator(device: torch.device) -> int:
-    """Return the bytes of the device in use that are not torch's allocator's."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)

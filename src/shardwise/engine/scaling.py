@@ -1,11 +1,11 @@
-"""What losses and gradients are multiplied by, and loss scaling for a plain `loss.backward()`.
+"""Loss scaling, also for a plain `loss.backward()`, and gradient scales.
 
-`engine.backward(loss)` multiplies the loss. When the user calls `loss.backward()` instead, the scale must enter where
-the gradient enters the model: at its outputs. They are handed out as aliases whose backward multiplies; gradients that
-flow between outputs inside the model do not pass through the aliases and are not scaled twice.
+`engine.backward(loss)` scales the loss. For a plain `loss.backward()` the scale is applied at the model's outputs.
+These are returned as aliases with a scaling backward. Gradients between outputs inside the model do not pass through
+the aliases, and so are not scaled twice.
 
-A loss that was not computed from these outputs cannot be scaled in this way: the engine notes at the end of the pass
-that no alias has run, and stepping raises.
+A loss computed without these outputs cannot be scaled. The engine detects at the end of the pass that no alias has run,
+and stepping raises.
 """
 
 from __future__ import annotations
@@ -36,11 +36,9 @@ class _Scale(torch.autograd.Function):
         return gradient * ctx.factor(), None
 
 
-@never_compiled  # the factor is another one at every backward pass
+@never_compiled  # the factor changes at every backward pass
 def scale_gradients_of(outputs: Any, factor: Callable[[], float]) -> Any:
-    """Return `outputs` with every differentiable tensor replaced by an alias whose gradient is multiplied by
-    `factor()`.
-    """
+    """Return `outputs` with differentiable tensors replaced by aliases that scale gradients by `factor()`."""
 
     def alias(value: torch.Tensor) -> torch.Tensor:
         return _Scale.apply(value, factor) if value.requires_grad else value
@@ -55,7 +53,7 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:
 
 
 def scales_loss(config: Config) -> bool:
-    """Whether gradients are computed in fp16, whose smallest numbers need a loss scale."""
+    """Whether gradients are computed in fp16, which needs a loss scale against underflow."""
     return bool(config.fp16.enabled) or autocast_dtype(config) is torch.float16
 
 
@@ -63,21 +61,21 @@ OnNonFinite = Literal["warn", "skip", "stop", "rewind", "ignore"]
 
 
 def on_non_finite(config: Config) -> OnNonFinite:
-    """Return what a step does about a gradient that is not finite."""
+    """Return the reaction of a step to a non-finite gradient."""
     if scales_loss(config):
-        return "skip"  # the loss scale is found in this way
+        return "skip"  # the search for a loss scale skips steps
     if config.bf16.check_grad_overflow and config.non_finite in ("warn", "ignore"):
         return "skip"
     return config.non_finite
 
 
 def checks_overflow(config: Config) -> bool:
-    """Whether steps with gradients that are not finite are not taken, which has to be known before the update."""
+    """Whether steps with non-finite gradients are skipped or stopped, which must be known before the update."""
     return on_non_finite(config) in ("skip", "stop", "rewind")
 
 
 def computes_norm(config: Config) -> bool:
-    """Whether steps compute the gradient norm: to clip, to find overflows, to watch or to report it."""
+    """Whether steps compute the gradient norm: for clipping, overflow checks, anomaly watch or reports."""
     watch = config.anomaly_watch
     watched = watch.enabled and watch.grad_norm_spike != "ignore"
     asked = config.gradient_clipping or config.zero_optimization.compute_grad_norm or watched
@@ -85,14 +83,14 @@ def computes_norm(config: Config) -> bool:
 
 
 def prescale_of(config: Config, ranks: int) -> float:
-    """Return what gradients are multiplied by before they are summed over so many ranks."""
+    """Return the factor of gradients before they are summed over `ranks`."""
     return 1.0 / (ranks if config.prescale_gradients else float(config.gradient_predivide_factor))
 
 
 def plain_gradients(config: Config, plan: Plan) -> bool | None:
     """Return whether an engine without an optimizer leaves means over ranks (True) or sums in `.grad`.
 
-    None: it drops gradients, because ranks do not have all parameters, or the loss scale would stay in the gradients.
+    None: it drops gradients, because parameters are sharded, or the loss scale would stay in the gradients.
     """
     if plan.shard_optimizer or plan.reduces_micro_batches or plan.releases or scales_loss(config):
         return None

@@ -1,4 +1,4 @@
-"""Sequences that ranks share: the groups of an engine."""
+"""Sequence-parallel groups of an engine."""
 
 from __future__ import annotations
 
@@ -19,20 +19,15 @@ from shardwise.zero.passes.modulehook import ModuleHook, weakly
 
 
 class SharedSequences:
-    """The groups of an engine whose ranks share sequences, as long as it is open.
+    """The sequence-parallel group of an engine, while it is open.
 
     Args:
-        job: all ranks.
-        lines: those of each sequence, by their numbers in the job.
-        data: the ranks that get different samples, of which this rank is one: those at its place in all sequences.
-        asked: what the caller has said; None: only the configuration has.
-        divided: the model's layers are divided over ranks.
-
-    Attributes:
-        group: the ranks of this rank's sequence.
+        lines: sequence-parallel groups, by ranks in the job.
+        data: data-parallel group of this rank, with the same index in all sequence-parallel groups.
+        asked: the caller's request; None: only the configuration.
 
     Raises:
-        ConflictError: there is a group of other ranks in this process.
+        ConflictError: this process already has a group of other ranks.
     """
 
     def __init__(
@@ -58,8 +53,8 @@ class SharedSequences:
         self._checked, self._before = False, 0
 
     def watch(self, model: nn.Module) -> None:
-        """Know where forward passes of a model begin, and look at the first."""
-        # The model may outlive the engine, and must not keep its group.
+        """Install hooks at the model's forward passes, and check the first one."""
+        # Weak references, because the model may outlive the engine.
         self._hooks.append(model.register_forward_pre_hook(ModuleHook(weakly(self._begins))))
         self._hooks.append(model.register_forward_hook(ModuleHook(weakly(self._ended))))
 
@@ -80,15 +75,9 @@ class SharedSequences:
             )
 
     def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Compare the model with itself over whole sequences, before its first forward pass in training (all ranks).
+        """Compare the model's outputs with a run on unsharded sequences, before its first training pass (all ranks).
 
-        Args:
-            model: the module.
-            run: calls it.
-            args, kwargs: of that pass.
-
-        Raises:
-            UsageError: on all ranks alike, if numbers differ on one of them.
+        Raises a UsageError on all ranks, if outputs differ on any of them.
         """
         if self._compared or not model.training or not all(has_values(x) for x in tensors_in((args, kwargs))):
             return
@@ -105,7 +94,7 @@ class SharedSequences:
             )
 
     def close(self) -> None:
-        """End it; process groups belong to the job's communicator."""
+        """Remove hooks and group; process groups belong to the job's communicator."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -117,16 +106,9 @@ class SharedSequences:
 
 
 class OwnSequences:
-    """What an engine has whose ranks share no sequences: loaders and layers that need a group find one of this rank.
+    """Group of one rank, without sequence parallelism.
 
-    So a script stays as it is when `sequence_parallel_size` becomes 1.
-
-    Args:
-        job: all ranks.
-        data: the ranks that get different samples.
-
-    Attributes:
-        group: of this rank alone.
+    Because dataloaders and layers find a group, a script is unchanged when `sequence_parallel_size` becomes 1.
     """
 
     def __init__(self, job: Communicator, data: Communicator) -> None:
@@ -134,29 +116,23 @@ class OwnSequences:
         stay_alone(self.group)
 
     def watch(self, model: nn.Module) -> None:
-        """See `SharedSequences.watch`: a rank alone agrees with nobody on passes."""
+        """Do nothing: a single rank has no passes to agree on."""
 
     def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """See `SharedSequences.compare`: a rank alone has whole sequences."""
+        """Do nothing: a single rank has unsharded sequences."""
 
     def close(self) -> None:
-        """End it."""
+        """Remove the group."""
         let_go(self.group)
 
 
 def sequence_lines(
     job: Communicator, size: int, tensor: int, asked: RequestedParallelism | None
 ) -> list[list[int]] | int:
-    """Return which ranks share sequences, if a caller has said, else how many (all ranks call).
-
-    Args:
-        job: all ranks.
-        size: ranks that share a sequence.
-        tensor: ranks that have a copy of the model among them.
-        asked: what the caller has said; None: only the configuration has.
+    """Return the sequence-parallel groups if a caller has named them, otherwise their size (all ranks call).
 
     Raises:
-        UsageError: the ranks that a caller has named are no groups of one size, or lie otherwise than they have to.
+        UsageError: the groups differ in size, or have an unsupported order of ranks.
     """
     if size == 1 or asked is None or (asked.lines is None and asked.own is None):
         return size

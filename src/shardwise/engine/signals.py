@@ -1,8 +1,7 @@
-"""Signals that ask for a checkpoint: noted when they come, agreed upon at the end of a step.
+"""Signals that request a checkpoint: recorded by the handler, agreed upon at the end of a step.
 
-A signal may reach one rank only, and at any moment. So its handler writes it down and does nothing else. At the next
-step what every rank has noted travels along with the all-reduce of that step; afterwards all ranks know, at the same
-step, and act together.
+A signal may reach only one rank, at any moment. So the handler only records it. The next step's all-reduce exchanges
+the records. Then all ranks act at the same step.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from shardwise.utils.logging import logger
 _NEVER = ("SIGKILL", "SIGSTOP")
 
 TELL_S = 5.0
-"""A signal that has not been acted upon for so many seconds is said; then after four times as many, and so on."""
+"""Seconds after which a pending signal is logged; again after four times as many, and so on."""
 
 
 def signal_named(name: str) -> signal.Signals:
     """Return the signal of a name such as "SIGTERM".
 
     Raises:
-        UsageError: there is none, or nobody can handle it.
+        UsageError: the name is unknown, or the signal cannot be handled.
 
     >>> int(signal_named("SIGTERM"))
     15
@@ -45,7 +44,7 @@ def signal_named(name: str) -> signal.Signals:
 
 
 class SignalWatch:
-    """Notes signals of this process; see the module. There is one at a time: the last that has been told to listen."""
+    """Records signals of this process. Only the instance that called `listen` last is active."""
 
     _listening: SignalWatch | None = None
 
@@ -58,7 +57,7 @@ class SignalWatch:
         self._waiting: tuple[signal.Signals, float] | None = None
 
     def listen(self, signals: Iterable[signal.Signals]) -> None:
-        """Handle these signals from now on, and no others; all ranks watch the same.
+        """Handle exactly these signals from now on; the same on all ranks.
 
         Raises:
             UsageError: this is not the main thread, in which Python handles signals.
@@ -84,7 +83,7 @@ class SignalWatch:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
-            # A child process that has been forked off is not a rank; to it the signal means what it means elsewhere.
+            # A forked child is no rank: apply the signal's default action.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -94,7 +93,7 @@ class SignalWatch:
             threading.Thread(target=self._tell, name="shardwise-signal", daemon=True).start()
 
     def _tell(self) -> None:
-        """Say from time to time that nothing is saved yet: it may not come to that before the job is killed."""
+        """Warn repeatedly that no checkpoint is saved yet, because the job may be killed before."""
         after = TELL_S
         while True:
             time.sleep(after)
@@ -112,11 +111,11 @@ class SignalWatch:
             after = 3 * waited
 
     def done(self) -> None:
-        """What was asked for is done."""
+        """Mark the requested checkpoint as saved."""
         self._waiting = None
 
     def say_undone(self) -> None:
-        """Say that the process ends, and that what was asked for has not been done."""
+        """Log that the process exits without the requested checkpoint."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and os.getpid() == self._process:
             logger.error(
@@ -126,7 +125,7 @@ class SignalWatch:
             )
 
     def facts(self, rank: int) -> list[float]:
-        """Return for each watched signal whether it has come since the last call; these are added up over ranks."""
+        """Return, for each watched signal, whether it arrived since the last call; summed over ranks."""
         if not self._watched:
             return []
         noted, self._noted = self._noted, set()
@@ -135,20 +134,20 @@ class SignalWatch:
         return [float(number in noted) for number in self._watched]
 
     def hear(self, sums: Sequence[float]) -> None:
-        """Take what the ranks have said: the sums of `facts`. What was said before `listen` is passed over."""
+        """Take the sums of `facts` over ranks. Sums from before `listen` are ignored."""
         if len(sums) == len(self._watched):
             self._due.update(number for number, count in zip(self._watched, sums, strict=True) if count)
 
     def take_due(self) -> set[signal.Signals]:
-        """Return the signals that all ranks know of and have not acted on yet."""
+        """Return signals that all ranks know of and have not acted on."""
         due, self._due = self._due, set()
         return due
 
     def close(self) -> None:
-        """Give the signals back to those who handled them before."""
+        """Restore the previous signal handlers."""
         self.say_undone()
         for number, handler in self._before.items():
-            # None: a handler that was not installed by Python, and cannot be put back by it.
+            # None: a handler that was not installed from Python and cannot be restored.
             if signal.getsignal(number) == self._note and handler is not None:
                 signal.signal(number, handler)
         self._watched, self._before, self._noted, self._due = [], {}, set(), set()

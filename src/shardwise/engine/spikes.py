@@ -1,11 +1,11 @@
-"""Losses and gradient norms that are far above what they were: found by the median and the median deviation.
+"""Spike detection for losses and gradient norms, by median and median absolute deviation.
 
-A value is compared with the median of the last values, in units of their median absolute deviation (MAD), which a few
-outliers among them do not move (Hampel, 1974; as the *modified z-score*, Iglewicz and Hoaglin, 1993). 1.4826 MAD is the
-standard deviation of values that are normally distributed. Norms are compared by their logarithms: they change by
-factors, over orders of magnitude. Values that hardly change at all have a smallest deviation, `FLOOR` of the median.
+A value is compared with the median of the last values, in units of their median absolute deviation (MAD), which is
+robust to a few outliers (Hampel, 1974; *modified z-score*, Iglewicz and Hoaglin, 1993). 1.4826 MAD is the standard
+deviation of normally distributed values. Norms are compared by logarithm, because they vary over orders of magnitude.
+The deviation of nearly constant values is at least `FLOOR` of the median.
 
-Everything here is computed by all ranks from numbers that are the same on all of them, so they decide alike.
+All ranks compute from equal numbers, and so decide alike.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from shardwise.config.schema.watch import AnomalyWatch
 
 HISTORY = 1000
-"""Values that are kept for people to look at."""
+"""Values that are kept for display."""
 
 FLOOR = 0.01
-"""Smallest deviation: of the median of losses, and as a factor of norms."""
+"""Smallest deviation: as a fraction of the median of losses, and as a logarithm of norms."""
 
 NORMAL = 1.4826
-"""Standard deviation of normally distributed values over their median absolute deviation."""
+"""Standard deviation over median absolute deviation, of normally distributed values."""
 
 SHARE = 0.05
-"""What the last step counts in the usual size of a parameter's gradient."""
+"""Weight of the last step in the moving average of a parameter's squared gradient."""
 
 NAMED = 3
-"""Parameters that are named."""
+"""Number of parameters that are named."""
 
 Kind = Literal["loss_spike", "grad_norm_spike"]
 Action = Literal["warn", "skip", "stop", "rewind", "ignore"]
@@ -43,14 +43,13 @@ Action = Literal["warn", "skip", "stop", "rewind", "ignore"]
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss or a gradient norm that is far above the last ones; the same on all ranks.
+    """A loss or gradient norm far above the last values; the same on all ranks.
 
     Attributes:
-        kind: which of the two.
-        value: what it was.
-        usual: the median of the last ones.
-        deviations: how far above that, in standard deviations.
-        action: what is done about it.
+        kind: "loss_spike" or "grad_norm_spike".
+        value: loss or norm.
+        usual: median of the last values.
+        deviations: distance from the median, in standard deviations.
         grown: parameters whose gradients have grown most, and by which factor.
     """
 
@@ -76,13 +75,12 @@ class Spike:
 
 
 class History:
-    """The last values of one number, and whether a new one is far above them.
+    """Last values of one number, and detection of values far above them.
 
     Args:
-        window: how many values a new one is compared with.
-        threshold: deviations above the median from which it is a spike.
-        least: no value is judged before so many.
-        factors: values change by factors.
+        window: number of values that a new one is compared with.
+        threshold: deviations above the median from which a value is a spike.
+        least: values before the first judgement.
 
     >>> history = History(window=10, threshold=8.0, least=3)
     >>> [history.judge(step, value) for step, value in enumerate([2.0, 2.1, 1.9, 2.05])]
@@ -98,12 +96,12 @@ class History:
         self._least = least
         self._factors = factors
         self.values: deque[tuple[int, float]] = deque(maxlen=max(HISTORY, window))
-        # What is compared with, in order of time and of size: most steps need nothing but the middle of the latter.
+        # Compared values by time and by size: most steps need only the median.
         self._recent: deque[float] = deque()
         self._sorted: list[float] = []
 
     def judge(self, step: int, value: float) -> tuple[float, float] | None:
-        """Keep a value, and return the median before it and its distance in deviations if it is a spike."""
+        """Add a value; if it is a spike, return the previous median and the distance in deviations."""
         spike = self._spike(value) if len(self._recent) >= self._least else None
         self._keep(step, value)
         return spike
@@ -115,7 +113,7 @@ class History:
         above = seen(value) - middle
         floor = max(FLOOR if self._factors else FLOOR * abs(middle), 1e-300)
         if above <= self._threshold * floor:
-            return None  # whatever the deviation is
+            return None  # for any deviation
         deviation = NORMAL * sum(_middle(sorted(abs(seen(one) - middle) for one in self._sorted))) / 2
         distance = above / max(deviation, floor)
         return ((low + high) / 2, distance) if distance > self._threshold else None
@@ -131,11 +129,11 @@ class History:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
 
     def state(self) -> list[list[float]]:
-        """Return what `load` needs."""
+        """Return the state for `load`."""
         return [[float(step), value] for step, value in self.values]
 
     def load(self, state: Sequence[Sequence[float]]) -> None:
-        """Go on from a state."""
+        """Restore a state."""
         self.values.clear()
         self._recent.clear()
         self._sorted.clear()
@@ -144,20 +142,19 @@ class History:
 
 
 def _middle(ordered: Sequence[float]) -> tuple[float, float]:
-    """Return the two values, or twice the one, whose mean is the median of values in order of size."""
+    """Return the two middle values (or the middle one twice) of sorted values; their mean is the median."""
     return ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
 
 
 class SpikeWatch:
-    """Judges the steps of one engine.
+    """Detects spikes in the steps of one engine.
 
     Args:
-        options: the section `anomaly_watch`.
-        names: of the parameters, by place.
+        names: of the parameters, by index.
 
     Attributes:
         losses: mean losses of all ranks.
-        norms: of the gradients.
+        norms: gradient norms.
     """
 
     def __init__(self, options: AnomalyWatch, names: Sequence[str]) -> None:
@@ -173,7 +170,7 @@ class SpikeWatch:
 
     @property
     def decides(self) -> bool:
-        """Whether anything depends on its verdict before the update."""
+        """Whether an action depends on the result before the update."""
         return any(action in ("skip", "stop", "rewind") for action in self._actions.values())
 
     def judge(
@@ -184,14 +181,13 @@ class SpikeWatch:
         sums: torch.Tensor | None,
         factor: float | torch.Tensor,
     ) -> list[Spike]:
-        """Return what is unusual of a step, and remember the step.
+        """Add a step, and return its spikes.
 
         Args:
-            step: its number.
-            loss: mean of all ranks; None if there is none.
-            norm: of the gradients; None if it is not computed.
-            sums: squares of the gradient of each parameter; None if they are not.
-            factor: what turns the sums of gradients into the gradient.
+            loss: mean of all ranks; None if unknown.
+            norm: of the gradients; None if not computed.
+            sums: squared gradient norm of each parameter; None if not computed.
+            factor: scale from gradient sums to the gradient.
         """
         found: list[Spike] = []
         kinds: tuple[tuple[Kind, History, float | None], ...] = (
@@ -218,7 +214,7 @@ class SpikeWatch:
         return tuple((self._names[place], factors[place]) for place in first if factors[place] > 1.0)
 
     def state(self) -> dict[str, Any]:
-        """Return what `load` needs, as values that a checkpoint can hold."""
+        """Return the state for `load`, as values that a checkpoint can hold."""
         return {
             "losses": _packed(self.losses.state()),
             "norms": _packed(self.norms.state()),
@@ -226,7 +222,7 @@ class SpikeWatch:
         }
 
     def load(self, state: Mapping[str, Any] | None, device: torch.device) -> None:
-        """Go on from a state; None: begin anew."""
+        """Restore a state; None: start empty."""
         state = state or {}
         for history, name in ((self.losses, "losses"), (self.norms, "norms")):
             packed = state.get(name)

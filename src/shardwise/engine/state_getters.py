@@ -1,4 +1,4 @@
-"""Values of a running engine, under the names that scripts read: sizes, ranks, process groups, counters, reports."""
+"""Read-only values of a running engine: sizes, ranks, process groups, counters and reports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class StateGetters(nn.Module):
-    """Base class of `shardwise.engine.Engine`: what scripts read of its parts."""
+    """Base class of `shardwise.engine.Engine`: properties and getters that read its parts."""
 
     job: Communicator
     data: Communicator
@@ -87,17 +87,17 @@ class StateGetters(nn.Module):
 
     @property
     def dp_world_size(self) -> int:
-        """Number of ranks that get different samples."""
+        """Number of data-parallel ranks, which get different samples."""
         return self.data.world
 
     @property
     def sequence_parallel_size(self) -> int:
-        """Number of ranks that share a sequence."""
+        """Number of ranks of a sequence-parallel group."""
         return self._sequences.group.size
 
     @property
     def mp_world_size(self) -> int:
-        """Number of ranks that have a copy of the model among them."""
+        """Number of ranks of a tensor-parallel group."""
         return self.get_tensor_parallel_world_size()
 
     @property
@@ -107,27 +107,27 @@ class StateGetters(nn.Module):
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """Rank of this process in the default process group."""
         return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
     @property
     def data_parallel_group(self) -> Any:
-        """The process group of the data-parallel ranks (None: the default group)."""
+        """Process group of the data-parallel ranks (None: the default group)."""
         return self.data.process_group
 
     @property
     def seq_data_parallel_group(self) -> Any:
-        """The process group over which gradients are averaged."""
+        """Process group over which gradients are averaged."""
         return self.sharded.comm.process_group
 
     @property
     def has_moe_layers(self) -> bool:
-        """Whether the model has layers of experts (`shardwise.moe`)."""
+        """Whether the model has mixture-of-experts layers (`shardwise.moe`)."""
         return bool(self.moe_layers)
 
     @property
     def moe_layers(self) -> list[ExpertParallelModule]:
-        """Layers of experts, in the model's order."""
+        """Mixture-of-experts layers, in the model's order."""
         return [module for module in self.module.modules() if isinstance(module, ExpertParallelModule)]
 
     @property
@@ -137,7 +137,7 @@ class StateGetters(nn.Module):
 
     @property
     def expert_parallel_group(self) -> dict[str, Any]:
-        """The process groups of ranks among which tokens travel, by "ep_size_" and their size."""
+        """Expert-parallel process groups, by "ep_size_" and their number of ranks."""
         return {
             f"ep_size_{size}": group.comm.process_group
             for size, group in self._expert_groups.items()
@@ -146,7 +146,7 @@ class StateGetters(nn.Module):
 
     @property
     def dist_backend(self) -> str | None:
-        """Name of torch.distributed's backend, or None in a single process without one."""
+        """Backend of torch.distributed, or None in a single process without one."""
         return dist.get_backend() if dist.is_available() and dist.is_initialized() else None
 
     def get_data_parallel_rank(self) -> int:
@@ -154,24 +154,24 @@ class StateGetters(nn.Module):
         return self.data.rank
 
     def get_sequence_parallel_group(self) -> Any:
-        """Return the process group of the ranks that share this rank's sequences; None: it has them alone."""
+        """Return this rank's sequence-parallel process group; None without sequence parallelism."""
         return self._sequences.group.group
 
     @property
     def tensor_parallel_group(self) -> Any:
-        """The process group of the ranks that have this rank's copy of the model among them; None: it has it alone."""
+        """This rank's tensor-parallel process group; None without tensor parallelism."""
         return None if self._tensors is None else self._tensors.group.comm.process_group
 
     def get_tensor_parallel_group(self) -> Any:
-        """Return `tensor_parallel_group`."""
+        """Return the tensor-parallel process group."""
         return self.tensor_parallel_group
 
     def get_tensor_parallel_rank(self) -> int:
-        """Return this process's place among the ranks that have its copy of the model."""
+        """Return this process's rank in the tensor-parallel group."""
         return 0 if self._tensors is None else self._tensors.group.place
 
     def get_tensor_parallel_world_size(self) -> int:
-        """Return the number of ranks that have a copy of the model among them."""
+        """Return the number of ranks of the tensor-parallel group."""
         return 1 if self._tensors is None else self._tensors.group.size
 
     get_model_parallel_group = get_tensor_parallel_group
@@ -182,12 +182,12 @@ class StateGetters(nn.Module):
 
     @property
     def ledger(self) -> Ledger:
-        """Every collective of this engine."""
+        """Flight recorder of this engine's collectives."""
         return self.job.ledger
 
     @property
     def run_log(self) -> RunLog | None:
-        """What is written of this rank's steps, for `shardwise report`."""
+        """Log of this rank's steps, read by `shardwise report`; None if disabled."""
         return self._following.log
 
     @property
@@ -202,7 +202,7 @@ class StateGetters(nn.Module):
 
     @property
     def communication_data_type(self) -> torch.dtype:
-        """Type of gradients on the wire: the chosen one, else the model's. May be set between windows, on all ranks."""
+        """Dtype in which gradients are reduced; defaults to the model's. May be set between windows, on all ranks."""
         policy = self.sharded.policy
         return policy.wire_dtype or policy.compute_dtype or torch.float32
 
@@ -217,7 +217,7 @@ class StateGetters(nn.Module):
         self.sharded.set_wire_dtype(wire)
 
     def precision_in_words(self) -> str:
-        """Say in which number types parameters are computed with, and gradients sent, added up and stepped."""
+        """Describe the dtypes of compute, of gradient reduction and accumulation, and of the optimizer step."""
         policy, sections = self.sharded.policy, [s for unit in self.sharded.units for s in unit.trainable]
         cast = autocast_dtype(self._resolution.config)
         compute = described(section.layout.dtype for section in sections)
@@ -243,30 +243,30 @@ class StateGetters(nn.Module):
         return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
 
     def get_type(self) -> list[Any]:
-        """Return the `type` entry of each parameter group (None where there is none)."""
+        """Return the `type` entry of each parameter group (None if absent)."""
         return [] if self.optimizer is None else [group.get("type") for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """Return momentum, or betas, of each parameter group."""
+        """Return momentum or betas of each parameter group."""
         if self.optimizer is None:
             return []
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale in force (1.0 without fp16)."""
+        """Current loss scale (1.0 without fp16)."""
         return self._step.scale
 
     def train_batch_size(self) -> int:
-        """Return the number of samples of all ranks in one step."""
+        """Return the number of samples of all ranks in a step."""
         return self._batches.total
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the number of samples of one rank in one forward pass."""
+        """Return the number of samples of one rank in a forward pass."""
         return self._batches.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the number of micro-batches in one step."""
+        """Return the number of micro-batches in a step."""
         return self._batches.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -275,20 +275,20 @@ class StateGetters(nn.Module):
 
     @property
     def anomalies(self) -> tuple[Anomaly, ...]:
-        """The last things noticed that should not be (gradients that are not finite, spikes, rewinds), oldest first.
+        """Last anomalies (non-finite gradients, spikes, rewinds), oldest first; the same on all ranks.
 
-        The same on all ranks. Spikes are looked for with `anomaly_watch`. On a GPU a warning is known a step later.
+        Spikes are detected with `anomaly_watch`. On a GPU a warning appears one step later.
         """
         return tuple(self._step.anomalies.noted)
 
     @property
     def loss_history(self) -> tuple[tuple[int, float], ...]:
-        """(step, mean loss of all ranks) of the last steps, the oldest first; empty without `anomaly_watch`."""
+        """(step, mean loss of all ranks) of the last steps, oldest first; empty without `anomaly_watch`."""
         return () if self._step.watch is None else tuple(self._step.watch.losses.values)
 
     @property
     def grad_norm_history(self) -> tuple[tuple[int, float], ...]:
-        """(step, global gradient norm) of the last steps, the oldest first; empty without `anomaly_watch`."""
+        """(step, global gradient norm) of the last steps, oldest first; empty without `anomaly_watch`."""
         return () if self._step.watch is None else tuple(self._step.watch.norms.values)
 
     def was_step_applied(self) -> bool:
@@ -296,7 +296,7 @@ class StateGetters(nn.Module):
         return self._step.applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the global gradient norm of the last update before clipping, or None if there is none."""
+        """Return the global gradient norm of the last update before clipping, or None."""
         if self.last_step is None or self.last_step.grad_norm is None:
             return None
         return float(self.last_step.grad_norm)
@@ -308,45 +308,45 @@ class StateGetters(nn.Module):
 
     @property
     def checkpoint_pending(self) -> bool:
-        """Whether an asynchronous save is being written; asking takes no time.
+        """Whether this rank's asynchronous save is still being written; does not block.
 
-        It speaks of this rank: ranks need not see the end in the same step, so nothing that all ranks do together
-        should depend on it. On rank 0 it ends when the checkpoint has been published.
+        Ranks may see the end of a save in different steps. So collective decisions must not depend on this flag. On
+        rank 0 it becomes False once the checkpoint is published.
         """
         return self._checkpoints.background.pending
 
     @property
     def last_async_save(self) -> SaveReport | None:
-        """What the last asynchronous save has cost this rank so far, or None if there was none."""
+        """Report of this rank's last asynchronous save so far; None without one."""
         return self._checkpoints.background.report
 
     @property
     def last_memory_copy(self) -> MemoryCopy | None:
-        """What the last copy into memory has taken on this rank, or None."""
+        """Report of this rank's last in-memory checkpoint; None without one."""
         copies = self._faults.copies
         return None if copies is None else copies.last
 
     @property
     def last_profile(self) -> ModuleProfile | None:
-        """What rank 0 has counted in the step that `flops_profiler` names, by module; None before, and elsewhere."""
+        """Profile by module that rank 0 measured in the step of `flops_profiler`; None before and on other ranks."""
         return self._profiling.profile
 
     @property
     def memory_budget(self) -> Budget | None:
-        """What was planned against what there is when the engine was made, on each tier, and what a step moves.
+        """Planned and available memory of each tier when the engine was built, and offload traffic of a step.
 
-        None where all state is on the device and `memory_limits` asks for nothing.
+        None if all state is on the device and `memory_limits` sets no limit.
         """
         return self._memory.budget
 
     def communication(self, step: int | None = None) -> dict[str, dict[str, Totals]]:
-        """Return what this rank's collectives of a step come to: by operation, then by unit or purpose.
+        """Return totals of this rank's collectives in a step: by operation, then by unit or purpose.
 
-        It is read from the ledger, which keeps the newest 4096 collectives; of a step that is older, or has more, it
-        is what is left. A gather of updated parameters counts for the step in which it is launched.
+        They are read from the ledger, which keeps the newest 4096 collectives; earlier ones are missing. An all-gather
+        of updated parameters counts for the step that launches it.
 
         Args:
-            step: its number, from 0; None: the last one that has been taken.
+            step: number of the step, from 0; None: the last step.
 
         Example:
             >>> import shardwise, torch

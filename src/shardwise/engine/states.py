@@ -1,4 +1,4 @@
-"""Moving an engine's state off the device between steps: what a script may ask for."""
+"""Offload an engine's state to the host between steps, and reload it (`offload_states`, `reload_states`)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ _METHODS = ("offload_states", "reload_states")
 
 
 class Moving(Protocol):
-    """What is asked of an engine."""
+    """Protocol of an engine that can move its state."""
 
     device: torch.device
     sharded: ShardedModel
 
 
 def kinds_of(include: Iterable[OffloadStateTypeEnum | str] | None) -> list[OffloadStateTypeEnum]:
-    """Return the kinds that are asked for; all, if nothing is said.
-
-    Raises:
-        UsageError: there is no such kind.
-    """
+    """Return the selected kinds of state; None selects all. Raises a UsageError for an unknown kind."""
     if include is None:
         return list(OffloadStateTypeEnum)
     try:
@@ -41,11 +37,7 @@ def kinds_of(include: Iterable[OffloadStateTypeEnum | str] | None) -> list[Offlo
 
 
 def check_device(device: Any) -> None:
-    """Raise unless a device is the host.
-
-    Raises:
-        UsageError: it is another one.
-    """
+    """Raise a UsageError unless a device is the host ("cpu")."""
     named = getattr(device, "value", device)
     if str(named) != "cpu":
         raise UsageError(
@@ -61,30 +53,30 @@ def offload_states(
     pin_memory: bool = True,
     non_blocking: bool = False,
 ) -> None:
-    """Move the engine's state to the host between steps, so that somebody else has the memory of the device.
+    """Move the engine's state to the host between steps, to free device memory for other programs.
 
-    Everything comes back bit by bit with `reload_states`. Until then whatever needs what is away raises: forward
-    passes, evaluation and `save_16bit_model` need the parameters; backward passes, steps and checkpoints need
-    everything. Every rank calls it with the same arguments. What has been moved before stays there, and so does
-    what lives on the host or on a disk by the configuration (`offload_optimizer`, `offload_param`).
+    `reload_states` restores every bit. Until then, calls that need offloaded state raise: forward passes, evaluation
+    and `save_16bit_model` need the parameters; backward passes, steps and checkpoints need all state. Every rank calls
+    with the same arguments. State that was moved before, or that lives on the host or a disk by configuration
+    (`offload_optimizer`, `offload_param`), stays there.
 
-    Whoever still refers to the memory of whole parameters (a `state_dict()`, a view) keeps it, with the values.
-    Other memory is given back by force: tensors of `engine.optimizer` must not be read meanwhile. What lossy
-    gradient reduction keeps, and buffers of modules, stay on the device.
+    References to the memory of unsharded parameters (a `state_dict()`, a view) keep memory and values. Other memory is
+    freed by force: tensors of `engine.optimizer` must not be read meanwhile. Residuals of lossy gradient reduction and
+    buffers of modules stay on the device.
 
     Args:
-        include: kinds of state (`shardwise.zero.OffloadStateTypeEnum`), or their names: `optim_states`,
-            `hp_params` (master weights; where the optimizer steps the parameters themselves these are they),
-            `lp_params` (parameters), `lp_grads` and `contiguous_grad_buffer` (gradients of an unfinished window,
-            reduced and still to be reduced). None: all.
+        include: kinds of state (`shardwise.zero.OffloadStateTypeEnum`), or their names: `optim_states`, `hp_params`
+            (master weights, or the parameters where the optimizer steps them directly), `lp_params` (parameters),
+            `lp_grads` and `contiguous_grad_buffer` (reduced and unreduced gradients of an unfinished window). None:
+            all.
         device: "cpu".
-        pin_memory: page-lock the memory of the host, if the device is a CUDA device: copies are faster.
-        non_blocking: return at once. The memory is free for what this process launches later; torch keeps it from
+        pin_memory: use pinned host memory for a CUDA device, for faster copies.
+        non_blocking: return at once. The memory is free for later launches of this process; torch reserves it from
             other processes until `torch.cuda.empty_cache()`.
 
     Raises:
-        UsageError: it is called inside of a pass, or of a block that gathers parameters; the optimizer is one of
-            the 1-bit family, whose state is bound to the device; or an argument cannot be used.
+        UsageError: the call is inside a pass, or inside a block that gathers parameters; the optimizer is of the 1-bit
+            family, whose state cannot leave the device; or an argument is invalid.
 
     Example:
         >>> import shardwise
@@ -107,10 +99,10 @@ def offload_states(
 
 
 def reload_states(engine: Moving, non_blocking: bool = False) -> None:
-    """Bring back what `offload_states` has moved; nothing happens if there is nothing. Every rank calls it.
+    """Move the state offloaded by `offload_states` back, if any. Every rank calls it.
 
     Args:
-        non_blocking: return at once; what is launched on the current stream comes behind the copies.
+        non_blocking: return at once; later work on the current stream is ordered after the copies.
 
     Raises:
         UsageError: the engine has been destroyed.
@@ -120,12 +112,12 @@ def reload_states(engine: Moving, non_blocking: bool = False) -> None:
 
 
 def give_methods(optimizer: torch.optim.Optimizer, engine: Any) -> None:
-    """Let an optimizer have the engine's methods that move states: scripts call them on the one or the other."""
+    """Add `offload_states` and `reload_states` to the optimizer, because scripts call them on either object."""
     there = weakref.ref(engine)
 
     def passed_on(name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> None:
-            getattr(there(), name)(*args, **kwargs)  # an engine that is gone has taken its methods back
+            getattr(there(), name)(*args, **kwargs)  # destroying the engine removes these methods
 
         return call
 
@@ -134,22 +126,21 @@ def give_methods(optimizer: torch.optim.Optimizer, engine: Any) -> None:
 
 
 def take_methods(optimizer: torch.optim.Optimizer) -> None:
-    """Take off the optimizer what `give_methods` has given it."""
+    """Remove the methods that `give_methods` has added."""
     for name in _METHODS:
         vars(optimizer).pop(name, None)
 
 
 def get_state_devices(model: Moving, state: OffloadStateTypeEnum | str) -> set[torch.device]:
-    """Return the devices on which an engine has state of a kind now; the processor stands for the memory of the host.
+    """Return the devices that hold an engine's state of a kind; the CPU stands for host memory.
 
-    Nothing is named for state that lives on a disk, or that there is none of.
+    State on a disk, or state that does not exist, has no device.
 
     Args:
-        model: the engine.
-        state: a kind, or its name.
+        state: a kind of state, or its name.
 
     Raises:
-        UsageError: there is no such kind.
+        UsageError: the kind is unknown.
     """
     (kind,) = kinds_of([state])
     devices = {Tier.DEVICE: model.device, Tier.HOST: torch.device("cpu")}

@@ -1,7 +1,7 @@
-"""The step: from the micro-batches of an accumulation window to an update of the parameters.
+"""The training step: from the micro-batches of an accumulation window to an update of the parameters.
 
-A `TrainStep` knows where in its window a pass is, scales and weights losses, and at the end of the window forms the
-norm, finds overflows, clips, steps and reports. Whoever runs the passes owns one.
+A `TrainStep` counts micro-batches and scales and weights losses. At the end of the window it computes the norm, finds
+overflows, clips, steps and reports.
 """
 
 from __future__ import annotations
@@ -41,34 +41,31 @@ if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel
 
 _AHEAD, _LOSS = FACTS + 2, FACTS + 3
-"""Places in what ranks add up: whether units were needed far ahead of reductions, and the first number of the loss."""
+"""Indices in the step's all-reduce: units needed far ahead of reductions, and the first number of the loss."""
 
 
 _FEW, _MANY = 4, 64
-"""Micro-batches without a step after which a script is warned: with gradient accumulation, and without, where scripts
-add up several losses, or gradients of their own micro-batches. After few steps with a schedule stepped twice, too."""
+"""Micro-batches without a step before a warning: with gradient accumulation, and without (scripts may add up losses or
+micro-batches themselves). `_FEW` is also the number of steps with a schedule stepped twice before a warning."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the last `step()` at a boundary did.
+    """Report of the last `step()` at a boundary.
 
     Attributes:
         applied: parameters were updated (False: skipped because of an overflow or a spike).
         grad_norm: global L2 norm of the gradients before clipping (0-D fp64 tensor), or None if not computed.
         clip_coefficient: factor by which clipping reduced the gradients (0-D tensor), or None without clipping.
-        loss_scale: loss scale that these gradients had.
-        lr: learning rate of each parameter group that was used.
-        clipped_norm: norm after clipping: grad_norm times clip_coefficient. None if the norm was not computed, or the
-            step was skipped.
+        lr: learning rate of each parameter group in this step.
+        clipped_norm: grad_norm times clip_coefficient. None if the norm was not computed, or the step was skipped.
         weight: sum of the weights of the window's micro-batches over all ranks (0-D fp64 tensor), or None without.
-        overflow: gradients that were not finite, for which the step was skipped; None if it was not for them. The same
-            on all ranks.
-        spike: what was unusual of the step (`anomaly_watch`), if that was known before the update; the step was skipped
-            for it if it was not applied. The same on all ranks.
-        samples: of all ranks that have gone into the step.
-        loss: mean of the losses that all ranks have passed to `engine.backward()`, weighted as they were (0-D fp64
-            tensor); None if neither a monitor nor `anomaly_watch` wants it, or this rank has passed none.
+        overflow: non-finite gradients for which the step was skipped, or None. The same on all ranks.
+        spike: spike (`anomaly_watch`) known before the update, or None; the reason if the step was not applied. The
+            same on all ranks.
+        samples: samples of all ranks in the step.
+        loss: weighted mean of the losses that all ranks passed to `engine.backward()` (0-D fp64 tensor). None if
+            neither a monitor nor `anomaly_watch` needs it, or this rank has passed none.
     """
 
     applied: bool
@@ -101,12 +98,10 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _Heard:
-    """What all ranks have said.
+    """Result of the step's all-reduce.
 
     Attributes:
-        complained: something that ends the step.
-        finite: the norm is, as far as somebody has asked.
-        spike: what is unusual.
+        complained: a rank reported an error that ends the step.
     """
 
     complained: bool = False
@@ -115,35 +110,28 @@ class _Heard:
 
 
 class TrainStep:
-    """See the module docstring. It drives the model's passes (`shardwise.zero.passes.driver.Driver`).
+    """Steps one engine; driven by the model's passes (`shardwise.zero.passes.driver.Driver`).
 
     Args:
-        sharded: the model.
-        config: validated.
-        job: all ranks that step together.
-        batches: sizes.
-        optimizer: of the model; None: nothing is trained.
-        scheduler: stepped after every applied update; None: there is none.
-        scaler: of losses; None: they are not scaled.
-        signals: those that came to this rank are told to all with each step.
+        scheduler: stepped after every applied update, or None.
+        signals: signals of this rank, exchanged in each step.
         shows_loss: steps report the loss (the same on all ranks).
 
     Attributes:
-        anomalies: what has been noticed.
-        watch: judges losses and gradient norms; None: nobody does.
-        rewinding: what has to be undone by going back to a copy in memory; None: nothing.
-        lr_scheduler: see `scheduler`; may be changed.
-        loss_scaler: see `scaler`.
+        watch: detects spikes of losses and gradient norms, or None.
+        rewinding: reason for a pending rewind to an in-memory copy, or None.
+        lr_scheduler: may be changed.
+        loss_scaler: may be changed.
         global_steps: boundaries passed, skipped steps included.
-        micro_steps: calls of `take`, but for those that had nothing to do.
+        micro_steps: calls of `take`, without calls that had nothing to do.
         skipped_steps: steps skipped because of an overflow or a spike.
-        global_samples: samples of all ranks that have gone into steps.
-        window_began: `micro_steps` where the accumulation window has begun.
-        new_micro_batch: the model has been run for training since the last step.
-        inside_no_sync_ctxt: gradients are added up without being reduced.
-        exchanges: other ranks wait for gradients from this one in its backward pass, so that a loss of weight 0 is
-            differentiated, too.
-        last_step: what the last step at a boundary did.
+        global_samples: samples of all ranks used in steps.
+        window_began: `micro_steps` at the beginning of the accumulation window.
+        new_micro_batch: the model has run a training pass since the last step.
+        inside_no_sync_ctxt: gradients are accumulated without reduction.
+        exchanges: other ranks wait for gradients in this rank's backward pass, so a loss of weight 0 is differentiated
+            too.
+        last_step: report of the last step at a boundary.
         applied: the last call of `take` updated the parameters.
     """
 
@@ -188,7 +176,7 @@ class TrainStep:
         self._window = self._new_window()
         self._pass_weight: Weight | None = None
         self._forwards = self._backwards = 0  # since the last `take`
-        self._scheduled: Any = object()  # what `last_epoch` is at the next step if the script steps the schedule once
+        self._scheduled: Any = object()  # `last_epoch` at the next step if the script also steps the schedule
         self._own_schedule_steps = 0
         self._inputs: SameInputs | None = SameInputs(job.world) if batches.ranks > 1 else None
         self._reference_asked = False
@@ -200,21 +188,20 @@ class TrainStep:
 
     @property
     def scale(self) -> float:
-        """The loss scale in force (1.0 without)."""
+        """Current loss scale (1.0 without scaling)."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
-    @never_compiled  # the count is another one in every call
+    @never_compiled  # the count changes in every call
     def forward_begins(self, inputs: Any) -> None:
-        """Note that the engine's forward pass is called for training."""
+        """Record a training forward pass of the engine."""
         self.new_micro_batch = True
         self._forwards += 1
         if self._inputs is not None:
             self._inputs.note(inputs)
 
     def _warn_of_missing_step(self) -> None:
-        """Warn once where a script does not end its micro-batches by `step`."""
         self._backwards += 1
         steps = self._batches.steps
         most = _MANY if steps == 1 else max(_FEW, steps)
@@ -225,7 +212,7 @@ class TrainStep:
             )
 
     def output_scale(self) -> float:
-        """Return what gradients of the model's outputs are multiplied by as they enter it."""
+        """Return the factor of gradients at the model's outputs."""
         self._scale_entered = True
         return 1.0 if self._loss_is_scaled else self.scale
 
@@ -233,15 +220,14 @@ class TrainStep:
     def passing(
         self, loss: torch.Tensor, weight: Any = None, scale_wrt_gas: bool = True
     ) -> Iterator[list[torch.Tensor]]:
-        """Give the block the scaled losses from which it runs the backward pass of a micro-batch.
+        """Yield the scaled losses for the backward pass of a micro-batch.
 
         Args:
-            loss: scalar.
             weight: see `Engine.backward`.
             scale_wrt_gas: see `Engine.backward`.
 
         Raises:
-            UsageError: `weight` cannot be a weight, or is given where gradients are summed over ranks.
+            UsageError: `weight` is invalid, or given where gradients are summed over ranks.
         """
         counted = None if weight is None else self._weight_of(weight, scale_wrt_gas)
         self._sharded.hooks.settle()
@@ -249,7 +235,7 @@ class TrainStep:
         steps = float(self._batches.steps)
         factor: Weight = self.scale * (1.0 if scale_wrt_gas else steps)
         if self._sharded.plain is not None:
-            factor /= steps  # no step divides
+            factor /= steps  # because no step divides it
         if counted is not None:
             factor = counted * (self.scale / self._reference)
         zero = counted is not None and not isinstance(counted, torch.Tensor) and counted == 0.0
@@ -290,13 +276,11 @@ class TrainStep:
         return checked_weight(weight)
 
     def backward_begins(self) -> None:
-        """See `shardwise.zero.passes.driver.Driver`."""
+        """Agree on the unit of weights before a backward pass."""
         self._agree_on_reference(None)
 
     def backward_ended(self, brought: bool) -> None:
-        """Remember how the pass was weighted, and whether it has brought gradients without the loss scale; the step
-        tells all ranks.
-        """
+        """Record the weight of the pass, and whether its gradients lack the loss scale; `step` exchanges both."""
         if brought or self._loss_is_scaled:  # not torch.autograd.grad, which accumulates nothing
             self.new_micro_batch = True
             self._window.count(self._pass_weight, brought=brought)
@@ -306,13 +290,13 @@ class TrainStep:
 
     @property
     def _reference(self) -> float:
-        """The weight that leaves a loss as it is."""
+        """The unit of weights: a loss of this weight is unchanged."""
         return (self.loss_scaler.reference_weight if self.loss_scaler is not None else None) or 1.0
 
     def _agree_on_reference(self, weight: Weight | None) -> None:
-        """Under loss scaling, before the first backward pass: agree on the unit in which weights are counted.
+        """Agree on the unit of weights before the first backward pass, under loss scaling.
 
-        All ranks take part in every backward pass, so they all come here, whether or not theirs has a weight.
+        All ranks take part in every backward pass, so all call this, with or without a weight.
         """
         if self.loss_scaler is None or self._reference_asked:
             return
@@ -329,10 +313,10 @@ class TrainStep:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add gradients up locally inside the block; the first backward pass outside reduces the sum.
+        """Accumulate gradients locally inside the block; the first backward pass outside reduces the sum.
 
         Raises:
-            SyncError: the configuration shards gradients, so there is nowhere to add them up.
+            SyncError: the configuration shards gradients.
             UsageError: the engine has been destroyed.
         """
         self._sharded.check_open("engine.no_sync()")
@@ -356,28 +340,24 @@ class TrainStep:
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an update.
 
-        Where the script counts micro-batches (`managed_gradient_accumulation` false) every `step()` is a boundary, and
-        this is true unless it has been declared otherwise for the window.
+        With `managed_gradient_accumulation` false every `step()` is a boundary, so True unless declared otherwise for
+        the window.
         """
         if self._boundary is not None:
             return self._boundary
         return not self._managed or self._place_in_window() + 1 == self._batches.steps
 
     def _place_in_window(self) -> int:
-        """Return how many micro-batches of the window have been ended.
+        """Return the number of ended micro-batches of the window.
 
-        Counted from where the window began, because its length may change between windows, and a script may declare
-        boundaries. Where a script has set `micro_steps`, windows begin at multiples of their length.
+        Counted from the beginning of the window, because its length may change and scripts may declare boundaries. If a
+        script has set `micro_steps`, windows begin at multiples of their length.
         """
         place, steps = self.micro_steps - self.window_began, self._batches.steps
         return place if 0 <= place < steps else self.micro_steps % steps
 
     def check_between_windows(self, what: str) -> None:
-        """Raise in the middle of an accumulation window.
-
-        Raises:
-            BatchSizeError: it says how many micro-batches the window has had.
-        """
+        """Raise a BatchSizeError, with the number of micro-batches, in the middle of an accumulation window."""
         had = max(self._window.passes, self.micro_steps - self.window_began if self._managed else 0)
         if had:
             raise BatchSizeError(
@@ -386,10 +366,10 @@ class TrainStep:
             )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Declare whether the current micro-batch is a boundary; holds until changed, None returns to counting.
+        """Declare whether the current micro-batch is a boundary; holds until changed. None returns to counting.
 
-        Where the script counts micro-batches it says that the next backward pass is the last one before `step()`, so
-        that gradients can be reduced during it (stages 0 and 1); it holds until that step.
+        With `managed_gradient_accumulation` false it marks the next backward pass as the last one before `step()`, so
+        gradients are reduced during it (stages 0 and 1). It then holds until that step.
         """
         self._boundary = is_boundary
 
@@ -405,7 +385,7 @@ class TrainStep:
 
     @property
     def _managed(self) -> bool:
-        """Whether micro-batches are counted here, and not by the script."""
+        """Whether the engine counts micro-batches, not the script."""
         return bool(self._config.managed_gradient_accumulation)
 
     def reduces_now(self) -> bool:
@@ -415,9 +395,9 @@ class TrainStep:
         return self.is_gradient_accumulation_boundary() if self._managed else self._boundary is True
 
     def begins_window(self) -> bool:
-        """Whether no rank has had a micro-batch of this accumulation window before.
+        """Whether no rank has had a micro-batch of this window.
 
-        A rank may have left out its backward pass. Where the script counts micro-batches this is not known, and False.
+        A rank may have left out its backward pass. False where the script counts micro-batches, because it is unknown.
         """
         return self._managed and self.micro_steps == self.window_began
 
@@ -429,7 +409,7 @@ class TrainStep:
         )
 
     def drop_gradients(self) -> None:
-        """Forget the gradients that have been accumulated: the window starts anew."""
+        """Drop accumulated gradients; the window starts again."""
         self._prepared = None
         self._unscaled = False
         self._window = self._new_window()
@@ -440,19 +420,17 @@ class TrainStep:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def take(self, lr_kwargs: dict[str, Any] | None = None) -> bool:
-        """End a micro-batch; at a boundary update the parameters, the loss scale and the schedule (all ranks call).
+        """End a micro-batch; at a boundary update parameters, loss scale and schedule (all ranks call).
 
-        Returns:
-            Whether a window has ended. If no rank has run a backward pass nothing is changed, and none has.
-
-        Raises: see `Engine.step`.
+        Raises as `Engine.step`. Returns whether a window has ended: False, without any change, if no rank has run a
+        backward pass.
         """
         if self.inside_no_sync_ctxt:
             raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
         self.applied = False
         self._forwards = self._backwards = 0
         boundary = not self._managed or self.is_gradient_accumulation_boundary()
-        # Whether a whole window is empty is known to all ranks after their all-reduce, and not before.
+        # Only the all-reduce shows whether the window is empty on all ranks.
         if not self.new_micro_batch and not (boundary and self._window.passes == 0) and self._prepared is None:
             self._say_idle("the model has not been run since the last step()")
             return False
@@ -477,7 +455,7 @@ class TrainStep:
             )
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> bool:
-        """Take the step that ends a window; return False, and change nothing, if no rank has run a backward pass."""
+        """Step at the end of a window; return False without any change if no rank has run a backward pass."""
         sharded = self._sharded
         sharded.check_can_step()
         prepared = self._prepared = self._prepared or self._prepare()
@@ -489,7 +467,7 @@ class TrainStep:
                 "engine.step() has raised before, when the gradients were already prepared for the update, and another "
                 "backward pass has come on top of them. Call engine.zero_grad() and compute the window's gradients anew"
             )
-        # They are taken to be as many on each rank.
+        # Each rank is assumed to have the same number of samples.
         samples = self._batches.total if self._managed else self._batches.samples(self._window.passes)
         report = replace(prepared.report, lr=tuple(self._rates()), samples=samples)
         overflow = report.overflow
@@ -519,7 +497,6 @@ class TrainStep:
         return True
 
     def _step_schedule(self, arguments: dict[str, Any]) -> None:
-        """Step the schedule, and warn once if the script steps it as well."""
         last = getattr(self.lr_scheduler, "last_epoch", None)
         self._own_schedule_steps = self._own_schedule_steps + 1 if last == self._scheduled else 0
         if self._own_schedule_steps == _FEW and self._job.rank == 0:
@@ -533,10 +510,9 @@ class TrainStep:
         self._scheduled = epoch + 1 if isinstance(epoch, int) else object()
 
     def _decide(self, report: StepReport) -> None:
-        """Act on what is known of a step before its update: raise if it is to stop, note if the engine is to go back.
+        """Act on a step's overflow or spike before its update: mark a rewind, or raise an AnomalyError on all ranks.
 
-        Raises:
-            AnomalyError: all ranks alike; the window's gradients are dropped, and everything else is as it was.
+        The error drops only the window's gradients.
         """
         overflow, spike = report.overflow, report.spike
         key, action, cause = "", "warn", ""
@@ -562,14 +538,14 @@ class TrainStep:
         )
 
     def _tell_skipped(self, report: StepReport, overflow: OverflowReport, searched: bool) -> None:
-        """Say that a step with gradients that are not finite is not taken; `searched`: to find a loss scale."""
+        """Log a skipped step with non-finite gradients; `searched`: part of the search for a loss scale."""
         before, now = report.loss_scale, self.scale
         change = f"stays at {now:g}" if before == now else f"goes from {before:g} to {now:g}"
         message = "step %d is skipped: overflow in %s%s"
         if searched:
             if self._job.rank == 0:
                 logger.info(message, self.global_steps, overflow, f"; the loss scale {change}")
-            if self.loss_scaler is not None and self.loss_scaler.exhausted:  # now: the next overflow is no search
+            if self.loss_scaler is not None and self.loss_scaler.exhausted:  # the search has ended
                 self._tracer.arm(self.global_steps)
                 self._window.trace = self._tracer.new_window(self.global_steps)
             return
@@ -579,30 +555,29 @@ class TrainStep:
         self.anomalies.note(anomaly, message, self.global_steps, overflow, told, level=level)
 
     def _searched(self, overflow: OverflowReport) -> bool:
-        """Whether an overflow is nothing but a step of the search for a loss scale."""
         return self.loss_scaler is not None and overflow.phase != "forward" and not self.loss_scaler.exhausted
 
     def _rates(self) -> list[float]:
         return [] if self._optimizer is None else [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def _tell_overflow(self, overflow: bool) -> None:
-        """Keep on the optimizer whether its last step was skipped: frameworks ask it, not the engine."""
+        """Set `optimizer.overflow`, because frameworks read it there."""
         optimizer = self._optimizer
         if optimizer is not None and self.loss_scaler is not None and not hasattr(type(optimizer), "overflow"):
             optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Take off the optimizer what it was told, and the hooks off the model."""
+        """Remove the hooks from the model and `overflow` from the optimizer."""
         self._tracer.remove()
-        self._tracer.micro_batch = int  # it asks this object, which has it
+        self._tracer.micro_batch = int  # breaks the reference cycle
         if self._optimizer is not None and self.loss_scaler is not None:
             vars(self._optimizer).pop("overflow", None)
 
     def _prepare(self) -> _Prepared | None:
-        """Find out what the optimizer needs to know of the window's gradients: complete them, compute norm and factor.
+        """Complete the window's gradients, and compute norm and factor.
 
-        Done once a window: if the optimizer then raises, the next `take` goes on from here. None if there are no
-        gradients: no rank has run a backward pass in the window.
+        Runs once a window: if the optimizer then raises, the next `take` continues here. None if no rank has run a
+        backward pass in the window.
         """
         config, sharded = self._config, self._sharded
         reducer = sharded.reducer
@@ -626,7 +601,7 @@ class TrainStep:
         facts = [*self._window.facts(), reported, wrong, ahead, *losses, *signals, *compared]
         sums = norm = None
         if formed is not None and probe is None:
-            # Norms of single tensors are summed over ranks only if they are watched.
+            # Norms of single tensors are summed over ranks only if watched.
             reduce = sharded.sums.squares if self.watch is not None else sharded.sums.total
             sums, told = reduce(formed, facts)
         else:
@@ -635,7 +610,7 @@ class TrainStep:
             if self._job.rank == 0:
                 inputs.compare(told[-len(compared) :])
             told = told[: -len(compared)]
-        # The others' passes are looked at, and waited for, where there are none on this rank.
+        # A rank without passes waits for the counts of the others.
         if self._window.passes == 0 and not any(told[1:3].tolist()):
             self._inputs = inputs
             self._listen(told, None, now=True)
@@ -674,7 +649,7 @@ class TrainStep:
             coefficient = sharded.clip_factor(norm, clip)
             multiplier = coefficient * factor
         if weight is not None and self.loss_scaler is not None and self.loss_scaler.reference_weight is None:
-            # The first pass had no weight, or one of zero; the window was counted in units of 1.
+            # The first pass had no weight, or weight zero: weights are in units of 1.
             self.loss_scaler.reference_weight = reference_for(float(weight / told[1])) if float(weight) else None
         applied = overflow is None and (spike is None or spike.action == "warn")
         clipped = None if norm is None or not applied else norm if coefficient is None else norm * coefficient
@@ -691,30 +666,25 @@ class TrainStep:
             return sums.own_squares()
         return sums.probe() if self._non_finite.policy == "warn" else None
 
-    # -- what the ranks have said ------------------------------------------------------------------------------------
+    # -- result of the all-reduce ------------------------------------------------------------------------------------
 
     def _listen(
         self, told: torch.Tensor, evidence: Evidence | None, *, now: bool, checked: torch.Tensor | None = None
     ) -> _Heard:
-        """Learn what the ranks have said: now, or at the next step where nothing but weights, signals and a warning
-        depends on it and it would mean waiting now.
+        """Read the step's all-reduce: now, or at the next step if only weights, signals and a warning depend on it.
 
-        Args:
-            told: by the ranks.
-            evidence: what is known of the gradients.
-            now: wait for it.
-            checked: a number that comes along.
+        `checked` is a further number to read.
         """
         self.hear_before()
         values = Later(told if checked is None else torch.cat([told, checked.reshape(1)]))
         if evidence is not None and not now:
             self._told = values, evidence, checked is not None
             return _Heard()
-        # The host waits once for all.
+        # One host wait for all values.
         return self._hear(values.read(), evidence, checked is not None, late=False)
 
     def hear_before(self) -> None:
-        """Learn what the ranks have said at the last step, if that has not been heard yet (all ranks call)."""
+        """Read the previous step's all-reduce, if not read yet (all ranks call)."""
         before, self._told = self._told, None
         if before is not None:
             self._hear(before[0].read(), before[1], before[2], late=True)
@@ -729,7 +699,7 @@ class TrainStep:
             assert self._sharded.reducer is not None
             self._sharded.reducer.block_host()
         if told[FACTS]:
-            return _Heard(complained=True)  # the step is not taken, and what is known of it may not be all
+            return _Heard(complained=True)  # the step is not taken, and the values may be incomplete
         if evidence is not None and self._non_finite.policy == "warn":
             wrong = bool(told[FACTS + 1])
             assert self._sharded.reducer is not None
@@ -751,7 +721,6 @@ class TrainStep:
             )
 
     def _judged(self, evidence: Evidence, loss: float | None, norm: float | None) -> Spike | None:
-        """Say what is unusual of a step, and return that which asks for most (all ranks call)."""
         assert self.watch is not None
         squares = evidence.of_parameters if norm is not None and evidence.summed else None
         step = evidence.step
@@ -785,19 +754,16 @@ class TrainStep:
             "get a zero gradient."
         )
 
-    # -- what gradients are multiplied by ----------------------------------------------------------------------------
+    # -- gradient scales ---------------------------------------------------------------------------------------------
 
     @property
     def _averages(self) -> bool:
-        """Whether gradients are averaged over ranks, not summed."""
         return self._config.gradient_allreduce_op == "mean"
 
     def _factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
-        """Return what turns accumulated sums into the gradient: the mean over ranks and micro-batches, or the division
-        by the sum of their weights, with the loss scale divided out.
-        """
+        """Return the scale from accumulated sums to the gradient: mean or weighted mean, and inverse loss scale."""
         if weight is not None:
-            # Without any weight the sums are zero, and so is the gradient.
+            # If all weights are 0, sums and gradient are zero.
             return self._reference / (torch.where(weight > 0, weight, 1.0) * self._scale_of_sums())
         return 1.0 / self.reduction_scale()
 
@@ -806,9 +772,9 @@ class TrainStep:
         return prescale * self.scale
 
     def reduction_scale(self) -> float:
-        """Return what divides sums over ranks and micro-batches to give their mean (or sum, as configured).
+        """Return the divisor of sums over ranks and micro-batches for their mean (or sum, as configured).
 
-        Weights of micro-batches are not in it: what a lossy reduction keeps for later counts by its own.
+        Weights of micro-batches are excluded: residuals of lossy reductions keep their own.
         """
         ranks = self._sharded.domain.world if self._averages else 1
         return ranks * self._batches.steps * self._scale_of_sums()

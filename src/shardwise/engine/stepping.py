@@ -1,4 +1,4 @@
-"""Optimizer and schedule of an engine: whose they are, and what has to be known and set before one is sharded."""
+"""Optimizer and schedule of an engine: construction, and preparation for sharding."""
 
 from __future__ import annotations
 
@@ -28,21 +28,14 @@ def make_optimizer(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> torch.optim.Optimizer | None:
-    """Return the client's optimizer, made now if need be, or the configuration's; frozen parameters are left out.
+    """Return the client's optimizer or the configured one; frozen parameters are left out. None without trainable ones.
 
     Args:
-        settings: the configuration.
-        client: an optimizer, or a callable that makes one from parameters; None: as configured.
-        parameters: what is optimised; None: all.
-        model: the user's.
-        device: where it steps.
-        dtype: of the parameters while they compute; None: their own.
-
-    Returns:
-        None if there is none, or nothing to train.
+        client: an optimizer, or a callable of the parameters; None: as configured.
+        dtype: compute dtype of the parameters; None: their own.
 
     Raises:
-        UsageError: the client's is no optimizer.
+        UsageError: the client's object is no optimizer.
     """
     if isinstance(client, torch.optim.Optimizer):
         return client
@@ -64,16 +57,15 @@ def make_optimizer(
     if settings.optimizer is None or settings.optimizer.type is None:
         return None
     options = dict(settings.optimizer.params or {})
-    # Some treat parameters by name; a tied one by all its names.
+    # Some optimizers select parameters by name; a tied one has several.
     named = model.named_parameters(remove_duplicate=False)
     return build_optimizer(settings.optimizer.type, chosen, options, device=device, named=named, parameter_dtype=dtype)
 
 
 def stepping_of(optimizer: torch.optim.Optimizer | None) -> Stepping:
-    """Return which groups are stepped whole, and what else the optimizer needs.
+    """Return how the optimizer can be sharded: elementwise, with norms, or with unsharded tensors.
 
-    Raises:
-        ConfigError: the optimizer cannot be sharded; the message says why.
+    Raises a ConfigError with the reason, if it cannot be sharded.
     """
     if optimizer is None:
         return Stepping()
@@ -87,15 +79,13 @@ def stepping_of(optimizer: torch.optim.Optimizer | None) -> Stepping:
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer | None, resolution: Resolution, *, masters: bool) -> Stepping:
-    """Compare an optimizer with the configuration, let it step as configured, and return what it has to be given.
+    """Check an optimizer against the configuration, prepare its step, and return how it can be sharded.
 
     Args:
-        optimizer: on the user's own parameters.
-        resolution: the configuration.
-        masters: it steps fp32 masters of 16-bit parameters, not these themselves.
+        masters: it steps fp32 master weights of 16-bit parameters.
 
     Raises:
-        ConfigError: it cannot be sharded, or cannot step 16-bit parameters as the configuration asks.
+        ConfigError: it cannot be sharded, or cannot step 16-bit parameters as configured.
     """
     stepping = stepping_of(optimizer)
     if optimizer is not None:
@@ -106,11 +96,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer | None, resolution: Resol
 
 
 def _step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, stepping: Stepping) -> None:
-    """Prepare an optimizer for stepping 16-bit parameters themselves.
-
-    Raises:
-        ConfigError: it cannot step them as the configuration asks.
-    """
+    """Prepare an optimizer to step 16-bit parameters directly; raise a ConfigError if it cannot."""
     fp16, bf16 = resolution.config.fp16.enabled, resolution.config.bf16
     name = type(optimizer).__name__
     rounding: str = "nearest" if fp16 else bf16.rounding or "nearest"
@@ -144,7 +130,6 @@ def _step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, s
 
 
 def _check_momentum(settings: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Warn of a method that applies momentum before it sends, under an optimizer that applies its own after."""
     method = method_parameters(settings)
     if not isinstance(method, DGCOptions) or method.momentum == 0:
         return
@@ -161,10 +146,9 @@ def _check_momentum(settings: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_scheduler(settings: Any, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the client's scheduler, made now if need be, or the configuration's; None if there is none.
+    """Return the client's scheduler or the configured one; None without one.
 
-    Raises:
-        UsageError: the client's is none, or sets the learning rates of another optimizer.
+    Raises a UsageError if the client's object is no scheduler, or belongs to another optimizer.
     """
     if client is not None:
         return _given_scheduler(client, optimizer)

@@ -1,4 +1,4 @@
-"""Tensors that ranks share: from what the configuration asks for to divided layers and the groups of an engine."""
+"""Tensor parallelism of an engine: sharded layers and tensor-parallel groups from the configuration."""
 
 from __future__ import annotations
 
@@ -29,22 +29,16 @@ if TYPE_CHECKING:
 
 
 class SharedTensors:
-    """The group of an engine whose ranks share tensors, as long as it is open (all ranks call).
+    """The tensor-parallel group of an engine, while it is open (all ranks call).
 
     Args:
-        job: all ranks.
-        lines: those of each copy of the model, by their numbers in the job.
-        model: its layers are divided, unless they have been before.
-        config: validated; says how.
-        data: the ranks that get different samples.
-        client: layers have been divided by the client and exchange by themselves; parameters are marked.
-
-    Attributes:
-        group: the ranks of this rank's copy of the model.
+        lines: tensor-parallel groups, by ranks in the job.
+        model: its layers are sharded, unless they already are.
+        client: the client has sharded the layers, which communicate by themselves; parameters are marked.
 
     Raises:
-        UsageError: nothing in the model can be divided, or the model is divided over other ranks.
-        ConfigError: the configuration names what the model has not.
+        UsageError: no layer can be sharded, or the model is sharded over other ranks.
+        ConfigError: the configuration names missing modules.
     """
 
     def __init__(
@@ -80,14 +74,14 @@ class SharedTensors:
         self._compared = False
 
     def exchange(self, optimizer: Any, parameters: Any) -> Any:
-        """Have an optimizer hold what the model's parameters are now, and return a client's list of them so."""
+        """Replace the parameters of optimizer and client list by the model's current ones; return the list."""
         return self._dtensors.exchange(optimizer, parameters) if self._dtensors else parameters
 
     def watch(self, model: nn.Module) -> None:
-        """Compare what the ranks of a copy of the model give it in the first forward pass (parameters are sharded)."""
+        """Install the checks of the first passes (after sharding)."""
         take_over(self)
         self._dtensors.watch(ModuleHook)
-        if not self._client:  # whose layers draw as they like
+        if not self._client:  # client layers manage their random numbers
             same_numbers(self.group)
             self._regions = Regions(model, self.group)
             self._regions.watch(model, ModuleHook)
@@ -96,10 +90,9 @@ class SharedTensors:
         self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
 
     def compare_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compare the inputs of the first forward pass in training over the ranks of a copy of the model (all call).
+        """Compare the inputs of the first training pass over the tensor-parallel group (all ranks of it call).
 
-        Raises:
-            DesyncError: on all ranks alike, if they differ.
+        Raises a DesyncError on all ranks, if they differ.
         """
         begin_pass(model)
         if self._gradients is not None:
@@ -107,7 +100,7 @@ class SharedTensors:
         if self._compared or not model.training:
             return
         self._compared = True
-        if not self._client:  # a script may have seeded each rank otherwise since
+        if not self._client:  # a script may have seeded ranks differently since
             same_numbers(self.group)
         own = [fingerprint(tensor) for tensor in tensors_in((args, kwargs))]
         told = self._part.exchange(own, "tensor_inputs")
@@ -119,22 +112,21 @@ class SharedTensors:
             )
 
     def check_gradients(self, loss: torch.Tensor | None = None) -> None:
-        """Compare gradients of whole parameters, and a loss, once (all ranks of a copy of the model call).
+        """Compare gradients of unsharded parameters and the loss once (all ranks of the tensor-parallel group call).
 
-        Raises:
-            ConfigError: one differs between the ranks.
+        Raises a ConfigError if one differs between the ranks.
         """
         if self._gradients is not None:
             self._gradients.check(loss)
 
     def step_begins(self) -> None:
-        """Compare gradients of backward passes that the script has run itself (all ranks of a copy call)."""
+        """Compare gradients of backward passes that the script ran itself (all ranks of the group call)."""
         self.check_gradients()
         if self._regions is not None:
             self._regions.settle()
 
     def named(self, error: Exception, model: nn.Module) -> ConfigError | None:
-        """Return an error that names the module with divided layers in which a first pass has raised another one."""
+        """Return an error that names the module with sharded layers whose first pass has failed."""
         if isinstance(error, ShardwiseError) or self._client or self._gradients is None or self._gradients.ended:
             return None
         paths = {id(module): path for path, module in model.named_modules()}
@@ -156,7 +148,7 @@ class SharedTensors:
         )
 
     def close(self) -> None:
-        """End it; process groups belong to the job's communicator."""
+        """Remove hooks and group; process groups belong to the job's communicator."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -172,7 +164,6 @@ class SharedTensors:
 
 
 def _declare_client_s(model: nn.Module, group: TensorGroup) -> None:
-    """Declare parts whose layers exchange by themselves."""
     if not declare_marked(model, group):
         raise UsageError(
             f"initialize(mpu=...): {group.size} ranks have a copy of the model among them, and no parameter of "

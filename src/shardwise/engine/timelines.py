@@ -1,9 +1,8 @@
-"""Timelines of an engine's steps, and who waits for whom: the section `timeline`, `engine.record_timeline`,
-`engine.stragglers`.
+"""Timelines of training steps, and stragglers: section `timeline`, `engine.record_timeline`, `engine.stragglers`.
 
-The ranks compare their clocks together before the first step that is recorded and after the last one, never in a step.
-Each writes a file of its own. What ends early (an engine that is destroyed, an exception) is written without asking the
-other ranks. While nothing is recorded nothing is installed.
+Ranks compare clocks before the first recorded step and after the last one, never inside a step. Each rank writes its
+own file. A recording that ends early (destroyed engine, exception) is written without the other ranks. Hooks are
+installed only while recording.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ class _Recording:
     """A timeline that is being recorded.
 
     Attributes:
-        recorder: has what has been recorded; None on ranks that record nothing.
-        file: where it will be.
-        clock: at the beginning.
+        recorder: recorded events; None on ranks that record nothing.
+        file: output file.
+        clock: clock comparison at the beginning.
         first: number of the first step.
-        left: steps still to come; None: until somebody ends it.
-        installed: takes everything off again.
+        left: steps still to record; None: until the block ends.
+        installed: removes the hooks when closed.
     """
 
     def __init__(self, recorder: Recorder | None, file: Path, clock: Clock, first: int, left: int | None) -> None:
@@ -53,17 +52,7 @@ class _Recording:
 
 
 class Timelines(StepObserver):
-    """See the module docstring.
-
-    Args:
-        sharded: the model.
-        config: validated.
-        job: all ranks; its ledger is recorded.
-        steps: counts the steps.
-
-    Attributes:
-        directory: where files go if the configuration does not say.
-    """
+    """Records timelines of one engine's steps, into `directory` unless configured otherwise."""
 
     def __init__(self, sharded: ShardedModel, config: Config, job: Communicator, steps: TrainStep) -> None:
         self.directory = Path("timeline")
@@ -74,14 +63,14 @@ class Timelines(StepObserver):
         self._until = self._options.start_step if self._options.enabled else -1  # steps until recording begins
         self._recording: _Recording | None = None
         self._rank = job.members[job.rank]
-        self.active = self._options.enabled  # `record_timeline` records until its block ends, however many steps
+        self.active = self._options.enabled  # `record_timeline` has no limit of steps
         if self._options.enabled:
             made = sorted(set(self._options.ranks or ()) - set(job.members))
             if made:
                 raise UsageError(f"timeline.ranks: there are no ranks {made}; the job has {job.world} ranks, from 0 on")
 
     def begin_if_due(self) -> None:
-        """Begin what the configuration asks for (all ranks call, outside of steps)."""
+        """Start the configured recording if due (all ranks call, outside of steps)."""
         if self._until == 0:
             options = self._options
             self._begin(
@@ -104,16 +93,15 @@ class Timelines(StepObserver):
     def record_timeline(
         self, path: str | os.PathLike[str], *, ranks: Sequence[int] | None = None, max_events: int | None = None
     ) -> Iterator[None]:
-        """Record what happens inside of the block, as the section `timeline` does for some steps (all ranks call).
+        """Record a timeline inside the block, as the section `timeline` does for some steps (all ranks call).
 
-        Each rank writes `timeline-RRRRR.json` at the end of the block; `shardwise trace` joins the files. The block
-        begins and ends outside of passes and steps. If it ends with an exception, other ranks are not asked for their
-        clocks once more.
+        Each rank writes `timeline-RRRRR.json` at the end of the block; `shardwise trace` merges the files. The block
+        begins and ends outside of passes and steps. If it ends with an exception, clocks are not compared again.
 
         Args:
             path: directory.
-            ranks: those that record, by their number among all; None: all.
-            max_events: ranges and collectives that are kept at most; None: as configured.
+            ranks: global ranks that record; None: all.
+            max_events: maximum number of ranges and collectives; None: as configured.
 
         Raises:
             UsageError: a timeline is being recorded already, or the engine has been destroyed.
@@ -144,19 +132,19 @@ class Timelines(StepObserver):
                 self._end(together=together)
 
     def close(self) -> None:
-        """Write what has been recorded so far, without the other ranks."""
+        """Write the events recorded so far, without the other ranks."""
         self._until = -1
         self._end(together=False)
 
     def stragglers(self, since: int = 0) -> Stragglers:
-        """Return which rank has waited for which in the engine's last collectives (all ranks call, between steps).
+        """Return which rank waited for which in the last collectives (all ranks call, between steps).
 
-        It reads the ledger, which is always written: nothing has to be switched on. `print(found.table())` shows it;
-        `found.as_dict()` is for JSON. On NCCL the host does not wait for collectives; record a timeline there.
+        It reads the ledger, which is always enabled. `print(found.table())` shows a table; `found.as_dict()` returns
+        JSON values. On NCCL the host does not wait for collectives; record a timeline instead.
 
         Args:
-            since: sequence number (`engine.ledger.sequence` at some moment) of the first collective that counts; the
-                ledger has the newest 4096.
+            since: sequence number of the first collective to count, from `engine.ledger.sequence`. The ledger keeps the
+                newest 4096.
 
         Raises:
             UsageError: the engine has been destroyed.

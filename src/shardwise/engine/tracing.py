@@ -1,18 +1,16 @@
-"""Which module has made the first values that are infinite or NaN: hooks that note the range of what modules hand on.
+"""Traces the module that produced the first non-finite values, with hooks that record value ranges.
 
-For each call of a module the smallest and the largest of its inputs, parameters and outputs are formed, and of the
-gradients of both: one pass over memory each (`torch.aminmax`, in which NaN and infinity show), two numbers that stay on
-the device, and nothing that the host waits for. They are read only if the step finds out that gradients are not finite.
-Then the first look in time that was not finite names the module: that whose outputs were looked at, or the one around
-it, between whose modules the value was made.
+Each module call records minimum and maximum of its inputs, parameters and outputs, and of their gradients: one pass
+over memory each (`torch.aminmax`, which shows NaN and infinity). Both numbers stay on the device, without a host wait.
+They are read only after a step with non-finite gradients. The first non-finite record names the module: the one whose
+output was recorded, or its parent, between whose submodules the value was made.
 
-A tensor that goes to several modules has one gradient, their sum. What a module has contributed to it is seen where the
-nodes of autograd that are the module's own hand it on: they are found when the module has returned, by a walk from its
-outputs to its inputs that passes by what the modules inside of it have done. Nothing is added to the graph, so that
-gradients are added up in the same order, and are the same to the bit.
+A tensor used by several modules has one summed gradient. A module's contribution is recorded at the module's own
+autograd nodes. A walk from its outputs to its inputs, skipping nodes of submodules, finds them after the call. The
+graph is unchanged, so gradients are bit-identical.
 
-What is expected to be infinite is passed over: an input without a gradient that has no other such values than minus
-infinity (a mask), and one of minus infinity that the module turns into finite values (a softmax).
+Expected infinities are ignored: an input without a gradient whose only such values are minus infinity (a mask), and
+minus infinity that the module turns into finite values (a softmax).
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
 
 MOST = 1 << 17
-"""Looks that are kept of a window; a script that differentiates without ever stepping does not fill memory."""
+"""Most records of a window; bounds memory for scripts that never step."""
 
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _FAR = 4096
-"""Nodes of a module's own that are looked through."""
+"""Most autograd nodes of a module that are searched."""
 
 
 class Call:
@@ -50,14 +48,12 @@ class Call:
 
     Attributes:
         name: of the module; "" is the model.
-        of_class: name of its class.
-        around: the call within which it was made; None if the script has made it.
-        micro_batch: in which it was made.
-        went_in: looks at its inputs.
-        came_out: looks at its outputs.
-        gradients: looks at the gradients of its outputs.
-        begins: nodes of autograd that have made its inputs.
-        inside: of the modules it has called, nodes that have made the outputs, each with those that made the inputs.
+        around: the enclosing call; None if the script made it.
+        went_in: records of its inputs.
+        came_out: records of its outputs.
+        gradients: records of its outputs' gradients.
+        begins: autograd nodes of its inputs.
+        inside: autograd nodes of submodule outputs, each with the nodes of the inputs.
     """
 
     __slots__ = ("around", "begins", "came_out", "gradients", "inside", "micro_batch", "name", "of_class", "went_in")
@@ -75,14 +71,13 @@ class Call:
 
 
 class Look:
-    """The smallest and the largest of some values, on their device.
+    """Record of the smallest and largest of some values, on their device.
 
     Attributes:
         what: "input", "parameter" or "output" of the call, or the gradient of an output or input.
-        call: see there.
-        range: both.
+        range: minimum and maximum.
         differentiable: the values require a gradient.
-        parameter: its name, where it is one.
+        parameter: its name, for a parameter.
     """
 
     __slots__ = ("call", "differentiable", "parameter", "range", "what")
@@ -96,19 +91,17 @@ class Look:
 
 
 Trace = list[Look]
-"""What has been looked at in a window, in order of time."""
+"""Records of a window, in order of time."""
 
 
 class Tracer:
-    """Watches the modules of one engine; see the module docstring.
+    """Traces the modules of one engine.
 
     Args:
-        root: the user's model.
-        mode: "off": never. "always". "after": for some steps after one whose gradients were not finite.
-        steps: how many.
+        mode: "off", "always", or "after" (for some steps after one with non-finite gradients).
 
     Attributes:
-        micro_batch: gives the number of the micro-batch in its window.
+        micro_batch: returns the index of the micro-batch in its window.
     """
 
     def __init__(self, root: nn.Module, mode: Literal["off", "after", "always"], steps: int) -> None:
@@ -128,11 +121,11 @@ class Tracer:
 
     @property
     def watching(self) -> bool:
-        """Whether modules are watched now; the same on all ranks."""
+        """Whether modules are traced now; the same on all ranks."""
         return bool(self._handles)
 
     def new_window(self, step: int) -> Trace | None:
-        """A window begins, with the number of its step: return what will be filled; None if nobody watches."""
+        """Begin the window of `step`; return its trace, or None if modules are not traced."""
         if self._until is not None and step >= self._until:
             self._until = None
             self.remove()
@@ -141,10 +134,9 @@ class Tracer:
         return self._trace if self.watching else None
 
     def arm(self, step: int) -> int | None:
-        """Gradients of a step were not finite (all ranks call): watch, from the next window on, if not yet.
+        """Start tracing from the next window on, after non-finite gradients (all ranks call).
 
-        Returns:
-            For how many steps, if this was the first of them.
+        Returns the number of traced steps, if tracing was off.
         """
         if self._mode != "after":
             return None
@@ -154,7 +146,7 @@ class Tracer:
         return self._steps if new else None
 
     def remove(self) -> None:
-        """Take all hooks off the model."""
+        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -177,7 +169,7 @@ class Tracer:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             running = self._running
             if module is self._root:
-                running.clear()  # calls that were cut short
+                running.clear()  # calls interrupted by an error
             again = backward_pass() is not None
             if not running:
                 self._on = torch.is_grad_enabled() and not transforming()
@@ -224,12 +216,12 @@ class Tracer:
                 self._follow(call, made)
             if call.around is not None:
                 call.around.inside.update((node, call.begins) for node in made)
-            call.begins, call.inside = set(), {}  # they keep activations alive
+            call.begins, call.inside = set(), {}  # the nodes keep activations alive
 
         return before, after
 
     def _holder(self, name: str, micro_batch: int) -> Call | None:
-        """Stand in, where a part of a module is computed again by itself, for the call of the module that holds it."""
+        """Return a call of the enclosing module, where a part of it is recomputed separately."""
         while name:
             name = name.rpartition(".")[0]
             module = self._root.get_submodule(name)
@@ -238,12 +230,8 @@ class Tracer:
         return None
 
     def _follow(self, call: Call, made: set[Node]) -> None:
-        """Watch the gradients that a module's own nodes hand on to its inputs.
-
-        Args:
-            call: of the module, which has returned.
-            made: nodes that have made its outputs.
-        """
+        """Record the gradients that a module's own autograd nodes pass to its inputs; `made` are the nodes of its
+        outputs."""
         newest = max(number_of(node) for node in call.begins)
         pending, seen = list(made), set(made)
         while pending and len(seen) < _FAR:
@@ -254,7 +242,7 @@ class Tracer:
                 if own:
                     node.register_hook(self._handed_on(call, own))
                 befores = {before for before, _ in node.next_functions if before is not None}
-            # What is not newer than all inputs was made before the call.
+            # Nodes older than the newest input were made before the call.
             further = {before for before in befores - seen - call.begins if number_of(before) > newest}
             pending += further
             seen |= further
@@ -282,7 +270,7 @@ class Tracer:
         return look
 
     def _look(self, what: str, call: Call, values: torch.Tensor, parameter: str | None = None) -> Look | None:
-        """Look at values, unless they have been looked at and not changed since."""
+        """Record values, unless they are recorded and unchanged."""
         known = self._known(values)
         if known is not None and known[0] is not None:
             return known[0]
@@ -302,18 +290,14 @@ class Tracer:
     def _note(self, values: torch.Tensor, look: Look | None) -> None:
         self._seen[id(values)] = weakref.ref(values), values._version, look
 
-    # -- what has been seen ------------------------------------------------------------------------------------------
+    # -- evaluation --------------------------------------------------------------------------------------------------
 
     def explained(
         self, report: OverflowReport, trace: Trace | None, losses: list[torch.Tensor] | None, job: Communicator
     ) -> Origin | None:
-        """Return where it began; None if nobody has watched, or nothing was seen. All ranks call, and get the same.
+        """Return the origin of non-finite values; None if untraced or unseen. All ranks call and get the same.
 
-        Args:
-            report: what is known of the gradients.
-            trace: of the window; None on all ranks or on none.
-            losses: of this rank.
-            job: all ranks that step together.
+        `trace` is None on all ranks or on none.
         """
         if trace is None:
             return None
@@ -321,7 +305,7 @@ class Tracer:
         found = [(rank, said) for rank, said in enumerate(told) if said is not None]
         if not found:
             return self._of_parameter(report)
-        # The earliest micro-batch, and of one the forward pass, which comes before.
+        # The earliest micro-batch; within it forward before backward.
         _, first = min(found, key=lambda one: (one[1]["micro_batch"], one[1]["phase"] != "forward", one[0]))
         alike = ("micro_batch", "phase", "what", "module", "parameter")
         ranks = [rank for rank, said in found if all(said[key] == first[key] for key in alike)]
@@ -338,7 +322,7 @@ class Tracer:
         return Origin("own_gradient", "backward", module, of_class, parameter, None, kind, report.ranks, None, line)
 
     def _own(self, trace: Trace, losses: list[torch.Tensor]) -> dict[str, Any] | None:
-        """Return what this rank has seen first, as JSON values."""
+        """Return this rank's first non-finite record, as JSON values."""
         ranges = dict(zip(map(id, trace), _read(trace), strict=True))
         bad = [look for look in trace if not _finite(ranges[id(look)]) and not self._expected(look, ranges)]
         forward = next((look for look in bad if "gradient" not in look.what), None)
@@ -356,7 +340,7 @@ class Tracer:
         return asdict(min(found, key=lambda one: one[:2])[2]) if found else None
 
     def _expected(self, look: Look, ranges: dict[int, tuple[float, float]]) -> bool:
-        """Whether these values are only minus infinity where that is nothing unusual."""
+        """Whether the values are only minus infinity where that is expected."""
         low, high = ranges[id(look)]
         if look.what not in ("input", "output") or low != -math.inf or not (math.isfinite(high) or high == -math.inf):
             return False
@@ -392,12 +376,10 @@ class Tracer:
 
 
 def _visible(values: torch.Tensor) -> bool:
-    """Whether there are values whose smallest and largest can be formed."""
     return values.dtype in _FLOATS and values.numel() > 0 and values.layout is torch.strided and not values.is_nested
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among what modules take and return; most often they lie open."""
     if isinstance(values, torch.Tensor):
         yield values
     elif type(values) in (tuple, list):
@@ -415,7 +397,6 @@ def _finite(pair: tuple[float, float]) -> bool:
 
 
 def _read(trace: Trace) -> list[tuple[float, float]]:
-    """Return the ranges, waiting once for each device."""
     found: list[tuple[float, float]] = [(0.0, 0.0)] * len(trace)
     places: dict[torch.device, list[int]] = {}
     for place, look in enumerate(trace):

@@ -1,4 +1,4 @@
-"""What it costs that state lives elsewhere: bytes and seconds of a step."""
+"""Offload traffic of a step: bytes and seconds."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a step moves between a tier and where they are used.
+    """Bytes that a step moves between a tier and its users.
 
     Attributes:
         tier: "disk", or "host" (to and from the device).
-        read: bytes that come from the tier in a step, of the rank with most.
-        written: bytes that are stored there.
-        read_speed: bytes a second of one rank, measured while all read, or as given.
-        write_speed: the same of writing.
+        read: bytes read from the tier in a step, on the rank with most.
+        written: bytes written to the tier.
+        read_speed: bytes a second of one rank, measured while all ranks read, or as given.
+        write_speed: the same for writing.
 
     Example:
         >>> traffic = Traffic("disk", 4 * 10**9, 2 * 10**9, 2e9, 1e9)
@@ -33,7 +33,7 @@ hides it.
 
     @property
     def seconds(self) -> float:
-        """Seconds that a step takes longer if nothing hides them."""
+        """Seconds that the traffic adds to a step without overlap."""
         return self.read / self.read_speed + self.written / self.write_speed
 
     def __str__(self) -> str:

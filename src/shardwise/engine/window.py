@@ -1,12 +1,12 @@
-"""An accumulation window: what is known of its micro-batches besides their gradients.
+"""An accumulation window: counts and weights of its micro-batches.
 
-Micro-batches count alike (the gradient is the mean of their gradients), or each by a weight such as its number of
-tokens: then the gradient is sum_i w_i grad_i / sum_i w_i over all ranks and micro-batches, which is that of one process
-on all tokens at once. A loss is multiplied by its weight before its backward pass; the sum of the weights travels along
-with the all-reduce of the gradient norm, and divides when stepping.
+Micro-batches count alike (the gradient is their mean), or by a weight such as their number of tokens. The gradient is
+then sum_i w_i grad_i / sum_i w_i over all ranks and micro-batches: that of one process on all tokens at once. A loss is
+multiplied by its weight before its backward pass. The sum of weights is reduced with the gradient norm, and divides the
+gradient in the step.
 
-fp16 has no room for gradients that are thousands of times larger. There weights are counted in units of a power of two
-near the usual weight, the same on all ranks; the division by it is exact.
+In fp16 gradients cannot be thousands of times larger. There weights are in units of a power of two near the typical
+weight, the same on all ranks; the division by it is exact.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ Weight = float | torch.Tensor
 """A number, or a 0-D fp64 tensor on a device whose value the host does not know."""
 
 FACTS = 4
-"""Numbers that `Window.facts` gives."""
+"""Length of `Window.facts`."""
 
 LOSS_FACTS = 2
-"""Numbers that `Window.loss_facts` gives."""
+"""Length of `Window.loss_facts`."""
 
 
 def checked_weight(weight: Any) -> Weight:
-    """Return what was passed as a weight in the form that a window takes.
-
-    Values that the host cannot see without waiting for the device are not checked.
+    """Return a checked weight. Values on a device are not checked, because the host would wait.
 
     Raises:
-        UsageError: it is not one finite number that is at least zero.
+        UsageError: it is not one finite number >= 0.
 
     >>> checked_weight(torch.tensor(512)), checked_weight(0)
     (512.0, 0.0)
@@ -59,7 +57,7 @@ def checked_weight(weight: Any) -> Weight:
 
 
 def reference_for(mean: float) -> float:
-    """Return the power of two next to a mean weight above zero (1 next to what is no number).
+    """Return the power of two next to a positive mean weight; 1 if the mean is not finite.
 
     >>> reference_for(3000.0), reference_for(0.2)
     (4096.0, 0.25)
@@ -69,18 +67,16 @@ def reference_for(mean: float) -> float:
 
 @dataclass
 class Window:
-    """The backward passes since the last step, on this rank.
+    """The backward passes of this rank since the last step.
 
     Attributes:
-        weight: sum of their weights.
-        weighted: passes that had one.
-        unweighted: passes that had none.
-        brought: passes that have brought a gradient of a parameter.
-        losses: losses of `engine.backward()`, kept where gradients that are not finite are (0-D, not scaled).
-        shown: where somebody wants to see the loss: the losses of `engine.backward()` and what each counts.
-        trace: where modules are watched: what has been seen of them.
-        agreed: number of the backward pass (the same on all ranks) after which somebody has asked for the sums of the
-            facts over ranks, and these sums.
+        weight: sum of weights.
+        brought: passes with a gradient of a parameter.
+        losses: unscaled 0-D losses of `engine.backward()`, kept for the handling of non-finite gradients.
+        shown: losses of `engine.backward()` and their weights, if the loss is reported.
+        trace: records of traced modules.
+        agreed: number of the backward pass (the same on all ranks) for which the facts were summed over ranks, and the
+            sums.
     """
 
     weight: Weight = 0.0
@@ -107,14 +103,11 @@ class Window:
             self.weight = self.weight + weight
 
     def facts(self) -> list[Weight]:
-        """Return what is summed over ranks: the weight, the passes of either kind, and those with gradients."""
+        """Return the values summed over ranks: weight, weighted and unweighted passes, and passes with gradients."""
         return [self.weight, float(self.weighted), float(self.unweighted), float(self.brought)]
 
     def loss_facts(self) -> list[Weight]:
-        """Return what is summed over ranks for the mean loss: the losses as they count, and what they count.
-
-        The host does not wait for them.
-        """
+        """Return the values summed over ranks for the mean loss: weighted losses and weights; no host wait."""
         if not self.shown:
             return [0.0, 0.0]
         counted: Weight = 0.0
@@ -132,13 +125,13 @@ class Window:
 
 
 def check_mixed(facts: Sequence[float]) -> None:
-    """Raise if, over all ranks, some passes of a window had weights and some had none.
+    """Raise if some passes of a window had weights and others had none.
 
     Args:
         facts: sums over ranks of `Window.facts`.
 
     Raises:
-        UsageError: on all ranks alike.
+        UsageError: on all ranks.
     """
     _, weighted, unweighted, _ = facts
     if weighted and unweighted:

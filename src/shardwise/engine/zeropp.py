@@ -1,4 +1,4 @@
-"""The lossy reduction that the configuration asks for; for that of ZeRO++ (qgZ), which ranks share a node."""
+"""Lossy gradient reduction by configuration; for ZeRO++ (qgZ), also the ranks of each node."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ if TYPE_CHECKING:
 
 
 def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> Compressor | None:
-    """Return what reduces gradients with loss, or None if they are reduced exactly (all ranks call).
+    """Return the configured lossy gradient reduction, or None for exact reduction (all ranks call).
 
     Args:
-        config: validated.
-        comm: the data-parallel group.
-        hold: is told of each buffer, to count it until it is given back.
+        hold: called with each buffer, to count it.
 
     Raises:
         ConfigError: nodes have different numbers of ranks.
@@ -45,10 +43,9 @@ def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor],
 
 
 def node_size(comm: Communicator) -> int:
-    """Return how many ranks share a node, the same for all nodes (all ranks call); see `Communicator.nodes`.
+    """Return the number of ranks of a node, the same for all nodes (all ranks call).
 
-    Raises:
-        ConfigError: nodes have different numbers of ranks, or their ranks are not numbered node by node.
+    Raises a ConfigError if nodes have different numbers of ranks, or ranks are not numbered node by node.
     """
     if comm.imagined:
         told = _told() or comm.world
@@ -66,8 +63,7 @@ def node_size(comm: Communicator) -> int:
 
 
 def _told() -> int | None:
-    """Return the number of ranks of this machine if a launcher has told."""
     try:
         return discover(os.environ).local_world_size
     except LaunchError:
-        return None  # the script has made the process group by itself
+        return None  # the script has created the process group

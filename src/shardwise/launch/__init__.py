@@ -1,1 +1,1 @@
-"""Start jobs: the command line, hosts and devices, processes, their output and their end."""
+"""The launcher: command line, hosts and devices, worker processes, output and shutdown."""

@@ -1,9 +1,9 @@
-"""One machine's elastic agent: torch's, with this package's way of starting, watching and ending processes.
+"""Elastic agent of one machine: torch's agent with shardwise's start, watch and shutdown of workers.
 
-torch documents `SimpleElasticAgent` as the class to extend: it assigns ranks and decides about restarts, and
-leaves four methods to its subclass. Invariant: each attempt gets a store of its own, served by the agent on
-a loopback address. Gloo writes the ranks' addresses into the store; in one that outlives an attempt,
-restarted ranks find those of their dead predecessors and hang or are refused.
+torch documents `SimpleElasticAgent` as the class to extend. It assigns ranks and decides about restarts; a subclass
+implements four methods. Invariant: each attempt has a new store, served by the agent on a loopback address. Gloo writes
+the ranks' addresses into the store. In a reused store, restarted ranks find the addresses of dead ranks, and hang or
+are refused.
 """
 
 from __future__ import annotations
@@ -34,29 +34,24 @@ from shardwise.launch.failure import Failure, ShutdownResult, ranks_in_words
 from shardwise.launch.recovery import Recovery
 
 GRACE_S = 5.0
-"""Time to end, for processes that have no handler for the signal, and after a failure for all."""
+"""Grace period in seconds for processes without a handler for the signal, and for all after a failure."""
 
 SAVING_GRACE_S = 60.0
-"""The same for processes that handle the signal themselves, as those do that save a checkpoint on it."""
+"""Grace period in seconds for processes that handle the signal, for example to save a checkpoint."""
 
 LATE_S, LATE_STOPPED_S = 60.0, 10.0
-"""How long after the last end of a rank, with exit code 0, it is said which ranks go on: if none is stopped, and else.
-It is said again after twice as long."""
+"""Seconds after the last exit with code 0 before running ranks are logged: if none is stopped, and otherwise. Logged
+again after twice as long."""
 
 _ENDED_ON = {
     128 + int(sig): sig
     for sig in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 }
-"""Exit codes with which a process says that it was asked to end, and has done so in order."""
+"""Exit codes of processes that ended in order after a signal."""
 
 
 class EndedOnRequest(Exception):
-    """A rank has ended in order because of a signal: the job is over, and not to be restarted.
-
-    Attributes:
-        rank: which one.
-        signal: what it was sent.
-    """
+    """Raised when a rank has ended in order after a signal: the job is over and is not restarted."""
 
     def __init__(self, rank: int, asked: signal.Signals) -> None:
         super().__init__(f"rank {rank} was sent {asked.name}")
@@ -65,12 +60,11 @@ class EndedOnRequest(Exception):
 
 
 class LocalRendezvousHandler(RendezvousHandler):
-    """The meeting of a single agent with itself.
+    """Rendezvous of a single agent.
 
     Args:
-        run_id: name of the job.
         address: address that the ranks connect to.
-        port: the port asked for, or None for 29500 if it is free and any other one if not.
+        port: requested port; None: 29500 if free, otherwise any free port.
     """
 
     def __init__(self, run_id: str, address: str, port: int | None) -> None:
@@ -81,19 +75,19 @@ class LocalRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Tell the ranks to connect to the agent's store instead of serving one."""
+        """True: ranks connect to the agent's store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Serve a new store."""
-        self._server = None  # ends the last attempt's, whose port may be needed
+        self._server = None  # closes the last attempt's store, to free its port
         self._server = self._serve()
         meeting = RendezvousStoreInfo(self._address, self._server.port)
-        # The agent's own few keys are nobody else's business.
+        # The agent's own keys are not shared with ranks.
         return RendezvousInfo(dist.HashStore(), 0, 1, meeting)
 
     def tell_ended(self, attempt: int, rank: int, how: str) -> None:
-        """Tell ranks that have not met yet that one has ended."""
+        """Publish that a rank has ended, for ranks that are still in rendezvous."""
         if self._server is not None:
             self._server.set(ended_key(str(attempt), rank), how)
 
@@ -106,26 +100,26 @@ class LocalRendezvousHandler(RendezvousHandler):
             return serve(self._address, 0, DEFAULT_TIMEOUT)
 
     def get_backend(self) -> str:
-        """Name of this way to meet."""
+        """Return the name of this rendezvous backend."""
         return "one-machine"
 
     def is_closed(self) -> bool:
-        """Whether no further attempt is possible."""
+        """Return False: further attempts are always possible."""
         return False
 
     def set_closed(self) -> None:
-        """Nothing to tell: there is no other agent."""
+        """Do nothing: there is no other agent."""
 
     def num_nodes_waiting(self) -> int:
-        """Number of agents that want to join."""
+        """Return the number of agents that want to join."""
         return 0
 
     def get_run_id(self) -> str:
-        """Name of the job."""
+        """Return the name of the job."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """End the store."""
+        """Close the store."""
         self._server = None
         return True
 
@@ -135,14 +129,14 @@ class Agent(SimpleElasticAgent):
 
     Args:
         spec: number of workers and restarts.
-        open_attempt: makes the next attempt from its number and its workers' variables by rank.
-        grace: seconds between the first signal and SIGKILL; None: what suits the processes.
+        open_attempt: builds an attempt from its number and its workers' variables by rank.
+        grace: seconds between the first signal and SIGKILL; None: `GRACE_S` or `SAVING_GRACE_S`.
         say: prints one line for the user.
-        scratch: private directory in which a restarted rank tells when training goes on.
-        least: number of workers below which no slot is left out; None: none ever is.
+        scratch: private directory for the recovery report of a restarted rank.
+        least: minimum number of workers when slots are left out; None: no slot is left out.
 
     Attributes:
-        slots: which of the slots that there were at first still have a worker, in rank order.
+        slots: initial slots that still have a worker, in rank order.
     """
 
     def __init__(
@@ -159,7 +153,7 @@ class Agent(SimpleElasticAgent):
         self._least = spec.local_world_size if least is None else least
         self._suspect: int | None = None
         self.failure: Failure | None = None
-        """Of the last attempt that has failed."""
+        """Failure of the last failed attempt."""
         self.attempt: Attempt | None = None
         self._open_attempt = open_attempt
         self._grace = grace
@@ -214,12 +208,11 @@ class Agent(SimpleElasticAgent):
         return self._scratch / f"attempt_{self._attempts}_recovered.json"
 
     def forward(self, sig: signal.Signals) -> None:
-        """Pass a signal on to the ranks that handle it; called from a signal handler."""
+        """Send a signal to the ranks that handle it; called from a signal handler."""
         if self.attempt is None or not self.attempt.gang.forward(sig):
             self._notices.append(f"received {sig.name}, for which no rank has a handler; nothing is done")
 
     def _tell(self) -> None:
-        """Say what has happened meanwhile."""
         while self._notices:
             self._say(self._notices.pop(0))
         told = None if self._recovery is None else self._recovery.told()
@@ -234,7 +227,7 @@ class Agent(SimpleElasticAgent):
         if attempt.failed():
             self._noticed = time.time()
             self._recovery = None
-            # Without the rank that has failed the others cannot save anything, so there is nothing to wait for.
+            # Short grace period: without the failed rank the others cannot save.
             self.failure = attempt.end_after_failure(GRACE_S if self._grace is None else min(self._grace, GRACE_S))
             asked = _ENDED_ON.get(self.failure.exit.code)
             if asked is not None:
@@ -260,14 +253,14 @@ class Agent(SimpleElasticAgent):
                 return_values=dict.fromkeys(worker.global_rank for worker in worker_group.workers),
             )
         for rank in attempt.ended() - self._told_of:
-            # Those that have not met yet would wait for it.
+            # Ranks still in rendezvous would wait for it.
             worker_group.spec.rdzv_handler.tell_ended(self._attempts - 1, rank, "exit code 0")  # type: ignore[attr-defined]
             self._told_of.add(rank)
         self._tell_late(attempt)
         return RunResult(state=WorkerState.HEALTHY)
 
     def _tell_late(self, attempt: Attempt) -> None:
-        """Say which ranks go on for long after others have ended: for one that is stopped the job waits without end."""
+        """Log ranks that run long after others have ended, because a stopped rank blocks the job forever."""
         exits = list(attempt.gang.exits.values())
         since = time.time() - max((end.at for end in exits), default=time.time())
         if since < LATE_STOPPED_S * self._late:
@@ -284,9 +277,9 @@ class Agent(SimpleElasticAgent):
         self._say(said)
 
     def _leave_out(self, rank: int, spec: WorkerSpec) -> str:
-        """Give up the slot of a rank that has now failed first twice in a row; return what there is to say of it.
+        """Drop the slot of a rank that has failed first twice in a row; return a note for the log.
 
-        One failure may be an accident; two of the same slot point to its device.
+        Two failures of the same slot point to its device; one may be an accident.
         """
         slot = self.slots[rank]
         again, self._suspect = self._suspect == slot, slot
@@ -301,7 +294,7 @@ class Agent(SimpleElasticAgent):
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
-        # torch's own grace period (`timeout`) is 30 s; the user's counts here.
+        # The user's grace period replaces torch's (`timeout`, 30 s).
         if self.attempt is None:
             return
         grace = self._grace
@@ -314,7 +307,7 @@ class Agent(SimpleElasticAgent):
         self.attempt.end(death_sig, grace)
 
     def stopped(self, sig: signal.Signals) -> ShutdownResult:
-        """How the ranks ended after the signal that has ended `run`."""
+        """Return how the ranks ended after the signal that ended `run`."""
         if self.attempt is None:
             return ShutdownResult(sig, {}, {}, 0.0)
         return ShutdownResult(sig, self.attempt.gang.exits, self.attempt.gang.killed, self._given)

@@ -1,4 +1,4 @@
-"""Decoders of known sizes, for plans: their parameters, and what they compute for one sequence after the other."""
+"""Decoder models of known sizes, for memory plans."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Shape:
 
     Attributes:
         layers, width, heads, vocabulary: see the papers.
-        groups: heads of keys and values; None: as many as of queries.
-        inner: width inside of the feed-forward networks; None: four times the width.
-        llama: root-mean-square norms, gated networks, fused attention, no biases, and a head of its own; otherwise
-            BLOOM's layer norms, GELU, attention scores that are formed, biases, and the embedding as head.
+        groups: key and value heads; None: as many as query heads.
+        inner: width of the feed-forward networks; None: four times the width.
+        llama: RMS norms, gated networks, fused attention, no biases, separate head. Otherwise BLOOM's layer norms,
+            GELU, unfused attention scores, biases, and the embedding as head.
     """
 
     layers: int
@@ -44,12 +44,7 @@ SHAPES = {
 
 
 class Decoder(nn.Module):
-    """Returns the cross entropy of the next tokens.
-
-    Args:
-        shape: its sizes.
-        recompute: keep only the inputs of layers for the backward pass.
-    """
+    """Decoder that returns the next-token cross entropy; `recompute`: with activation checkpointing of layers."""
 
     def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
         super().__init__()
@@ -63,7 +58,7 @@ class Decoder(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute the loss of (sequences, tokens)."""
+        """Return the loss of (sequences, tokens)."""
         values = self.first(self.tokens(tokens))
         for layer in self.layers:
             values = checkpoint(layer, values, use_reentrant=False) if self.recompute else layer(values)
@@ -72,7 +67,7 @@ class Decoder(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward network of one layer."""
+    """A transformer layer: attention and feed-forward network."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -80,13 +75,13 @@ class Layer(nn.Module):
         self.between, self.network = _norm(shape), Network(shape)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Compute (sequences, tokens, width) from as much."""
+        """Map (sequences, tokens, width) to the same shape."""
         values = values + self.attention(self.before(values))
         return values + self.network(self.between(values))
 
 
 class Attention(nn.Module):
-    """Causal attention; its layers and attributes are called as tensor parallelism knows them."""
+    """Causal attention, with names of layers and attributes that tensor parallelism recognises."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -98,7 +93,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(shape.width, shape.width, bias=not shape.llama)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Mix tokens of (sequences, tokens, width)."""
+        """Apply attention to (sequences, tokens, width)."""
         rows, length, _ = values.shape
         sizes = [heads * self.head_dim for heads in (self.num_heads, *([self.num_key_value_heads] * 2))]
         parts = self.qkv_proj(values).split(sizes, -1)
@@ -113,7 +108,7 @@ class Attention(nn.Module):
 
 
 class Network(nn.Module):
-    """The feed-forward network, with a gate or without."""
+    """Feed-forward network, gated or not."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -123,7 +118,7 @@ class Network(nn.Module):
         self.down_proj = nn.Linear(inner, shape.width, bias=not shape.llama)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Compute (sequences, tokens, width) from as much."""
+        """Map (sequences, tokens, width) to the same shape."""
         raised = self.up_proj(values)
         gated = F.gelu(raised) if self.gate_proj is None else F.silu(self.gate_proj(values)) * raised
         return self.down_proj(gated)

@@ -1,7 +1,7 @@
-"""The command-line arguments by which a training script takes its configuration file.
+"""Command-line arguments of a training script for its configuration file.
 
-Scripts written for DeepSpeed declare four; ours stand beside them and mean the same. `shardwise.config.config_path`
-reads them.
+Scripts written for DeepSpeed declare four; shardwise's have the same meaning. `shardwise.config.config_path` reads
+them.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import argparse
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the arguments that name the configuration file to a script's parser.
+    """Add the configuration-file arguments to a script's parser.
 
     Args:
-        parser: the script's own parser; it is changed and returned.
+        parser: the script's parser; modified and returned.
 
     Returns:
-        The same parser. Parsed arguments have `shardwise_config` and `deepspeed_config` (path or None),
-        `shardwise` and `deepspeed` (whether the flag was given), and the oldest spelling of both,
-        `deepscale`.
+        The parser. Parsed arguments have `shardwise_config` and `deepspeed_config` (path or None), `shardwise` and
+        `deepspeed` (flags), and the oldest spelling of both, `deepscale`.
 
     Example:
         >>> from shardwise.config import config_path

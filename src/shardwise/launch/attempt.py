@@ -1,4 +1,4 @@
-"""One attempt of a job on this machine: its workers, what they print, and how it ended."""
+"""One attempt of a job on this machine: workers, their output, and their exit."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ from shardwise.launch.output import OutputChannel, OutputReader, Tags, Terminal,
 from shardwise.launch.processes import Streams, Worker, WorkerGroup
 
 DRAIN_S = 2.0
-"""How long to wait for the end of the output after the processes' end: one that left its session may hold
-it."""
+"""Seconds to wait for the end of output after the processes' exit; a process that left its session may hold it open."""
 
 SETTLE_S = 2.0
-"""How long a worker that has recorded an exception may take to end by itself."""
+"""Seconds that a worker with a recorded exception may take to exit by itself."""
 
 
 @dataclass(frozen=True)
 class Display:
-    """How the workers' output is shown and kept.
+    """Display and logging of the workers' output.
 
     Attributes:
-        pump: the thread that reads it.
-        out: standard output of the launcher.
-        err: standard error of the launcher.
+        pump: reader thread.
         tags: which ranks' lines get a prefix.
-        log_dir: directory for one file a rank and stream, or None.
+        log_dir: directory for one file for each rank and stream, or None.
     """
 
     pump: OutputReader
@@ -45,16 +42,13 @@ class Display:
 
 
 class Attempt:
-    """Start once, end at least once; ending again does nothing.
+    """Starts workers once; ends them at least once. A second end does nothing.
 
     Args:
-        number: of the attempt, from 0.
         argv: program and arguments by rank.
-        env: environment by rank.
-        cores: cores by rank; None: nothing is bound.
-        display: where output goes.
+        cores: cores by rank; None: unbound.
         scratch: private directory for error files.
-        uninterrupted: context in which no signal may cut in.
+        uninterrupted: context that holds back signals.
     """
 
     def __init__(
@@ -79,7 +73,7 @@ class Attempt:
         self.gang = WorkerGroup(workers)
 
     def start(self) -> dict[int, int]:
-        """Start all workers; their process ids by rank."""
+        """Start all workers; return their process ids by rank."""
         with self._uninterrupted(), contextlib.ExitStack() as parents_copies:
             nothing = os.open(os.devnull, os.O_RDONLY)
             parents_copies.callback(os.close, nothing)
@@ -89,7 +83,7 @@ class Attempt:
                 err_reader, err_writer = self._open(rank, sys.stderr.isatty(), 2)
                 parents_copies.callback(os.close, out_writer)
                 parents_copies.callback(os.close, err_writer)
-                # Only one process can sensibly read what the user types or pipes in.
+                # Only one process can read the user's standard input.
                 streams[rank] = Streams(0 if rank == 0 else nothing, out_writer, err_writer)
                 out, err = self._channel(rank, "out"), self._channel(rank, "err")
                 self._channels[rank] = (out, err)
@@ -101,25 +95,24 @@ class Attempt:
 
     @property
     def started(self) -> float:
-        """When the workers were started, in seconds since the epoch."""
+        """Start time of the workers, in seconds since the epoch."""
         return self._started
 
     def failed(self) -> bool:
-        """Whether a worker has ended badly, or has raised (torch's `@record` tells) and does not come to its
-        end.
+        """Whether a worker has failed, or has recorded an exception (torch's `@record`) and does not exit.
 
-        The latter waits for its peers in a collective that is in flight, as they wait for it.
+        The latter waits in a collective for its peers.
         """
         return self.gang.failed() or any(
             rank not in self.gang.exits and _older_than(SETTLE_S, path) for rank, path in self._error_files.items()
         )
 
     def ended(self) -> set[int]:
-        """The ranks that have ended."""
+        """Return the ranks that have exited."""
         return set(self.gang.exits)
 
     def end(self, first: signal.Signals, grace: float) -> None:
-        """Stop all workers and what they have started, and show the rest of their output."""
+        """Stop all workers and their child processes, and show the rest of their output."""
         if first is signal.SIGINT:
             for _, errors in self._channels.values():
                 errors.interrupt()
@@ -135,7 +128,7 @@ class Attempt:
             channel.closed.wait(max(0.0, deadline - time.monotonic()))
 
     def end_after_failure(self, grace: float) -> Failure:
-        """Stop the others after a worker has failed, and tell which one failed first."""
+        """Stop the other workers after a failure; return the first failure."""
         frozen = [rank for rank, state in self.gang.states().items() if state in "Tt"]
         self.end(signal.SIGTERM, grace)
         assert self.gang.stop_began is not None

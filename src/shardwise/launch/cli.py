@@ -1,8 +1,7 @@
 """The command `shardwise`.
 
-Every file in `commands` adds its subcommand. Invariant: an error that shardwise raises on purpose is one
-message on standard error without a traceback; exit code 2 means that the command line was wrong, 1 that
-something else was.
+Each file in `commands` adds a subcommand. Invariant: an error that shardwise raises deliberately is one message on
+standard error without a traceback. Exit code 2: wrong command line; 1: any other error.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ USAGE_ERROR = 2
 app = typer.Typer(
     name="shardwise",
     help="Train PyTorch models that do not fit one device.",
-    # Messages stay on one line each, for logs and scripts.
+    # Messages are not wrapped, for logs and scripts.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -53,16 +52,12 @@ for _module in pkgutil.iter_modules(commands.__path__):
     importlib.import_module(f"{commands.__name__}.{_module.name}").register(app)
 _groups = [_group.typer_instance for _group in app.registered_groups]
 for _command in [_one for _app in (app, *_groups) if _app is not None for _one in _app.registered_commands]:
-    # Left alone, the list of commands cuts every summary after a few words.
+    # By default the list of commands truncates each summary.
     _command.short_help = (inspect.getdoc(_command.callback) or "").partition("\n\n")[0].replace("\n", " ")
 
 
 def main(args: list[str] | None = None) -> None:
-    """Run the command line and exit with its code.
-
-    Args:
-        args: the arguments after the program's name; None takes those of this process.
-    """
+    """Run the command line (`args`, or the arguments of this process) and exit with its code."""
     try:
         app(args, prog_name="shardwise")
     except ShardwiseError as error:

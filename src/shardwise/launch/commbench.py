@@ -1,7 +1,7 @@
-"""`shardwise bench comm`: is communication right, how fast is it, and what is in its way?
+"""`shardwise bench comm`: benchmark of collectives: correctness, bandwidth and bottlenecks.
 
-The command starts the ranks itself, as `shardwise run` does. Started by a launcher (`torchrun --nnodes 2 ... -m
-shardwise.launch bench comm`) it measures as one of that job's ranks, over all its machines, and rank 0 shows the table.
+The command starts the ranks itself, as `shardwise run` does. Under a launcher (`torchrun --nnodes 2 ... -m
+shardwise.launch bench comm`) it runs as a rank of that job over all its machines, and rank 0 shows the table.
 """
 
 from __future__ import annotations
@@ -25,29 +25,27 @@ UNITS = {"GB/s": 1 / 8, "Gbit/s": 1.0}
 _STEP = 16
 
 SLOW = 2.0
-"""How many times slower than the others a rank is that is named."""
+"""Factor by which a rank must be slower than the others to be reported."""
 POOR = 0.3
-"""Share of what the link gives below which a large message is told of."""
+"""Fraction of the link speed below which a large message is reported."""
 _LARGE = 1 << 20
 _BEHIND = 1.5
-"""How many times slower than torch's own collective ours is told of."""
+"""Factor by which a collective must be slower than torch's to be reported."""
 
 
 @dataclass(frozen=True)
 class CommWanted:
-    """What is to be measured.
+    """Options of the benchmark.
 
     Attributes:
-        resources: how many processes, on which slots.
         ops: of `OPS`.
         dtypes: of `DTYPES`.
-        sizes: bytes of messages.
-        share: of the memory of a rank, which decides on one size up to the largest of `sizes`; None: all `sizes`.
-        trials: that count.
+        sizes: message sizes in bytes.
+        share: fraction of a rank's memory that sets one size, up to the largest of `sizes`; None: all `sizes`.
+        trials: measured trials.
         warmups: trials before them.
-        unit: of bandwidths, of `UNITS`.
         raw: print numbers without units.
-        file: where everything is written as JSON; None: nowhere.
+        file: JSON output file, or None.
     """
 
     resources: Resources = field(default_factory=Resources)
@@ -63,7 +61,7 @@ class CommWanted:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """What the ranks are told."""
+        """Plan that is passed to the ranks."""
         return {
             "ops": self.ops,
             "dtypes": self.dtypes,
@@ -74,7 +72,7 @@ class CommWanted:
 
 
 def sizes_between(least: int, most: int) -> tuple[int, ...]:
-    """Return sizes, each 16 times the one before, up to `most`, which is among them.
+    """Return sizes that grow by a factor of 16 up to `most`, inclusive.
 
     >>> sizes_between(1024, 1 << 20), sizes_between(4096, 100_000)
     ((1024, 16384, 262144, 1048576), (4096, 65536, 100000))
@@ -87,11 +85,7 @@ def sizes_between(least: int, most: int) -> tuple[int, ...]:
 
 
 def check(wanted: CommWanted) -> None:
-    """Refuse what cannot be measured, before torch is imported.
-
-    Raises:
-        CommandLineError: naming the option and what to do.
-    """
+    """Check the options before torch is imported; raise a CommandLineError with option and fix."""
     for option, given, known in (("--ops", wanted.ops, OPS), ("--dtype", wanted.dtypes, DTYPES)):
         unknown = [name for name in given if name not in known]
         if unknown or not given:
@@ -114,10 +108,13 @@ def check(wanted: CommWanted) -> None:
 
 
 def run(wanted: CommWanted) -> int:
-    """Measure and show; return the exit code: 1 if a result is wrong, that of a rank that has failed, else 0.
+    """Run the benchmark and show the result.
+
+    Returns:
+        Exit code: 1 if a result is wrong, that of a failed rank, else 0.
 
     Raises:
-        CommandLineError: something that was asked for cannot be measured.
+        CommandLineError: a request cannot be measured.
     """
     check(wanted)
     launched = int(os.environ.get("WORLD_SIZE") or 1)
@@ -141,7 +138,7 @@ def _start(wanted: CommWanted) -> int:
     if len(devices.names) < 2 and resources == Resources():
         resources = replace(resources, nproc=2)
     if len(devices.names) == 1 and (resources.nproc or 2) > 1:
-        # NCCL has one device a rank; what can be measured here is the host.
+        # NCCL needs one device for each rank; measure the host instead.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         devices = find_devices()
     nproc = place(resources, devices).nproc
@@ -159,7 +156,7 @@ def _start(wanted: CommWanted) -> int:
 
 
 def _fitting(wanted: CommWanted, nproc: int) -> CommWanted:
-    """Refuse sizes for which there is too little memory, or find the one that is a share of it."""
+    """Check that memory suffices for the sizes, or compute the size from `share`."""
     from dataclasses import replace
 
     import torch
@@ -183,7 +180,7 @@ def _fitting(wanted: CommWanted, nproc: int) -> CommWanted:
     return wanted
 
 
-# -- what is said ------------------------------------------------------------------------------------------------------
+# -- report ------------------------------------------------------------------------------------------------------------
 
 
 def _right(found: Mapping[str, Any]) -> bool:
@@ -191,14 +188,14 @@ def _right(found: Mapping[str, Any]) -> bool:
 
 
 _BY_MEMORY = ("all_gather", "reduce_scatter", "all_reduce")
-"""What ranks of one machine exchange by reading each other's memory; a small all-reduce goes through sockets."""
+"""Collectives that use shared memory on one machine; a small all-reduce goes through sockets."""
 
 
 def link_speed(found: Mapping[str, Any], op: str = "all_gather") -> tuple[float | None, str]:
-    """Return bytes a second that a collective of these ranks cannot beat, and what that is; None: not known.
+    """Return the link speed in bytes a second that bounds a collective, and the name of the link; None if unknown.
 
-    Over several machines it is the slowest stream between two of them, or the slowest interface that is used, if that
-    is known and slower. Ranks of one machine that read each other's memory copy; messages go through sockets.
+    Over several machines it is the slowest stream between two of them, or the slowest used interface, if known and
+    slower. On one machine, shared-memory transport is bounded by copies, messages by sockets.
     """
     links = found["links"]
     numbers = links["machines"]
@@ -218,14 +215,14 @@ def link_speed(found: Mapping[str, Any], op: str = "all_gather") -> tuple[float 
 
 
 def share_of_link(row: Mapping[str, Any], found: Mapping[str, Any]) -> float | None:
-    """Return the best trial's bus bandwidth, of what the engine uses (else of torch's), over what the link gives."""
+    """Return the best trial's bus bandwidth (the engine's, else torch's) as a fraction of the link speed."""
     best = row.get("ours") or row["torch"]
     speed, _ = link_speed(found, row["op"])
     return None if not speed else best["busbw_gbps"] * best["median_us"] / best["min_us"] * 1e9 / 8 / speed
 
 
 def verdicts(found: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong and what to do about it, the worst first; nothing if no trouble was found."""
+    """Return problems and fixes, worst first."""
     return [*_wrong(found), *_slow_ranks(found), *_interfaces(found), *_poor(found), *_behind(found)]
 
 
@@ -288,7 +285,7 @@ def _interfaces(found: Mapping[str, Any]) -> list[str]:
         return said
     for rank, one in enumerate(links["interfaces"]):
         if links["machines"].index(links["machines"][rank]) != rank:
-            continue  # each machine once
+            continue  # once for each machine
         speeds = {name: facts["speed"] for name, facts in one["up"].items() if facts["speed"]}
         fastest = max(speeds, key=lambda name: speeds[name], default="")
         if one["used"] in speeds and speeds[fastest] > speeds[one["used"]]:
@@ -334,7 +331,7 @@ def _behind(found: Mapping[str, Any]) -> list[str]:
 
 
 def show(found: Mapping[str, Any], wanted: CommWanted) -> int:
-    """Print the table and the verdicts, write the JSON, and return the exit code."""
+    """Print the table and the verdicts, write the JSON file, and return the exit code."""
     said = verdicts(found)
     if wanted.file is not None:
         rows = []

@@ -1,6 +1,6 @@
-"""What every rank of `shardwise bench comm` runs: `python -m shardwise.launch.commranks PLAN FILE`.
+"""Rank process of `shardwise bench comm`: `python -m shardwise.launch.commranks PLAN FILE`.
 
-PLAN is JSON (`shardwise.launch.commbench.CommWanted.plan`); rank 0 writes what was found to FILE.
+PLAN is JSON (`shardwise.launch.commbench.CommWanted.plan`); rank 0 writes the results to FILE.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from typing import Any
 
 
 def measured(plan: dict[str, Any]) -> dict[str, Any]:
-    """Start the process group, measure, and end it; return the same on all ranks.
-
-    Args:
-        plan: see above.
-    """
+    """Start the process group, run the benchmark `plan`, and destroy the group; return the same on all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -53,7 +49,7 @@ def measured(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure as one rank of a job."""
+    """Run the benchmark as one rank of a job."""
     found = measured(json.loads(sys.argv[1]))
     if found["rank"] == 0:
         Path(sys.argv[2]).write_text(json.dumps(found), encoding="utf-8")

@@ -17,7 +17,7 @@ _UNWRAPPED = 10_000
 
 
 def output() -> Console:
-    """Return the console for standard output; for a file or a pipe nothing is wrapped."""
+    """Return the console of standard output; files and pipes are not wrapped."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False)
@@ -25,12 +25,7 @@ def output() -> Console:
 
 
 def table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Return an empty table.
-
-    Args:
-        columns: their titles.
-        numbers: those that are set to the right.
-    """
+    """Return an empty table; columns in `numbers` are right-aligned."""
     from rich import box
     from rich.table import Table
 
@@ -41,12 +36,7 @@ def table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 def print_numbers(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table of numbers. Where the terminal is too narrow, rows become columns, as many side by side as fit.
-
-    Args:
-        head: titles; the first is that of the rows' names.
-        rows: cells, each row's name first.
-    """
+    """Print a table of numbers, row names first; on a narrow terminal it is transposed and split to fit."""
     screen = output()
     shown = table(*head, numbers=tuple(head))
     for row in rows:
@@ -66,12 +56,11 @@ def print_numbers(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _width(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
-    """Return the columns of a table in which nothing is wrapped."""
     return sum(2 + max(len(row[place]) for row in (head, *rows)) for place in range(len(head)))
 
 
 def in_bytes(size: int) -> str:
-    """Return a number of bytes for people.
+    """Format a number of bytes.
 
     >>> in_bytes(999), in_bytes(1_500_000), in_bytes(14_000_000_000)
     ('999 B', '1.5 MB', '14.0 GB')
@@ -85,21 +74,13 @@ def in_bytes(size: int) -> str:
 
 
 def must_exist(path: str) -> None:
-    """Refuse a path to which nothing leads, before torch is imported to read it.
-
-    Raises:
-        CheckpointError: nothing is there.
-    """
+    """Raise a CheckpointError if a path does not exist, before torch is imported to read it."""
     if not os.path.lexists(path):
         raise CheckpointError(f"{path}: there is no such file or directory")
 
 
 class Bar:
-    """A bar on standard error, if that is a terminal.
-
-    Args:
-        what: is being done.
-    """
+    """Progress bar on standard error, if it is a terminal; `what` is its label."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -117,7 +98,7 @@ class Bar:
         return self
 
     def show(self, done: int, total: int) -> None:
-        """Tell how far it is."""
+        """Update the progress."""
         if self._progress is not None:
             self._progress.update(self._task, completed=done, total=total)
 

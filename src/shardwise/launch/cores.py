@@ -1,9 +1,8 @@
-"""Cores of this machine for each process of a job, so that processes do not move about and threads have cores to
-themselves.
+"""Binding of processes to CPU cores, to avoid migration and give threads their own cores.
 
-A process that is bound keeps its caches, and the memory that it touches first lies on its own NUMA node. A process with
-a GPU gets cores of the node of that GPU: page-locked memory on another node is copied more slowly. Otherwise cores are
-dealt out in the order of nodes, so that a process has neighbours unless there are fewer nodes than processes need.
+A bound process keeps its caches, and its first-touch memory is on its own NUMA node. A process with a GPU gets cores of
+the GPU's node, because copies of pinned memory on another node are slower. Otherwise cores are assigned in the order of
+nodes, so that each process stays within a node where possible.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 """A directory for each GPU that this process may use, by PCI address."""
 
 Cores = tuple[tuple[int, ...], ...]
-"""Physical cores, each with the logical CPUs (hyperthreads) that it runs."""
+"""Physical cores, each with its logical CPUs (hyperthreads)."""
 
 
 def parse_list(text: str, option: str) -> tuple[int, ...]:
-    """Return the numbers that a list of CPUs names.
+    """Parse a list of CPUs.
 
     Raises:
-        CommandLineError: it is not such a list.
+        CommandLineError: the text is no such list.
 
     >>> parse_list("0,4-6", "--core-list")
     (0, 4, 5, 6)
@@ -48,12 +47,12 @@ def available(listed: Sequence[int] | None = None, option: str = "", system: Pat
     """Return the physical cores that this process may use, in the order of NUMA nodes.
 
     Args:
-        listed: use these CPUs only, in their own order.
-        option: what has listed them, for errors.
-        system: where the kernel describes CPUs; where it does not, every CPU counts as a core.
+        listed: use only these CPUs, in their own order.
+        option: source of the list, for errors.
+        system: kernel's description of CPUs; without it every CPU counts as a core.
 
     Raises:
-        CommandLineError: a listed CPU is not there, or this process may not use it.
+        CommandLineError: a listed CPU is missing or not permitted.
         LaunchError: the system cannot bind processes.
     """
     if not hasattr(os, "sched_getaffinity"):
@@ -75,13 +74,11 @@ def available(listed: Sequence[int] | None = None, option: str = "", system: Pat
 def nodes_of_gpus(
     names: Sequence[str], env: Mapping[str, str] = os.environ, driver: Path = DRIVER, pci: Path = PCI
 ) -> list[int] | None:
-    """Return the NUMA node of each GPU, or None if the kernel and NVIDIA's driver do not tell that of all.
+    """Return the NUMA node of each GPU; None if kernel or NVIDIA's driver do not report all of them.
 
     Args:
-        names: numbers or UUIDs, as CUDA_VISIBLE_DEVICES has them.
-        env: says how CUDA numbers GPUs of different models.
-        driver: where the driver describes GPUs.
-        pci: where the kernel describes PCI devices.
+        names: numbers or UUIDs, as in CUDA_VISIBLE_DEVICES.
+        env: sets CUDA's numbering of different GPU models.
     """
     try:
         addresses = sorted(entry.name for entry in driver.iterdir())
@@ -90,7 +87,7 @@ def nodes_of_gpus(
     except (OSError, ValueError):
         return None
     models = {line for text in described for line in text.splitlines() if line.startswith("Model:")}
-    # CUDA puts the fastest model first, unless it is told otherwise, and then goes by PCI address.
+    # CUDA numbers the fastest model first by default, then by PCI address.
     numbered = len(models) < 2 or env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     found = []
     for name in names:
@@ -105,13 +102,10 @@ def nodes_of_gpus(
 
 
 def deal(cores: Cores, processes: int, nodes: Sequence[int] | None = None, system: Path = SYSTEM) -> list[Cores]:
-    """Divide cores among processes: equally many for each, one after the other; what is left over stays idle.
+    """Split cores evenly among processes, in order; remaining cores stay idle.
 
     Args:
-        cores: see `available`.
-        processes: how many.
-        nodes: NUMA node near which each process is to run, if each of these has cores for its processes.
-        system: see `available`.
+        nodes: preferred NUMA node of each process; used if each node has enough cores.
 
     Raises:
         CommandLineError: there are fewer cores than processes.
@@ -130,7 +124,7 @@ def deal(cores: Cores, processes: int, nodes: Sequence[int] | None = None, syste
 
 
 def _deal_by_node(cores: Cores, nodes: Sequence[int], system: Path) -> list[Cores] | None:
-    """Divide the cores of each NUMA node among its processes; None if a node has too few."""
+    """Split the cores of each NUMA node among its processes; None if a node has too few."""
     by_node: dict[int, list[tuple[int, ...]]] = {}
     for core in cores:
         place = _place(system / f"cpu{core[0]}")
@@ -144,12 +138,12 @@ def _deal_by_node(cores: Cores, nodes: Sequence[int], system: Path) -> list[Core
 
 @contextlib.contextmanager
 def bound(cores: Cores | None) -> Iterator[None]:
-    """Let processes that this thread starts in the block run on these cores only; None: wherever this one may."""
+    """Bind processes started by this thread in the block to these cores; None: no binding."""
     if cores is None:
         yield
         return
     before = os.sched_getaffinity(0)
-    # Of the calling thread alone; a process that it starts inherits it before its first instruction.
+    # Affinity of the calling thread; a started process inherits it before its first instruction.
     os.sched_setaffinity(0, {cpu for core in cores for cpu in core})
     try:
         yield
@@ -158,7 +152,7 @@ def bound(cores: Cores | None) -> Iterator[None]:
 
 
 def _place(directory: Path) -> tuple[int, int, int] | None:
-    """Return (NUMA node, package, core) of a CPU; None where the kernel does not tell."""
+    """Return (NUMA node, package, core) of a CPU; None if the kernel does not report it."""
     try:
         package = int((directory / "topology" / "physical_package_id").read_text())
         core = int((directory / "topology" / "core_id").read_text())

@@ -1,4 +1,4 @@
-"""Which package `deepspeed` a process would import: none, the drop-in, or DeepSpeed itself."""
+"""Detects which package `deepspeed` would be imported: none, the drop-in, or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ UNKNOWN = "of unknown version"
 
 @dataclass(frozen=True)
 class Detected:
-    """A package `deepspeed` that could be imported.
+    """An importable package `deepspeed`.
 
     Attributes:
-        kind: the drop-in, or DeepSpeed itself.
+        kind: the drop-in, or DeepSpeed.
         version: of its distribution.
-        place: its directory.
     """
 
     kind: Literal["drop-in", "real"]
@@ -33,9 +32,9 @@ class Detected:
 
 
 def installed() -> list[Detected]:
-    """Return the packages `deepspeed` that are installed; the first is the one that is imported.
+    """Return the installed packages `deepspeed`; the first one is imported.
 
-    Nothing of them is run. What `shardwise.install_as_deepspeed` has put before them is not among them.
+    No package code is run. Modules of `shardwise.install_as_deepspeed` are ignored.
     """
     found: dict[str, Detected] = {}
     for finder in sys.meta_path:
@@ -43,7 +42,7 @@ def installed() -> list[Detected]:
             for entry in dict.fromkeys(path or os.getcwd() for path in sys.path):
                 _note(found, PathFinder.find_spec(ROOT, [entry]), entry)
         elif finder not in (BuiltinImporter, FrozenImporter) and not type(finder).__module__.startswith("shardwise."):
-            find: Any = getattr(finder, "find_spec", None)  # editable installations have finders of their own
+            find: Any = getattr(finder, "find_spec", None)  # editable installations have their own finders
             _note(found, find(ROOT, None) if find is not None else None, None)
     return list(found.values())
 
@@ -66,5 +65,5 @@ def _version(path: dict[str, list[str]]) -> str:
 
 
 def version_of(module: ModuleType) -> str:
-    """Return the version of a package that has been imported."""
+    """Return the version of an imported package."""
     return str(getattr(module, "__version__", UNKNOWN))

@@ -1,11 +1,10 @@
-"""Which rank failed first, and what to tell about it.
+"""Root cause of a failed job: finds the rank that failed first and its message.
 
-When one rank of a job fails, the others fail too: their collectives lose a peer, or the launcher stops them.
-The rank to name is the one whose own trouble began first. Its beginning is the earliest of: the error file
-that torch's `@record` writes, the last traceback on its standard error, its end. Ranks that only report a
-lost peer, or that saving or loading has failed on another rank, come after all others: a dying process closes its
-connections some time before the system reports its end. And where all that failed did so for want of a rank that has
-not failed (it stands still, or has ended with code 0 too early), that rank is the one to name.
+When one rank fails, others fail too: their collectives lose a peer, or the launcher stops them. The root cause is the
+rank whose trouble began first. It begins at the earliest of: the error file of torch's `@record`, the last traceback on
+standard error, the exit. Ranks that only report a lost peer, or a save or load that failed on another rank, are ranked
+last, because a dying process closes its connections before the system reports its exit. If all failures wait for a rank
+that has not failed (it hangs, or exited with code 0 too early), that rank is the root cause.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _WAITED = re.compile(
     rf"|{_LOST_PEER.pattern}",
     re.IGNORECASE | re.MULTILINE,
 )
-"""What a rank raises that has failed for want of another one."""
+"""Errors of a rank that has waited in vain for another one."""
 _SILENT = re.compile(r"has waited [\d.]+ s for rank (\d+)|rank (\d+) has not come to the (?:meeting|making)")
 _ELSEWHERE = re.compile(r"\bon rank (\d+): ")
-"""In what a rank raises with the others, because one of them has failed."""
+"""Part of an error that all ranks raise because one of them has failed."""
 _HINTS: dict[int, str] = {
     signal.SIGKILL: (
         "Something outside the job killed it; most often the kernel, because memory ran out. See `dmesg` "
@@ -65,14 +64,12 @@ class Failure:
     """The rank that failed first.
 
     Attributes:
-        exit: how it ended.
-        elapsed: seconds from the start of the job's attempt to the beginning of its trouble.
+        elapsed: seconds from the start of the attempt to the beginning of its trouble.
         report: its traceback, or the last lines of its standard error; may be empty.
-        has_traceback: whether `report` is a traceback.
+        has_traceback: `report` is a traceback.
         failed: number of ranks that failed by themselves.
-        world_size: number of ranks.
-        guilty: the rank for want of which it failed, if that is known.
-        guilt: what is known of that rank.
+        guilty: rank that caused the failure by its absence, if known.
+        guilt: description of that rank's state.
     """
 
     exit: Exit
@@ -86,16 +83,16 @@ class Failure:
 
     @property
     def rank(self) -> int:
-        """The rank where the trouble began."""
+        """Rank of the root cause."""
         return self.exit.rank if self.guilty is None else self.guilty
 
     @property
     def exit_code(self) -> int:
-        """The job's exit code: the rank's own, or 128 + signal as a shell has it."""
+        """The job's exit code: the rank's own, or 128 + signal as in a shell."""
         return self.exit.code if self.exit.code >= 0 else 128 - self.exit.code
 
     def cause(self) -> str:
-        """How the rank ended, in a few words."""
+        """Return how the rank ended, in a few words."""
         if self.exit.code >= 0:
             return f"exit code {self.exit.code}"
         number = -self.exit.code
@@ -103,7 +100,7 @@ class Failure:
         return f"killed by {known.get(number, 'signal')} (signal {number})"
 
     def message(self) -> str:
-        """What is printed at the end of the job: who, how, where, the hint, and last the traceback."""
+        """Return the final message of the job: rank, cause, host, hint, and last the traceback."""
         others = f" ({self.failed} of {self.world_size} ranks failed)" if self.failed > 1 else ""
         if self.guilty is None:
             begin = f"rank {self.exit.rank} failed first{others}"
@@ -133,15 +130,13 @@ def first_failure(
     stop_began: float,
     frozen: Sequence[int] = (),
 ) -> Failure:
-    """Find the rank that failed first in an attempt of which at least one rank has failed.
+    """Find the rank that failed first, in an attempt with at least one failed rank.
 
     Args:
-        exits: how every rank ended.
-        errors: the standard error of every rank.
-        error_files: where torch's `@record` would have written each rank's exception.
-        started: when the attempt began, in seconds since the epoch.
-        stop_began: when the launcher began to stop the others.
-        frozen: ranks whose process was stopped then.
+        error_files: each rank's file for torch's `@record`.
+        started: start of the attempt, in seconds since the epoch.
+        stop_began: time at which the launcher began to stop the others.
+        frozen: ranks with a stopped process at that time.
     """
     candidates = []
     for rank, end in exits.items():
@@ -156,7 +151,7 @@ def first_failure(
         if end.stopped:
             if began >= stop_began:
                 continue
-            # It raised, and had not ended yet when it was stopped: its code would have been that of an
+            # It raised but was stopped before its exit: its code would have been that of an
             # exception.
             end = replace(end, code=1)
         report, has_traceback = (recorded[1], True) if recorded else last_traceback(errors[rank].text())
@@ -188,13 +183,11 @@ def first_failure(
 
 @dataclass(frozen=True)
 class ShutdownResult:
-    """How a job ended that was asked to end by a signal.
+    """Result of a job that was ended by a signal.
 
     Attributes:
-        signal: which one.
-        exits: how every rank ended.
-        killed: ranks that did not end by themselves, with the state of their processes then.
-        grace: seconds that they had.
+        exits: exit of every rank.
+        killed: ranks that had to be killed, with the state of their processes.
     """
 
     signal: signal.Signals
@@ -204,9 +197,9 @@ class ShutdownResult:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal if all have ended in order; else 137 if some were killed, or the code of one that failed.
+        """128 + the signal if all ranks ended in order; 137 if some were killed, or the code of a failed one.
 
-        After Ctrl-C it is always 130: nobody expects anything to be saved then.
+        After Ctrl-C always 130, because no save is expected then.
         """
         if self.signal is not signal.SIGINT:
             if self.killed:
@@ -216,7 +209,7 @@ class ShutdownResult:
         return 128 + int(self.signal)
 
     def message(self) -> str:
-        """What is printed at the end of the job."""
+        """Return the final message of the job."""
         said = [f"received {self.signal.name}"]
         if self.killed:
             who = ranks_in_words(list(self.killed))
@@ -237,7 +230,7 @@ class ShutdownResult:
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """Name ranks.
+    """List ranks in words.
 
     >>> ranks_in_words([1]), ranks_in_words([0, 2, 1])
     ('rank 1', 'ranks 0, 1 and 2')
@@ -247,9 +240,9 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def last_traceback(text: str) -> tuple[str, bool]:
-    """The last traceback in a rank's standard error with all that it is chained to, and True.
+    """Return the last traceback in standard error with its chained tracebacks, and True.
 
-    If there is none, the last lines and False.
+    Without a traceback, return the last lines and False.
     """
     lines = text.rstrip().splitlines()
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
@@ -263,7 +256,7 @@ def last_traceback(text: str) -> tuple[str, bool]:
 
 
 def _last_exception(report: str) -> str:
-    """The part of a traceback that names the exception: what follows the last indented line of code."""
+    """Return the part of a traceback that names the exception, after the last indented line."""
     lines = report.splitlines()
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
     after = lines[headers[-1] + 1 :] if headers else lines
@@ -274,7 +267,6 @@ def _last_exception(report: str) -> str:
 
 
 def _recorded(path: Path) -> tuple[float, str] | None:
-    """When and what torch's `@record` has written, if it has."""
     try:
         at = path.stat().st_mtime
         message = json.loads(path.read_text(encoding="utf-8"))["message"]

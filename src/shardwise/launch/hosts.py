@@ -1,7 +1,7 @@
-"""Which machines and which slots on them a job may use: hostfiles and include / exclude filters.
+"""Machines and slots of a job: hostfiles and include / exclude filters.
 
 A slot is a place for one process; on a machine with CUDA devices, the device of that number. Invariant:
-everything that the text says is used or refused with its line; nothing is skipped.
+every entry of the text is used, or refused with its line.
 
 Hostfile, one machine a line, `#` starts a comment:
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from shardwise.errors import CommandLineError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-"""Read if it exists and no other is named; cluster software for DeepSpeed jobs writes it there."""
+"""Read if it exists and no other is given; cluster software for DeepSpeed jobs writes it there."""
 
 _LINE = re.compile(
     r"(?P<host>[^\s=:@,]+)\s+slots\s*=\s*(?P<slots>[0-9]{1,6})(\s+max[_-]slots\s*=\s*(?P<most>[0-9]{1,6}))?"
@@ -30,14 +30,13 @@ _LINE = re.compile(
 
 
 def parse_hostfile(text: str, name: str) -> dict[str, int]:
-    """The machines of a hostfile with their numbers of slots, in order.
+    """Return the machines of a hostfile with their numbers of slots, in order.
 
     Args:
-        text: content of the file.
-        name: what to call the file in an error.
+        name: name of the file, for errors.
 
     Raises:
-        CommandLineError: a line has another form, a machine occurs twice, or there is none.
+        CommandLineError: a line has another form, a machine occurs twice, or the file is empty.
 
     Example:
         >>> parse_hostfile("a slots=2  # the first\\nb slots=4", "hosts")
@@ -64,7 +63,7 @@ def parse_hostfile(text: str, name: str) -> dict[str, int]:
 
 
 def read_hostfile(path: str | None) -> dict[str, int] | None:
-    """Read the hostfile at `path`, or the default one if `path` is None and it exists; else None."""
+    """Read the hostfile at `path`, or the default one if `path` is None and it exists; else return None."""
     file = Path(DEFAULT_HOSTFILE if path is None else path)
     if path is None and not file.is_file():
         return None
@@ -76,11 +75,11 @@ def read_hostfile(path: str | None) -> dict[str, int] | None:
 
 
 def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...]]:
-    """The machines of an include or exclude filter, each with its slots; an empty tuple stands for all.
+    """Return the machines of an include or exclude filter with their slots; an empty tuple means all.
 
     Args:
         text: such as "worker-0@worker-1:0,2".
-        option: the option that it was given to, for errors.
+        option: source of the text, for errors.
 
     Raises:
         CommandLineError: the text has another form, or names a machine or a slot twice.
@@ -105,7 +104,7 @@ def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...]]:
 
 
 def check_filters(include: str | None, exclude: str | None) -> None:
-    """Refuse two filters. Raises `CommandLineError`."""
+    """Check that at most one filter is given. Raises `CommandLineError`."""
     if include and exclude:
         raise CommandLineError("--include and --exclude cannot be combined. Give one of them.")
 
@@ -113,16 +112,14 @@ def check_filters(include: str | None, exclude: str | None) -> None:
 def select(
     available: Mapping[str, tuple[int, ...]], include: str | None, exclude: str | None
 ) -> dict[str, tuple[int, ...]]:
-    """The slots that a job uses, in the order of `available`; machines without any are left out.
+    """Return the slots of a job, in the order of `available`; machines without slots are left out.
 
     Args:
-        available: every machine with its slots.
-        include: filter of what to use, or None.
-        exclude: filter of what not to use, or None.
+        include: filter of slots to use, or None.
+        exclude: filter of slots not to use, or None.
 
     Raises:
-        CommandLineError: both filters are given, one names something that is not available, or nothing is
-            left.
+        CommandLineError: both filters are given, one names an unknown machine or slot, or nothing is left.
 
     Example:
         >>> select({"a": (0, 1), "b": (0, 1)}, None, "a@b:0")
@@ -155,7 +152,7 @@ def select(
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether `host` is a name or address of the machine that this process runs on."""
+    """Whether `host` is a name or address of this machine."""
     if host in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
         return True
     try:

@@ -1,7 +1,7 @@
-"""Turn the signals that ask the launcher to end into one orderly end.
+"""Signal handling of the launcher: one orderly shutdown.
 
-Invariant: the first signal is never lost and never cuts into a section that must be finished, such as the
-one between the start of a process and the note that it exists.
+Invariant: the first signal is never lost, and never interrupts a critical section, such as the one between starting a
+process and recording it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Interrupts:
-    """Turns the signals that ask the launcher to end into one orderly end.
+    """Turns shutdown signals into one orderly shutdown of the launcher.
 
-    The first signal raises `raised(signal)` in the main thread, or as soon as the section that must not be
-    cut ends. Any further one calls `hurry`. Signals that the launcher's parent has switched off stay so. SIGUSR1 and
-    SIGUSR2 do not ask the launcher to end: they are passed to `forward`.
+    The first signal raises `raised(signal)` in the main thread, or at the end of a critical section. Further signals
+    call `hurry`. Signals that the launcher's parent ignores stay ignored. SIGUSR1 and SIGUSR2 are passed to `forward`.
     """
 
     raised: Callable[[signal.Signals], Exception]
@@ -55,7 +54,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def uninterrupted(self) -> Iterator[None]:
-        """Hold a signal back until the end of the section."""
+        """Hold back signals until the end of the block."""
         self._held += 1
         try:
             yield

@@ -1,8 +1,8 @@
-"""Run a script as a job of several processes on this machine and return its exit code.
+"""Runs a script as a job of several processes on this machine, and returns its exit code.
 
-Invariant: whatever ends the job (a rank fails or is killed; the user interrupts; the launcher is told to end), the call
-ends within the grace period, no process that the job has started is left, and the exit code is that of the rank that
-failed first, or 128 + the signal. A rank that stands still while no other fails is waited for, and named.
+Invariant: however the job ends (a rank fails or is killed, the user interrupts, the launcher gets a signal), the call
+returns within the grace period and leaves no process behind. The exit code is that of the rank that failed first, or
+128 + the signal. A rank that hangs while no other fails is waited for, and logged.
 """
 
 from __future__ import annotations
@@ -41,29 +41,27 @@ from shardwise.sizes import size_in_bytes
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, and how.
+    """Options of a job.
 
     Attributes:
         script: path of the script; a module's name with `module`, a program with `no_python`.
-        args: the script's own arguments.
-        resources: how many processes, on which slots.
-        master_addr: address of this machine at which the ranks meet.
-        master_port: port to meet on; None takes 29500 if it is free, else any free one.
+        resources: number of processes and slots.
+        master_addr: rendezvous address of this machine.
+        master_port: rendezvous port; None: 29500 if free, otherwise any free port.
         module: run as `python -m script`.
-        no_python: run the script itself, not with Python.
+        no_python: run the script itself, without Python.
         local_rank: append --local_rank=N to the script's arguments.
-        max_restarts: how often to start all processes again after a failure.
-        min_nproc: a restart may leave out the slot of a rank that has failed first twice in a row, down to so many
-            processes; None: restarts are always with all.
-        bind_cores: divide this machine's cores among the processes, each of which stays on its own.
-        core_list: bind, and to these CPUs only ("0,4-6").
-        log_dir: directory that gets every rank's output as files.
-        quiet: print nothing but the ranks' output, warnings and errors.
-        tags: whose lines get `[rank N]` in front; "auto" leaves rank 0 as it is on a terminal.
-        grace: seconds that processes have to end after the first signal; None: 60 s where they handle it, else 5 s.
+        max_restarts: number of restarts of all processes after failures.
+        min_nproc: restarts may leave out the slot of a rank that failed first twice in a row, down to this number of
+            processes; None: never.
+        bind_cores: bind each process to its own part of the machine's cores.
+        core_list: bind, to these CPUs only ("0,4-6").
+        log_dir: directory for every rank's output.
+        quiet: print only the ranks' output, warnings and errors.
+        tags: which lines get the prefix `[rank N]`; "auto": not those of rank 0 on a terminal.
+        grace: seconds between the first signal and SIGKILL; None: 60 s for processes that handle it, else 5 s.
         device_limit: most bytes of each rank on its device; None: as configured.
-        progress: what the ranks are told of showing their progress: "auto", or "off" whatever is configured; None:
-            nothing.
+        progress: progress display of the ranks: "auto", "off" (overrides the configuration), or None (not set).
     """
 
     script: str
@@ -90,9 +88,9 @@ def run_job(job: Job) -> int:
     """Run the job to its end.
 
     Returns:
-        0, or the exit code of the rank that failed first (128 + signal for one that was killed), or 128 + the
-        signal that ended the launcher. If that was not SIGINT, and ranks had to be killed instead of ending by
-        themselves, it is 137; if one has failed while it was ending, its code.
+        0, or the exit code of the rank that failed first (128 + signal if killed), or 128 + the signal that ended the
+        launcher. After a signal other than SIGINT: 137 if ranks had to be killed; the code of a rank that failed during
+        shutdown.
 
     Raises:
         CommandLineError: an option or the script's name is wrong.
@@ -114,17 +112,13 @@ def run_job(job: Job) -> int:
 
 
 def _deal(job: Job, placement: Placement, cores: Cores) -> list[Cores]:
-    """Divide cores among the processes; those that the user has listed go in their own order."""
+    """Split cores among processes; listed cores keep their order."""
     devices = placement.devices if job.core_list is None else None
     return deal(cores, placement.nproc, None if devices is None else nodes_of_gpus(devices))
 
 
 def check(job: Job) -> None:
-    """Refuse what is wrong in a job before torch is imported.
-
-    Raises:
-        CommandLineError: naming the option, what it is, and what to do.
-    """
+    """Check a job before torch is imported; raise a CommandLineError with option, value and fix."""
     if job.module and job.no_python:
         raise CommandLineError("--module runs a Python module, --no_python no Python at all. Give one of them.")
     if job.max_restarts < 0:
@@ -159,7 +153,7 @@ def check(job: Job) -> None:
 
 
 def _import_torch() -> None:
-    """Import what supervises; nothing of it is garbage, and looking for some takes a third of the launcher's time."""
+    """Import torch without garbage collection, which would take a third of the launcher's time."""
     if "torch" in sys.modules:
         return
     collecting = gc.isenabled()
@@ -196,17 +190,17 @@ def _close_names(path: Path) -> str:
 
 
 def command(job: Job, local_rank: int) -> list[str]:
-    """Program and arguments of one process.
+    """Return program and arguments of one process.
 
     Example:
         >>> command(Job("train.py", ("--lr", "1"), local_rank=True), 3)[1:]
         ['-u', 'train.py', '--lr', '1', '--local_rank=3']
     """
     if job.no_python:
-        # A bare name is a program on the search path to the system, but the user may mean the file here.
+        # Resolve a bare name on the search path; otherwise it is a file here.
         program = [shutil.which(job.script) or job.script]
     else:
-        # Unbuffered, so that output is seen when it is printed and not lost when the process is killed.
+        # Unbuffered, because buffered output is late, and lost when the process is killed.
         program = [sys.executable, "-u", *(["-m"] if job.module else []), job.script]
     return [*program, *job.args, *([f"--local_rank={local_rank}"] if job.local_rank else [])]
 
@@ -214,15 +208,11 @@ def command(job: Job, local_rank: int) -> list[str]:
 def worker_environment(
     job: Job, placement: Placement, env: Mapping[str, str] = os.environ, cores: int | None = None
 ) -> dict[str, str]:
-    """The launcher's own variables, with the devices, the number of threads and Gloo's interface.
+    """Return the launcher's environment with devices, number of threads and Gloo's interface.
 
-    Args:
-        job: what is run.
-        placement: on which slots.
-        env: the launcher's own variables.
-        cores: number of cores of each process, if they are bound.
+    `cores` is the number of cores of each process, if bound.
     """
-    # What a launcher around this one has said is not meant for these ranks.
+    # Variables of an outer launcher are not for these ranks.
     variables = {name: value for name, value in env.items() if name not in (MEMORY_DIRECTORY, RECOVERY_FILE)}
     if placement.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(placement.devices)
@@ -234,7 +224,7 @@ def worker_environment(
         variables.setdefault(PROGRESS, job.progress)
     if job.quiet:
         variables.setdefault("SHARDWISE_LOG_LEVEL", "warning")
-    # torch takes all cores for each process; together they would take nproc times as many.
+    # By default torch uses all cores in each process.
     variables.setdefault("OMP_NUM_THREADS", str(cores or max(1, _cores() // placement.nproc)))
     if is_loopback(job.master_addr) and any(name == "lo" for _, name in socket.if_nameindex()):
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -275,7 +265,7 @@ def _supervise(job: Job, placement: Placement, cores: Cores | None) -> int:
         scratch = temporary.path
         if scratch is None:
             raise LaunchError(f"Cannot make a directory in {tempfile.gettempdir()}. Set TMPDIR to a writable one.")
-        # Without, a job that asks for copies in memory says so.
+        # Without a directory, in-memory copies raise an error.
         added = {} if memory.path is None else {MEMORY_DIRECTORY: str(memory.path)}
         display = Display(OutputReader(), out, err, job.tags, log_dir)
         interrupts = Interrupts(
@@ -333,7 +323,7 @@ def _summary(placement: Placement, env: Mapping[str, str], address: str, cores: 
 
 
 def _silence_torch() -> None:
-    """Keep the agent's own accounts out of the job's output; LOGLEVEL brings them back."""
+    """Silence the log of torch's agent; LOGLEVEL enables it."""
     if "LOGLEVEL" in os.environ:
         return
     for name in list(logging.root.manager.loggerDict):

@@ -1,8 +1,8 @@
-"""Directories that live as long as a job: longer than its processes, and no longer than its launcher.
+"""Directories with the lifetime of a job: longer than its processes, not longer than its launcher.
 
-In the one in memory the ranks keep copies of their state, from which they go on after a restart. Invariant: they are
-gone when the job is over, however that has ended. A launcher that is killed cannot remove its own; the next one of the
-same user does. The lock on a directory tells whether its launcher lives.
+Ranks keep in-memory checkpoints in the one on tmpfs, for restarts. Invariant: the directories are removed when the job
+is over. A killed launcher cannot remove its own; the next launcher of the same user does. A lock on the directory shows
+that its launcher is alive.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _OWNED = "owned"
 
 
 class JobDirectory:
-    """Makes the directory, and removes it at the end of the block.
+    """Creates the directory, and removes it at the end of the block.
 
     Args:
-        root: where it is made: a tmpfs, or the system's place for temporary files.
-        prefix: of its name; the user's number follows.
+        root: parent: a tmpfs, or the system's temporary directory.
+        prefix: of its name; the user id follows.
 
     Attributes:
-        path: the directory; None if `root` cannot be written.
+        path: the directory; None if `root` is not writable.
     """
 
     def __init__(self, root: Path = MEMORY, prefix: str = "shardwise-") -> None:
@@ -60,7 +60,7 @@ class JobDirectory:
     def _remove_abandoned(self) -> None:
         for path in self._root.glob(f"{self._prefix}*"):
             with contextlib.suppress(OSError):
-                # Without the mark its launcher is between making and locking it.
+                # Without the mark its launcher is still between creating and locking.
                 if path.stat().st_uid != os.getuid() or not (path / _OWNED).exists():
                     continue
                 lock = lock_directory(str(path))

@@ -1,4 +1,4 @@
-"""Models that are named on the command line, without memory for their parameters."""
+"""Models named on the command line, built on the meta device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardwise.launch.architectures import SHAPES, Decoder
 
 
 def named_model(name: str, recompute: bool) -> nn.Module:
-    """Build a model whose parameters have no memory.
+    """Build a model on the meta device.
 
     Args:
-        name: one of `SHAPES`, or module:function, looked for in the working directory, too.
-        recompute: of a named model's layers.
+        name: one of `SHAPES`, or module:function, also in the working directory.
+        recompute: use activation checkpointing in a model of `SHAPES`.
 
     Raises:
-        CommandLineError: there is no such model, or the function returns none.
+        CommandLineError: the model is unknown, or the function returns none.
     """
     with torch.device("meta"):
         if name in SHAPES:
@@ -50,5 +50,5 @@ def named_model(name: str, recompute: bool) -> nn.Module:
 
 
 def tokens(sequences: int, length: int) -> Any:
-    """Return a batch without values: (sequences, length) token numbers; None for length 0."""
+    """Return a meta batch of (sequences, length) token ids; None for length 0."""
     return torch.empty(sequences, length, dtype=torch.int64, device="meta") if length else None

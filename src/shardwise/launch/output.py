@@ -1,10 +1,9 @@
-"""Carry what the workers print to the terminal, to log files and into memory, while they print it.
+"""Forwards the workers' output to the terminal, log files and memory.
 
-One thread reads every worker's standard output and error from a pipe (or, for rank 0 on a terminal, from a
-pseudo-terminal, so that progress bars and colours behave as without a launcher). Whole lines are written
-with the rank in front, so that lines of different ranks never mix. Invariant: every byte that a worker
-printed is shown, but for states of a progress bar that a carriage return has overwritten, or that gave way to a line
-of another rank, and for the `[rankN]: ` that torch puts in front of tracebacks where our prefix says the same.
+One thread reads every worker's standard output and error from a pipe. Rank 0 on a terminal has a pseudo-terminal, so
+progress bars and colours behave as without a launcher. Whole lines are written with the rank as prefix, so lines of
+ranks never mix. Invariant: every byte is shown, except overwritten states of a progress bar (by a carriage return, or a
+line of another rank), and torch's `[rankN]: ` before tracebacks where the prefix repeats it.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from typing import BinaryIO, Literal
 from shardwise.errors import LaunchError
 
 PROGRESS_S = 1.0
-"""A progress bar that is shown as lines is shown this often, and in its last state."""
+"""Seconds between shown states of a progress bar that is shown as lines; the last state is always shown."""
 LONGEST_LINE = 1 << 20
 KEPT_LINES = 2000
 CHUNK = 1 << 16
 
 _ERASED = b"\r\x1b[2K"
-"""What takes a line off a terminal."""
+"""Escape sequence that erases a terminal line."""
 _LINE_END = re.compile(rb"(\r*\n|\r+)")
 _ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _TRACEBACK = (b"Traceback (most recent call last)", b"+ Exception Group Traceback (most recent call last)")
@@ -40,24 +39,14 @@ Tags = Literal["auto", "always", "never"]
 
 @dataclass
 class Cursor:
-    """What the last thing on a terminal was.
-
-    Attributes:
-        mid_line: an unfinished line of rank 0.
-        bar: that line is one that overwrites itself, as progress bars do.
-    """
+    """State of the terminal's last line: an unfinished line of rank 0, and whether it is a progress bar."""
 
     mid_line: bool = False
     bar: bool = False
 
 
 class Terminal:
-    """Where lines go: standard output or error of the launcher.
-
-    Args:
-        file: a binary file, such as `sys.stdout.buffer`.
-        cursor: shared by the screens that are one terminal.
-    """
+    """Standard output or error of the launcher, a binary file; streams of the same terminal share `cursor`."""
 
     def __init__(self, file: BinaryIO, cursor: Cursor | None = None) -> None:
         self._file = file
@@ -65,10 +54,10 @@ class Terminal:
         self._broken = False
 
     def write(self, data: bytes, raw: bool = False) -> None:
-        """Write whole lines, or raw bytes of rank 0; never raises, as a lost reader must not end the job."""
+        """Write whole lines, or raw bytes of rank 0. Never raises, because a closed reader must not end the job."""
         if self._broken or not data:
             return
-        # Other lines go below an unfinished one, and take the place of a progress bar, which is drawn again below them.
+        # Other lines go below an unfinished line, or replace a progress bar, which redraws itself below.
         start = b""
         if self._cursor.mid_line and not raw:
             start = _ERASED if self._cursor.bar else b"\n"
@@ -83,15 +72,15 @@ class Terminal:
 
 
 class LineCutter:
-    """Cuts a stream of bytes into lines."""
+    """Splits a byte stream into lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
-        """The lines that `data` completes, without their ends.
+        """Return the lines that `data` completes, without their ends.
 
-        True marks a line that ended in a carriage return: what follows overwrites it on a terminal.
+        True marks a line that ended in a carriage return, which the next one overwrites on a terminal.
         """
         text = self._rest + data
         open_end = text.rstrip(b"\r")  # carriage returns at the end may be the first half of a line end
@@ -104,19 +93,17 @@ class LineCutter:
         return lines
 
     def close(self) -> list[tuple[bytes, bool]]:
-        """What is left without a line end."""
+        """Return the rest without a line end."""
         rest, self._rest = self._rest.rstrip(b"\r"), b""
         return [(rest, False)] if rest else []
 
 
 class OutputChannel:
-    """One stream of one worker.
+    """One output stream of a worker.
 
     Args:
-        rank: global rank of the worker.
-        screen: where to show it.
         prefix: bytes in front of every line.
-        raw: pass bytes on as they come, without a prefix.
+        raw: pass bytes on unchanged, without a prefix.
         log: file that gets every byte as well.
     """
 
@@ -125,7 +112,7 @@ class OutputChannel:
     ) -> None:
         self.closed = threading.Event()
         self.traceback_at: float | None = None
-        """When the last Python traceback began, in seconds since the epoch."""
+        """Time of the last Python traceback, in seconds since the epoch."""
         self._torch_prefix = f"[rank{rank}]: ".encode()
         self._screen = screen
         self._prefix = prefix
@@ -138,10 +125,7 @@ class OutputChannel:
         self._held: list[bytes] = []
 
     def interrupt(self) -> None:
-        """The worker is interrupted: of the tracebacks that it will print for that, one line is shown at its end.
-
-        Log files get them whole.
-        """
+        """Show one line instead of the tracebacks of an interrupted worker, at its end. Log files get them whole."""
         self._interrupted = True
 
     def feed(self, data: bytes) -> None:
@@ -152,7 +136,7 @@ class OutputChannel:
         self._take(self._cutter.feed(data))
 
     def close(self) -> None:
-        """Show what is left."""
+        """Show the rest."""
         self._take(self._cutter.close())
         if self._held:
             place = interrupted_at(b"\n".join(self._held).decode("utf-8", errors="replace"))
@@ -163,7 +147,7 @@ class OutputChannel:
         self.closed.set()
 
     def text(self) -> str:
-        """The last lines, as text."""
+        """Return the last lines as text."""
         return b"\n".join(self._kept).decode("utf-8", errors="replace")
 
     def _take(self, lines: list[tuple[bytes, bool]]) -> None:
@@ -171,7 +155,7 @@ class OutputChannel:
         for line, superseded in lines:
             text = line.removeprefix(self._torch_prefix)
             if self._interrupted:
-                # A progress bar has no line end: what follows it is in its line.
+                # A progress bar has no line end: later output is on its line.
                 text = _ESCAPE.sub(b"", text)
                 begins = [place for mark in _TRACEBACK if (place := text.find(mark)) >= 0]
                 if (begins or self._held) and not superseded:
@@ -209,13 +193,13 @@ _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<
 
 
 def interrupted_at(tracebacks: str) -> str | None:
-    """Say where in the user's own code a worker was when it was interrupted.
+    """Return the position in the user's code at which a worker was interrupted.
 
     Args:
-        tracebacks: all that it has printed from the first one on.
+        tracebacks: output from the first traceback on.
 
     Returns:
-        File, line and function; None if nothing of this comes from an interruption.
+        File, line and function; None if no traceback comes from an interruption.
 
     Example:
         >>> interrupted_at('  File "train.py", line 3, in main\\nKeyboardInterrupt')
@@ -223,7 +207,7 @@ def interrupted_at(tracebacks: str) -> str | None:
     """
     if not re.search(r"^\s*KeyboardInterrupt\b|PeerLostError", tracebacks, re.MULTILINE):
         return None
-    # The first that is printed is the first that happened; others follow from it.
+    # The first printed traceback is the first error; others follow from it.
     first = re.split(r"(?m)^(?=\S.*\b(?:Interrupt|Error|Exception)\b)", tracebacks)[0]
     frames = list(_FRAME.finditer(first))
     own = [frame for frame in frames if not any(part in frame["file"] for part in _LIBRARIES)]
@@ -234,7 +218,7 @@ def interrupted_at(tracebacks: str) -> str | None:
 
 
 class OutputReader:
-    """Reads all channels in one thread, each until its end."""
+    """Reads all channels in one thread until their end."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -248,10 +232,7 @@ class OutputReader:
         self._selector.register(descriptor, selectors.EVENT_READ, channel)
 
     def stop(self) -> None:
-        """End the thread and close every channel.
-
-        One that a process outside the workers' sessions still holds open is given up here.
-        """
+        """End the thread and close every channel, also those held open outside the workers' sessions."""
         self._ended = True
         self._thread.join()
         for key in list(self._selector.get_map().values()):
@@ -282,12 +263,7 @@ class OutputReader:
 
 
 def open_pipe(terminal: int | None) -> tuple[int, int]:
-    """A descriptor to read from and one to give to a worker.
-
-    Args:
-        terminal: descriptor of a terminal that the worker shall see (a pseudo-terminal of its size is made),
-            or None for a plain pipe.
-    """
+    """Return a descriptor to read from and one for a worker: a pipe, or a pseudo-terminal of the size of `terminal`."""
     if terminal is None:
         return os.pipe()
     import fcntl
@@ -295,7 +271,7 @@ def open_pipe(terminal: int | None) -> tuple[int, int]:
     import tty
 
     reader, writer = os.openpty()
-    tty.setraw(writer)  # the real terminal does the line ends
+    tty.setraw(writer)  # the real terminal converts line ends
     with contextlib.suppress(OSError):
         size = fcntl.ioctl(terminal, termios.TIOCGWINSZ, b"\0" * 8)
         fcntl.ioctl(writer, termios.TIOCSWINSZ, size)
@@ -303,12 +279,12 @@ def open_pipe(terminal: int | None) -> tuple[int, int]:
 
 
 def is_raw(tags: Tags, rank: int, terminal: bool) -> bool:
-    """Whether a rank's bytes are passed on as they come: rank 0's on a terminal, unless all are tagged."""
+    """Whether a rank's bytes are passed on unchanged: rank 0's on a terminal, unless all are tagged."""
     return rank == 0 and terminal and tags != "always"
 
 
 def prefix(tags: Tags, rank: int, world_size: int) -> bytes:
-    """What stands in front of a line of this rank.
+    """Return the prefix of a rank's lines.
 
     Example:
         >>> prefix("auto", 3, 16)
@@ -320,7 +296,7 @@ def prefix(tags: Tags, rank: int, world_size: int) -> bytes:
 
 
 def standard_screens() -> tuple[Terminal, Terminal]:
-    """The launcher's standard output and error."""
+    """Return the launcher's standard output and error."""
     if sys.stdout.isatty() and sys.stderr.isatty():
         cursor = Cursor()
         return Terminal(sys.stdout.buffer, cursor), Terminal(sys.stderr.buffer, cursor)
@@ -328,7 +304,7 @@ def standard_screens() -> tuple[Terminal, Terminal]:
 
 
 def open_log(directory: Path, rank: int, stream: str) -> BinaryIO:
-    """Open a rank's log file in `directory` to append: nothing that an earlier job has written is lost."""
+    """Open a rank's log file to append, because an earlier job's log must be kept."""
     path = directory / f"rank_{rank}.{stream}"
     try:
         return path.open("ab")

@@ -1,4 +1,4 @@
-"""Run a command that the kernel kills when the process that started it dies.
+"""Run a command with a parent-death signal: the kernel kills it when the launcher dies.
 
 Executed as a script in the new process, before the command replaces it (same process, same pid): a launcher
 that is itself killed with SIGKILL cannot clean up, and its workers would keep their devices. Linux only.
@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Ask for the signal, check that the launcher still lives, become the command."""
+    """Set the parent-death signal, check that the launcher is alive, and exec the command."""
     launcher, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:

@@ -1,7 +1,7 @@
-"""How many processes a job gets on this machine, and which devices they see.
+"""Number of processes of a job on this machine, and their devices.
 
-Invariant: on a machine with CUDA devices every process has a device of its own, and no device outside
-CUDA_VISIBLE_DEVICES is touched, whatever the options say.
+Invariant: on a machine with CUDA devices every process has its own device, and no device outside CUDA_VISIBLE_DEVICES
+is used, for any options.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from shardwise.launch.hosts import check_filters, is_this_machine, parse_filter,
 
 @dataclass(frozen=True)
 class Resources:
-    """What the command line asks for; None where it says nothing.
+    """Requested resources of the command line; None if not given.
 
     Attributes:
-        nproc: number of processes.
-        num_nodes: number of machines.
         include: filter of slots to use.
         exclude: filter of slots not to use.
         hostfile: path of the list of machines.
@@ -35,12 +33,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class Devices:
-    """The CUDA devices that this process may use.
+    """CUDA devices that this process may use.
 
     Attributes:
-        names: one a device, as CUDA_VISIBLE_DEVICES spells it: a number or a UUID. Empty on a machine
-            without.
-        restricted: whether CUDA_VISIBLE_DEVICES has chosen them.
+        names: number or UUID of each device, as in CUDA_VISIBLE_DEVICES. Empty without devices.
+        restricted: CUDA_VISIBLE_DEVICES has selected them.
     """
 
     names: tuple[str, ...] = ()
@@ -48,7 +45,7 @@ class Devices:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The devices' numbers; their positions if they are named by UUID."""
+        """The devices' numbers; their indices if they are named by UUID."""
         if all(name.isdigit() for name in self.names):
             return tuple(int(name) for name in self.names)
         return tuple(range(len(self.names)))
@@ -56,11 +53,11 @@ class Devices:
 
 @dataclass(frozen=True)
 class Placement:
-    """The answer: how many processes, and which devices they see.
+    """Number of processes, and their devices.
 
     Attributes:
-        nproc: number of processes, at least 1.
-        devices: the names for CUDA_VISIBLE_DEVICES, one a process; None on a machine without CUDA devices.
+        nproc: at least 1.
+        devices: the device of each process, for CUDA_VISIBLE_DEVICES; None without CUDA devices.
     """
 
     nproc: int
@@ -68,11 +65,10 @@ class Placement:
 
 
 def remaining(placement: Placement, slots: Sequence[int]) -> Placement:
-    """The answer without some of its processes.
+    """Return the placement with some of its processes.
 
     Args:
-        placement: the whole answer.
-        slots: which of its processes are left, from 0, in order.
+        slots: indices of the remaining processes, in order.
 
     Example:
         >>> remaining(Placement(3, ("4", "5", "6")), [0, 2])
@@ -83,25 +79,21 @@ def remaining(placement: Placement, slots: Sequence[int]) -> Placement:
 
 
 def find_devices(env: Mapping[str, str] = os.environ) -> Devices:
-    """Ask torch for the CUDA devices of this machine; no device is initialised."""
+    """Return the CUDA devices of this machine, without initialising any."""
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if "CUDA_VISIBLE_DEVICES" not in env:
         return Devices(tuple(str(index) for index in range(count)))
     names = [name.strip() for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    # CUDA stops reading at the first name that it does not know.
+    # CUDA stops reading at the first unknown name.
     return Devices(tuple(names[:count]), restricted=True)
 
 
 def place(resources: Resources, devices: Devices) -> Placement:
-    """Decide what runs on this machine.
+    """Decide on the processes of this machine.
 
-    Without any option that is one process for each visible CUDA device, or a single one where there is none.
-
-    Args:
-        resources: what the command line asks for.
-        devices: what this machine has.
+    Default: one process for each visible CUDA device, or one process without devices.
 
     Raises:
         CommandLineError: the options contradict each other, the hostfile or the machine.
@@ -133,11 +125,7 @@ def place(resources: Resources, devices: Devices) -> Placement:
 
 
 def check_resources(resources: Resources) -> None:
-    """Refuse what is wrong whatever devices this machine has, so that nothing has to be asked of torch for it.
-
-    Raises:
-        CommandLineError: naming the option and what to do.
-    """
+    """Check options that are wrong for any devices, before torch is imported; raise a CommandLineError with the fix."""
     for option, value in (("--nproc", resources.nproc), ("--num_nodes", resources.num_nodes)):
         if value is not None and value < 1:
             raise CommandLineError(f"{option} {value}: a job has at least one. Leave the option out for the default.")
@@ -154,18 +142,16 @@ def check_resources(resources: Resources) -> None:
 
 
 def _this_machine_only(resources: Resources, devices: Devices) -> dict[str, tuple[int, ...]]:
-    """This machine's slots, under the name by which the filter calls it."""
     text, option = (resources.include, "--include") if resources.include else (resources.exclude, "--exclude")
     named = parse_filter(text, option) if text else {}
     host = next((name for name in named if is_this_machine(name)), "localhost")
     if devices.names:
         return {host: devices.slots}
-    # Without devices any slot is as good as another: as many as are named, else one process.
+    # Without devices slots are equal: as many as the filter names, else one.
     return {host: tuple(range(max(named.get(host, ()), default=0) + 1))}
 
 
 def _on_devices(slots: tuple[int, ...], resources: Resources, devices: Devices) -> tuple[int, ...]:
-    """Those of the hostfile's slots that are devices which this process may use."""
     usable = tuple(slot for slot in slots if slot in devices.slots)
     if usable == slots:
         return slots
@@ -184,7 +170,6 @@ def _on_devices(slots: tuple[int, ...], resources: Resources, devices: Devices) 
 
 
 def _take(slots: tuple[int, ...], resources: Resources, devices: Devices, limited: bool) -> tuple[int, ...]:
-    """The first --nproc slots."""
     if resources.nproc is None:
         return slots
     if not limited:

@@ -1,8 +1,8 @@
-"""The processes of one attempt of a job: start all, know how each ended, leave none behind.
+"""Worker processes of one attempt: start, exit status, and shutdown without leftovers.
 
-Every worker leads a session of its own, so everything that it starts can be found again. Invariants: an ended
-worker stays a zombie until the whole gang is stopped, so that its process id, and with it the id of its
-session, cannot be given to a stranger; after `stop` no process of any worker's session is alive.
+Every worker leads its own session, so its child processes can be found. Invariants: an exited worker stays a zombie
+until the worker group is stopped, so its process and session id cannot be reused; after `stop` no process of any
+worker's session is alive.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from shardwise.launch.cores import Cores, bound
 
 POLL_S = 0.02
 UNKILLABLE_S = 5.0
-"""How long to wait for a process after SIGKILL: one stuck in the kernel (disk, device driver) may never
-end."""
+"""Seconds to wait after SIGKILL: a process stuck in the kernel (disk, device driver) may never end."""
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What to start for one rank.
+    """Command of one rank.
 
     Attributes:
-        rank: global rank.
         argv: program and arguments; no shell is involved.
-        env: its whole environment.
-        cores: where it may run; None: wherever the launcher may.
+        env: its complete environment.
+        cores: cores to bind to; None: unbound.
     """
 
     rank: int
@@ -56,14 +54,12 @@ class Streams:
 
 @dataclass(frozen=True)
 class Exit:
-    """How one worker ended.
+    """Exit of one worker.
 
     Attributes:
-        rank: its global rank.
-        pid: its process id.
         code: exit code; negative for the signal that killed it.
-        at: when, in seconds since the epoch.
-        stopped: whether it ended because of a signal that `WorkerGroup.stop` had sent.
+        at: in seconds since the epoch.
+        stopped: caused by a signal of `WorkerGroup.stop`.
     """
 
     rank: int
@@ -81,7 +77,7 @@ class WorkerGroup:
     exits: dict[int, Exit] = field(default_factory=dict)
     stop_began: float | None = None
     killed: dict[int, str] = field(default_factory=dict)
-    """Workers that did not end on the first signal, with their state then, as /proc spells it (T: stopped)."""
+    """Workers that did not end on the first signal, with their state in /proc (T: stopped)."""
     hurry: bool = False
     """Set from a signal handler to end the grace period at once."""
 
@@ -96,10 +92,9 @@ class WorkerGroup:
         self._changed = threading.Condition()
 
     def start(self, streams: Mapping[int, Streams]) -> None:
-        """Start every worker with the given standard streams (by rank). They are not closed here.
+        """Start every worker with the given standard streams (by rank), which stay open.
 
-        Raises:
-            LaunchError: the system refuses to start a process; those started before it have been stopped.
+        Raises a LaunchError if a process cannot be started; earlier ones have been stopped.
         """
         for worker in self.workers:
             given = streams[worker.rank]
@@ -121,27 +116,27 @@ class WorkerGroup:
             threading.Thread(target=self._watch, args=(worker.rank, process.pid), daemon=True).start()
 
     def pids(self) -> dict[int, int]:
-        """Process id by rank."""
+        """Return the process id by rank."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def failed(self) -> bool:
-        """Whether a worker has ended with anything but exit code 0."""
+        """Whether a worker has exited with a code other than 0."""
         with self._changed:
             return any(end.code != 0 for end in self.exits.values())
 
     def finished(self) -> bool:
-        """Whether all workers have ended."""
+        """Whether all workers have exited."""
         with self._changed:
             return len(self.exits) == len(self._processes)
 
     def stop(self, first: signal.Signals, grace: float) -> list[int]:
         """End every process of every worker's session: `first`, then SIGKILL after `grace` seconds.
 
-        A worker that handles `first` itself may need its children until it has done so, as one that saves its state
-        needs those that load its data. They are sent `first` after its end.
+        A worker that handles `first` may need its children until it is done: one that saves its state needs its data
+        loaders. Children get `first` after its exit.
 
         Returns:
-            Process ids that even SIGKILL has not ended (stuck in the kernel); normally empty.
+            Process ids that survive SIGKILL (stuck in the kernel); normally empty.
         """
         if self.stop_began is None:
             self.stop_began = time.time()
@@ -170,22 +165,19 @@ class WorkerGroup:
         return sorted(left)
 
     def states(self) -> dict[int, str]:
-        """The state of each worker that has not ended, as /proc spells it: T if it is stopped."""
+        """Return the state of each running worker, as in /proc: T if it is stopped."""
         found = {rank: _stat(process.pid) for rank, process in list(self._processes.items())}
         return {rank: stat[0] for rank, stat in found.items() if stat and stat[0] not in "ZX"}
 
     def handles(self, sig: signal.Signals) -> bool:
-        """Whether a worker has a handler of its own for a signal."""
+        """Whether a worker has a handler for a signal."""
         return any(handles(process.pid, sig) for process in list(self._processes.values()))
 
     def forward(self, sig: signal.Signals) -> bool:
-        """Send a signal to the workers that have a handler for it, and to no others; return whether there are any.
-
-        May be called from a signal handler.
-        """
+        """Send a signal to the workers that handle it; return whether there are any. Safe in a signal handler."""
         found = [process.pid for process in list(self._processes.values()) if handles(process.pid, sig)]
         for pid in found:
-            # An ended worker is a zombie until the gang is stopped, so that the number is nobody else's.
+            # An exited worker is a zombie until the group is stopped, so its id is not reused.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, sig)
         return bool(found)
@@ -198,7 +190,7 @@ class WorkerGroup:
                 os.kill(pid, sig)
 
     def _watch(self, rank: int, pid: int) -> None:
-        """Wait for one worker and note when it ended, leaving it a zombie."""
+        """Wait for one worker and record its exit time, leaving it a zombie."""
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         at = time.time()
         assert result is not None
@@ -218,13 +210,13 @@ def handles(pid: int, sig: signal.Signals) -> bool:
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False  # it has ended
+        return False  # the process has exited
     caught = next((line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:")), "0")
     return bool(int(caught, 16) >> (sig - 1) & 1)
 
 
 def _members(sessions: Mapping[int, int]) -> dict[int, int]:
-    """The live processes of the given sessions, each with its session."""
+    """Return the live processes of the given sessions, each with its session."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -236,10 +228,10 @@ def _members(sessions: Mapping[int, int]) -> dict[int, int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """State, parent, group, session and so on of a process; empty if it has ended."""
+    """Return state, parent, group, session and further fields of a process; empty if it has exited."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    # They follow pid and name; the name may hold spaces and brackets.
+    # The fields follow pid and name; the name may contain spaces and brackets.
     return text.rpartition(")")[2].split()

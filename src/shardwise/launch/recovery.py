@@ -1,4 +1,4 @@
-"""How long a job needs to go on after a failure: from the end of the rank that failed to the first step after it."""
+"""Recovery time of a job: from the exit of the failed rank to the first step after the restart."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Recovery:
 
     Attributes:
         rank: that failed first.
-        failed: when it ended.
-        noticed: when the launcher knew.
-        started: when the new processes were started.
-        file: where their first rank tells when training goes on.
+        failed: time of its exit.
+        noticed: time at which the launcher noticed.
+        started: start time of the new processes.
+        file: recovery report of their first rank.
     """
 
     rank: int
@@ -26,7 +26,7 @@ class Recovery:
     file: Path
 
     def told(self) -> str | None:
-        """Return what there is to say once the first step has been taken; None before."""
+        """Return the log line once the first step has been taken; None before."""
         try:
             said = json.loads(self.file.read_text(encoding="utf-8"))
             ready, restored, stepped = said["ready"], said["restored"], said["stepped"]

@@ -1,4 +1,4 @@
-"""Parallelism within a model: sequences and tensors that several ranks share."""
+"""Sequence parallelism and tensor parallelism within a model."""
 
 from shardwise.parallel.attention import DistributedAttention
 from shardwise.parallel.data import RoundRobinLoader, SequenceLoader, split

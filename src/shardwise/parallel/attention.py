@@ -1,4 +1,4 @@
-"""Attention over sequences that several ranks share, around any attention of one process."""
+"""Sequence-parallel attention (Ulysses) around any single-process attention."""
 
 from __future__ import annotations
 
@@ -29,12 +29,10 @@ def shared_attention(
     """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
 
     Args:
-        attention: gets query, key and value as (rows, all tokens, some heads, width), and returns its result in the
-            same form.
-        group: the ranks.
-        query, key, value: (rows, this rank's tokens, all heads, width); there may be fewer heads of the latter two.
+        attention: maps query, key and value of (rows, all tokens, some heads, width) to an output of the same shape.
+        query, key, value: (rows, this rank's tokens, all heads, width); key and value may have fewer heads.
         lengths: tokens of each rank.
-        grouped: `attention` takes fewer key heads than query heads, in the model's proportion.
+        grouped: `attention` accepts fewer key heads than query heads, in the model's proportion.
 
     Raises:
         UsageError: there are fewer query heads than ranks, or a rank has no token.
@@ -60,21 +58,21 @@ def shared_attention(
 
 
 class DistributedAttention(nn.Module):
-    """Attention of one process, made one over sequences that several ranks share.
+    """Sequence-parallel attention around a single-process attention.
 
-    The local attention is called with all tokens and some of the heads, so it has to know nothing of ranks: what it
-    masks, it masks by places in the whole sequence. It draws its dropout from each rank's own random numbers.
+    The local attention gets all tokens and some of the heads, and needs no knowledge of ranks: masks refer to positions
+    in the whole sequence. Dropout uses each rank's own random numbers.
 
     Args:
-        local_attention: called as `local_attention(query, key, value, *args, **kwargs)`; a module or a function. It
-            gets, and returns, tensors in the form that this module gets. With fewer key heads than query heads it gets
-            as many of both, unless it can be given the model's proportion.
-        sequence_process_group: the ranks; None: those of the engine (`sequence_parallel_size`), or of
+        local_attention: module or function, called as `local_attention(query, key, value, *args, **kwargs)` with
+            tensors in this module's layout. With fewer key heads than query heads it gets equal numbers of both, unless
+            the model's proportion is possible.
+        sequence_process_group: the ranks; None: the engine's group (`sequence_parallel_size`), or that of
             `shardwise.parallel.begin`.
         scatter_idx: dimension of the heads.
-        gather_idx: dimension of the tokens. The default is DeepSpeed's, (tokens, rows, heads, width); the form of
+        gather_idx: dimension of the tokens. The defaults are DeepSpeed's layout (tokens, rows, heads, width).
             `torch.nn.functional.scaled_dot_product_attention` has heads in dimension 1 and tokens in 2.
-        sp_stream: taken from existing code; the exchanges are launched together in any case.
+        sp_stream: accepted for existing code and ignored.
 
     Example:
         >>> import torch
@@ -116,19 +114,19 @@ class DistributedAttention(nn.Module):
         batch_dim_idx: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the result of this rank's tokens (all ranks of the group call).
+        """Return the attention output of this rank's tokens (all ranks of the group call).
 
         Args:
-            query: of this rank's tokens, with all heads.
-            key: the same; there may be fewer heads, each for as many query heads.
+            query: this rank's tokens, with all heads.
+            key: the same, with as many heads or a divisor.
             value: as `key`.
-            args, kwargs: for the local attention. A first one that is a number is taken for `batch_dim_idx`.
-            lengths: tokens of each rank; None: the ranks ask each other, once in a forward pass of an engine.
-            batch_dim_idx: the dimension of rows, which DeepSpeed's callers pass; it follows from the other two.
+            args, kwargs: for the local attention. A number as first argument counts as `batch_dim_idx`.
+            lengths: tokens of each rank; None: exchanged once in each forward pass of an engine.
+            batch_dim_idx: dimension of rows, passed by DeepSpeed's callers and ignored.
 
         Raises:
-            UsageError: see `shardwise.parallel.attention.shared_attention`, there is no group of ranks, or a mask is of
-                this rank's tokens only.
+            UsageError: there are fewer query heads than ranks, a rank has no token, no sequence-parallel group exists,
+                or a mask covers this rank's tokens only.
         """
         if args and isinstance(args[0], int) and not isinstance(args[0], bool):
             args = args[1:]
@@ -156,12 +154,12 @@ class DistributedAttention(nn.Module):
         return tensor.movedim((self.gather_idx, self.scatter_idx), (1, 2))
 
     def _back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View as the caller has it."""
+        """View in the caller's layout."""
         return tensor.movedim((1, 2), (self.gather_idx, self.scatter_idx))
 
 
 def _check_masks(arguments: Sequence[Any], own: int, attention: Any) -> None:
-    """Refuse masks and biases of a rank's own tokens: the local attention gets those of all ranks."""
+    """Refuse masks and biases of one rank's tokens, because the local attention gets the tokens of all ranks."""
     for value in arguments:
         if (
             isinstance(value, torch.Tensor)

@@ -1,7 +1,7 @@
-"""Batches for ranks that share sequences: each rank gets its run of the tokens of all rows.
+"""Batches for sequence parallelism: each rank gets a range of the tokens of all rows.
 
-Labels are shifted before the split, as the next token may be another rank's: the part of `labels` is called
-`shift_labels`, and belongs to the tokens at the same places. Positions are those in the whole sequence.
+Labels are shifted before the split, because the next token may be on another rank. The split labels are called
+`shift_labels` and belong to the tokens at the same positions. Positions are those in the whole sequence.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from shardwise.errors import UsageError
 from shardwise.parallel.sequence import SequenceGroup, needed, run_of
 
 IGNORED = -100
-"""The label of tokens without one."""
+"""Label of tokens without a target."""
 
 _TOKENS = ("input_ids", "inputs_embeds", "labels", "shift_labels", "position_ids")
-"""Keys of a batch that tell how long its sequences are; the first that is there does."""
+"""Keys of a batch that determine the sequence length; the first existing one is used."""
 
 
 def split(batch: Any, group: SequenceGroup | None = None) -> Any:
-    """Return this rank's part of a batch that all ranks of its sequence group have.
+    """Return this rank's part of a batch that all ranks of its sequence-parallel group have.
 
     Args:
-        batch: tensors of the form (rows, tokens, ...): one, a tuple or list of them, or a dictionary with `input_ids`
-            or `inputs_embeds`. Of a dictionary, what has as many tokens is split and the rest kept. `labels` become
-            `shift_labels`, one place to the left; `position_ids` are added where they are missing.
-        group: the ranks; None: the process's own.
+        batch: tensors of shape (rows, tokens, ...): one, a tuple or list, or a dictionary with `input_ids` or
+            `inputs_embeds`. In a dictionary, tensors with that number of tokens are split and others are kept. `labels`
+            become `shift_labels`, shifted left by one; missing `position_ids` are added.
+        group: the ranks; None: the process's group.
 
     Raises:
-        UsageError: there are fewer tokens than ranks, or nothing tells how many tokens there are.
+        UsageError: there are fewer tokens than ranks, or the number of tokens is unknown.
 
     Example:
         >>> import torch
@@ -47,7 +47,7 @@ def split(batch: Any, group: SequenceGroup | None = None) -> Any:
 
 
 def complete(batch: Any) -> Any:
-    """Return a batch of whole sequences with what depends on neighbouring tokens: shifted labels and positions."""
+    """Return an unsplit batch with shifted labels and positions, which depend on neighbouring tokens."""
     if not isinstance(batch, Mapping):
         return batch
     found = dict(batch)
@@ -72,7 +72,6 @@ def _key(batch: Mapping[str, Any]) -> str:
 
 
 def _part(batch: Any, group: SequenceGroup, rank: int) -> Any:
-    """Return a rank's part of a completed batch."""
     if isinstance(batch, torch.Tensor):
         return _cut(batch, batch.shape[1] if batch.dim() > 1 else -1, group, rank)
     if isinstance(batch, Mapping):
@@ -105,7 +104,7 @@ def _cut(tensor: torch.Tensor, length: int, group: SequenceGroup, rank: int) -> 
 
 
 def _note_aligned(positions: Any, length: int, group: SequenceGroup) -> None:
-    """Remember that a batch has samples which are as long as each rank's part (see `SequenceGroup.layout`)."""
+    """Record that each rank's part of a batch is a sample of its own (see `SequenceGroup.layout`)."""
     if group.aligned or group.size == 1 or not isinstance(positions, torch.Tensor) or positions.is_cuda:
         return
     runs = (run_of(length, group.size, rank) for rank in range(group.size))
@@ -114,14 +113,14 @@ def _note_aligned(positions: Any, length: int, group: SequenceGroup) -> None:
 
 
 class SequenceLoader:
-    """A loader whose batches all ranks of a sequence have, and which gives each rank its part.
+    """Splits the batches of a dataloader over the sequence-parallel group; all its ranks have the same batches.
 
-    `initialize(training_data=...)` makes such a loader: ranks that share sequences draw the same samples. What this
-    class does not have is looked up in the loader (`state_dict`, `set_epoch`, `sampler`).
+    `initialize(training_data=...)` makes such a loader. Other attributes are looked up in the wrapped loader
+    (`state_dict`, `set_epoch`, `sampler`).
 
     Args:
-        loader: gives batches that `split` takes.
-        group: the ranks; None: the process's own, when it is iterated over.
+        loader: yields batches for `split`.
+        group: the ranks; None: the process's group at the time of iteration.
     """
 
     def __init__(self, loader: Any, group: SequenceGroup | None = None) -> None:
@@ -142,15 +141,14 @@ class SequenceLoader:
 
 
 class RoundRobinLoader:
-    """A loader that has other batches on each rank, which the ranks of a sequence work on together, one by one.
+    """Splits dataloaders that yield different batches on each rank; the group processes them one after another.
 
-    In each round every rank takes a batch of its own and hands the others their parts; then come the batch of the
-    group's first rank, that of the second, and so on. A round in which a rank has none left is not begun.
+    In each round every rank loads one batch and sends each rank its part. The group then processes the batch of its
+    first rank, of its second rank, and so on. Iteration ends with the first rank that runs out.
 
     Args:
-        loader: gives dictionaries of tensors; see `split`.
-        group: the ranks; None: the process's own, when it is iterated over.
-        device: where the parts go.
+        loader: yields dictionaries of tensors; see `split`.
+        group: the ranks; None: the process's group at the time of iteration.
     """
 
     def __init__(self, loader: Any, group: SequenceGroup | None = None, device: torch.device | None = None) -> None:
@@ -175,7 +173,6 @@ class RoundRobinLoader:
             yield from self._handed_round(parts, [found[group.rank] for found in told], group)
 
     def _parts(self, batch: Any, group: SequenceGroup) -> list[dict[str, torch.Tensor]]:
-        """Return what each rank gets of this rank's batch."""
         if not isinstance(batch, Mapping) or not all(isinstance(v, torch.Tensor) for v in batch.values()):
             raise UsageError(
                 f"RoundRobinLoader: ranks can hand round dictionaries of tensors, found {type(batch).__name__}"

@@ -1,7 +1,7 @@
-"""Attention modules of transformers that compute scores themselves instead of calling a registered attention.
+"""Sequence parallelism for attention modules of transformers that compute scores themselves.
 
-The class of such a module becomes a subclass that exchanges heads around the scores; its parameters stay. Biases by
-distance (ALiBi) are those of the whole sequence.
+Such a module's class is replaced by a subclass that exchanges heads around the scores; parameters stay. Distance biases
+(ALiBi) refer to the whole sequence.
 """
 
 from __future__ import annotations
@@ -21,28 +21,24 @@ from shardwise.parallel.sequence import SequenceGroup
 from shardwise.parallel.ulysses import query_runs
 
 Shares = Callable[[bool], SequenceGroup | None]
-"""Returns the group of ranks for training mode or evaluation; None: this rank has whole sequences."""
+"""Returns the sequence-parallel group for training or evaluation mode; None: unsharded sequences."""
 
 MaskOf = Callable[..., WholeMask]
 """`shardwise.parallel.huggingface.whole_mask`."""
 
 Bias = Callable[[int, int], torch.Tensor | None]
-"""Returns what is added to the scores of the heads from one number to below another: (rows or 1, heads, 1, tokens)."""
+"""Returns the bias of the scores for a range of heads: (rows or 1, heads, 1, tokens)."""
 
 
 class SharedScores(nn.Module):
-    """Base class of the subclasses.
-
-    Attributes:
-        shares, mask_of: see above; set by `share_scores`.
-    """
+    """Base class of the subclasses; `share_scores` sets `shares` and `mask_of`."""
 
     shares: Shares
     mask_of: MaskOf
 
     def _group(self, cache: Any, other: Any = None) -> SequenceGroup | None:
         group = self.shares(self.training)
-        # A cache of a forward pass in training is new and is not read again; one with tokens cannot be divided.
+        # An empty cache in training is never read; a cache with tokens cannot be split.
         if group is not None and (other is not None or (cache is not None and cache.get_seq_length() > 0)):
             raise UsageError(
                 f"sequence parallelism: {type(self).__name__} has been given a cache or another sequence to attend to, "
@@ -81,7 +77,7 @@ class SharedScores(nn.Module):
         return shared_attention(local, group, q, k, v, whole.layout.lengths, grouped=False).flatten(2)
 
     def _masked(self, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Return scores with a mask of zeros and least numbers, as the family does so."""
+        """Apply a mask of zeros and minimum values, as the model family does."""
         return scores + mask
 
 
@@ -91,7 +87,7 @@ class SharedBloom(SharedScores):
     def forward(
         self, hidden_states: Any, residual: Any, alibi: Any, attention_mask: Any, layer_past: Any = None, **kwargs: Any
     ) -> Any:
-        """Return what `BloomAttention` does."""
+        """Return the output of `BloomAttention`."""
         group = self._group(layer_past)
         if group is None:
             return super().forward(hidden_states, residual, alibi, attention_mask, layer_past, **kwargs)
@@ -115,7 +111,7 @@ class SharedMpt(SharedScores):
     def forward(
         self, hidden_states: Any, position_bias: Any, past_key_values: Any = None, attention_mask: Any = None, **kw: Any
     ) -> Any:
-        """Return what `MptAttention` does."""
+        """Return the output of `MptAttention`."""
         group = self._group(past_key_values)
         if group is None:
             return super().forward(hidden_states, position_bias, past_key_values, attention_mask, **kw)
@@ -137,7 +133,7 @@ class SharedMpt(SharedScores):
 
 
 class SharedXglm(SharedScores):
-    """XGLM."""
+    """XGLM: clamps masked scores."""
 
     def forward(
         self,
@@ -147,7 +143,7 @@ class SharedXglm(SharedScores):
         attention_mask: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Return what `XGLMAttention` does."""
+        """Return the output of `XGLMAttention`."""
         group = self._group(past_key_values, key_value_states)
         if group is None:
             return super().forward(hidden_states, key_value_states, past_key_values, attention_mask, **kwargs)
@@ -162,7 +158,7 @@ class SharedXglm(SharedScores):
 
 
 class SharedMethod(SharedScores):
-    """GPT-J, GPT-Neo, CodeGen: a method `_attn` computes scores, alike for all heads."""
+    """GPT-J, GPT-Neo, CodeGen: the method `_attn` computes the scores of all heads."""
 
     def _attn(self, query: Any, key: Any, value: Any, attention_mask: Any = None) -> Any:
         group = self._group(None)
@@ -188,7 +184,7 @@ _KINDS: dict[str, type[SharedScores]] = {
     "GPTNeoSelfAttention": SharedMethod,
     "CodeGenAttention": SharedMethod,
 }
-"""Name of a class of transformers -> what it becomes."""
+"""Class name of transformers -> its sequence-parallel subclass."""
 
 
 _subclasses: dict[type[nn.Module], type[nn.Module]] = {}
@@ -201,7 +197,7 @@ def _subclass(of: type[nn.Module], kind: type[SharedScores]) -> type[nn.Module]:
 
 
 def share_scores(model: nn.Module, shares: Shares, mask_of: MaskOf) -> bool:
-    """Let the attention modules of a model that compute scores themselves share sequences; return if it has any."""
+    """Make attention modules that compute scores themselves sequence-parallel; return whether the model has any."""
     found = False
     for module in model.modules():
         before = type(module)

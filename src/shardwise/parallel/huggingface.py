@@ -1,9 +1,9 @@
-"""Models of transformers whose attention works on sequences that several ranks share.
+"""Sequence-parallel attention for models of transformers.
 
-transformers looks attention up by name in a registry (`AttentionInterface`), and what makes its masks in another one
-(`AttentionMaskInterface`). Both get an entry: the second one hands on the pattern of the mask and which tokens are
-padding, and the first one makes the mask of the whole sequence (`shardwise.parallel.masks`) where one is needed: for
-padding, for several samples in a row, and for sliding windows.
+transformers looks up attention functions in a registry (`AttentionInterface`) and mask functions in another
+(`AttentionMaskInterface`). Both get an entry. The mask function passes on the mask pattern and the padding. The
+attention function builds the mask of the whole sequence (`shardwise.parallel.masks`) if needed: for padding, packed
+samples, and sliding windows.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from shardwise.parallel.ulysses import query_runs
 from shardwise.utils.logging import warn_once
 
 PREFIX = "shardwise_"
-"""Before the name of an attention, that of the same over shared sequences."""
+"""Prefix of the names of sequence-parallel attentions."""
 
 EAGER = "eager"
-"""Name of the attention in plain torch that each model's file has for itself."""
+"""Name of the plain torch attention in each model's file."""
 
 CORES = ("sdpa", EAGER, "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Attentions that can be shared."""
+"""Attentions that can be sequence-parallel."""
 
 RING = "ring"
-"""Name of ring attention (`shardwise.parallel.ring`); without ranks to share a sequence it is `sdpa`."""
+"""Name of ring attention (`shardwise.parallel.ring`); without sequence parallelism it is `sdpa`."""
 
 _models: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-"""Models whose attention is shared, by the identity of their configuration."""
+"""Sequence-parallel models, by the identity of their configuration."""
 
 
 def share_attention(model: nn.Module, core: str | None = None, *, in_eval: bool = True) -> nn.Module:
-    """Let a model of transformers work on sequences that several ranks share.
+    """Make a model of transformers sequence-parallel.
 
-    Before or after `initialize`; without a group of ranks the model works as before.
+    Call before or after `initialize`. Without a sequence-parallel group the model is unchanged.
 
     Args:
         model: a `PreTrainedModel`.
-        core: the attention of one process: `sdpa`, `flex_attention` or `flash_attention_2` to `4`; None: the model's.
-            Or `ring`, which needs no heads to divide, and knows no masks but causal ones.
-        in_eval: also in evaluation mode. False: there each rank has whole sequences of its own.
+        core: single-process attention: `sdpa`, `flex_attention` or `flash_attention_2` to `4`; None: the model's. Or
+            `ring`, which allows more ranks than heads and supports only causal masks.
+        in_eval: also in evaluation mode. False: there each rank has unsplit sequences.
 
     Returns:
         The model.
 
     Raises:
-        UsageError: it is no such model, or its attention cannot be shared.
+        UsageError: the object is no such model, or its attention is not supported.
     """
     config: Any = getattr(model, "config", None)
     choose: Any = getattr(model, "set_attn_implementation", None)
@@ -124,11 +124,10 @@ def _check(model: nn.Module, core: str) -> None:
 
 
 def register(core: str, name: str, *, in_eval: bool = True) -> None:
-    """Put the shared form of an attention into the registries of transformers.
+    """Register the sequence-parallel form of an attention with transformers.
 
     Args:
-        core: the attention of one process.
-        name: under which it is called; that of the core itself replaces it for all models.
+        name: registered name; the name of the core replaces it for all models.
         in_eval: see `share_attention`.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
@@ -147,7 +146,7 @@ def _core_of(function: Any) -> Callable[..., Any]:
 
 
 def shares(in_eval: bool, training: bool) -> SequenceGroup | None:
-    """Return the group of ranks that share sequences; None: this rank has whole ones."""
+    """Return the sequence-parallel group; None: this rank has unsplit sequences."""
     group = current()
     if group is None or not (in_eval or training or group.comparing) or active(group).size == 1:
         return None
@@ -178,10 +177,10 @@ def _mask(core: Callable[..., Any], in_eval: bool) -> Callable[..., Any]:
 
 
 def _packing_positions(caller: FrameType) -> torch.Tensor | None:
-    """Return the positions by which the function that makes a mask would tell samples in a row apart.
+    """Return the positions by which the mask function of transformers would separate packed samples.
 
-    It does so if it has been given positions, no mask of padding and no cache; what it makes of a rank's own positions
-    does not say so where these belong to one sample.
+    It does so given positions, no padding mask and no cache. A rank's positions do not show packing if they belong to
+    one sample.
     """
     given = caller.f_locals
     if given.get("past_key_values") is not None or given.get("mask_factory_function") is None:
@@ -261,15 +260,12 @@ def whole_mask(
     window: int | None = None,
     positions: torch.Tensor | None = None,
 ) -> WholeMask:
-    """Return the mask of the whole sequence for an attention (all ranks call).
+    """Return the attention mask of the whole sequence (all ranks call).
 
     Args:
-        group: the ranks.
-        module: the attention, for messages.
-        query, key: of this rank's tokens, (rows, heads, tokens, width).
-        mask: what the model has been given in place of a mask.
-        causal, window: the pattern, if the model has made no mask.
-        positions: of this rank's tokens.
+        query, key: this rank's tokens, (rows, heads, tokens, width).
+        mask: the model's mask, or the tensor that carries a pattern.
+        causal, window: pattern if the model has made no mask.
     """
     rows, _, own, _ = query.shape
     pattern = Pattern(causal, window) if mask is None else carried_pattern(mask, rows, own)
@@ -300,11 +296,7 @@ def _check_ring(kwargs: dict[str, Any]) -> None:
 
 
 def eager_core(module: nn.Module) -> Callable[..., Any]:
-    """Return the attention of plain torch that a model's own file has.
-
-    Raises:
-        UsageError: it has none.
-    """
+    """Return the plain torch attention of a model's own file; raises a UsageError without one."""
     for kind in type(module).__mro__:
         found = getattr(sys.modules.get(kind.__module__), "eager_attention_forward", None)
         if found is not None:
@@ -317,15 +309,9 @@ def eager_core(module: nn.Module) -> Callable[..., Any]:
 
 
 class OwnHeads:
-    """A module of attention as the core sees it on a rank that has some of its heads.
+    """View of an attention module for a rank with some of its heads; `heads` and `keys` count those of all ranks.
 
-    What the module has one number a head of (attention sinks) is this rank's part.
-
-    Args:
-        module: the attention.
-        heads: query heads of all ranks.
-        keys: key heads of all ranks.
-        group: the ranks.
+    Tensors with one number for each head (attention sinks) are cut to this rank's heads.
     """
 
     def __init__(self, module: nn.Module, heads: int, keys: int, group: SequenceGroup) -> None:
@@ -334,12 +320,12 @@ class OwnHeads:
         self._groups = heads // keys
 
     def with_keys(self, keys: int, heads: int) -> OwnHeads:
-        """Return the same, for this many key and query heads on this rank."""
+        """Set the numbers of key and query heads on this rank, and return self."""
         self._groups = heads // keys
         return self
 
     def own_of(self, value: Any) -> Any:
-        """Return this rank's part of a tensor with one number a head; everything else as it is."""
+        """Return this rank's part of a tensor with one number for each head; other values unchanged."""
         if isinstance(value, torch.Tensor) and value.shape == (self._heads,) and self._heads > 1:
             return value[self._run]
         return value

@@ -1,8 +1,8 @@
-"""Losses of sequences that several ranks share.
+"""Losses under sequence parallelism.
 
-A rank's loss is the mean over its own tokens. Weighed by their number it is exact: `engine.backward(loss,
-weight=tokens)` gives the gradient of the mean over all tokens of all ranks. `mean_loss` makes of the losses of one
-sequence's ranks that of the sequence, which every rank differentiates.
+A rank's loss is the mean over its own tokens. `engine.backward(loss, weight=tokens)` gives the exact gradient of the
+mean over all tokens of all ranks. `mean_loss` combines the losses of a sequence-parallel group into that of the
+sequence, which every rank differentiates.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from shardwise.precision.weights import ignore_nonfinite
 def token_loss(
     logits: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean cross entropy over this rank's tokens that have a label, and their number.
+    """Return the mean cross entropy over this rank's labelled tokens, and their number.
 
-    Without such a token the loss is 0, and so are its gradients.
+    Without labelled tokens the loss and its gradients are 0.
 
     Args:
         logits: (rows, tokens, vocabulary).
-        labels: (rows, tokens), of the same places: `shift_labels` of `split`.
-        ignore_index: label of tokens without one.
+        labels: (rows, tokens), at the same positions: `shift_labels` of `split`.
+        ignore_index: label of unlabelled tokens.
 
     >>> loss, tokens = token_loss(torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]]))
     >>> round(float(loss), 3), int(tokens)
@@ -58,15 +58,15 @@ class _Mean(torch.autograd.Function):
 
 
 def mean_loss(loss: torch.Tensor, tokens: torch.Tensor | int, group: SequenceGroup | None = None) -> torch.Tensor:
-    """Return the mean over the tokens of a whole sequence, the same on all its ranks (they call together).
+    """Return the mean loss over the tokens of a whole sequence, the same on all its ranks (they call together).
 
-    Each rank calls `engine.backward` on it, without a weight: the engine's mean over ranks is then the mean over
-    sequences of the mean over each one's tokens. DeepSpeed's scripts do this with a differentiable all-gather.
+    Each rank calls `engine.backward` on it without a weight. The engine's mean over ranks is then the mean over
+    sequences of each one's token mean. DeepSpeed's scripts use a differentiable all-gather for this.
 
     Args:
-        loss: mean over this rank's tokens (not looked at where there are none).
+        loss: mean over this rank's tokens; ignored if it has none.
         tokens: their number.
-        group: the ranks; None: the process's own.
+        group: the ranks; None: the process's group.
     """
     if isinstance(tokens, torch.Tensor):
         count = tokens.to(loss.device)

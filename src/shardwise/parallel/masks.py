@@ -1,8 +1,8 @@
-"""Attention masks of whole sequences, of which each rank has a run of the tokens.
+"""Attention masks of whole sequences, of which each rank has a range of tokens.
 
-A rank cannot make the mask of a whole sequence from its own tokens when a model of transformers asks for it. It hands
-on a `Pattern` instead, and the mask is made in the attention. The tensor that stands for a mask on the way there has
-the shape (rows, own tokens, number of the pattern), which survives whatever a model does with masks between layers.
+A rank cannot build the mask of a whole sequence when a model of transformers requests it. The model gets a placeholder
+for a `Pattern` instead, and the attention builds the mask. The placeholder's shape is (rows, own tokens, number of the
+pattern), because shapes survive any processing of masks between layers.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shardwise.parallel.sequence import Layout
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which keys a query sees, by their places in the sequence.
+    """Mask pattern: the keys visible to a query, by position in the sequence.
 
     Attributes:
-        causal: those before it, and itself.
-        window: those whose distance is below this; None: all.
-        padded: the model has been given a mask of padding.
-        packed: samples that positions tell apart do not see each other.
+        causal: only earlier keys and the query's own.
+        window: only keys at a distance below this; None: all.
+        padded: the model has a padding mask.
+        packed: samples separated by positions do not see each other.
     """
 
     causal: bool = True
@@ -34,7 +34,7 @@ class Pattern:
     packed: bool = False
 
     def sees(self, query: Any, key: Any) -> Any:
-        """Return where queries see keys, for places of both that broadcast."""
+        """Return where queries see keys, for broadcasting positions."""
         found = query >= key if self.causal else (query >= 0) & (key >= 0)
         if self.window is not None:
             found = found & (query - key < self.window)
@@ -44,7 +44,7 @@ class Pattern:
 
 
 _patterns: list[Pattern] = []
-"""Patterns by their numbers, less one."""
+"""Patterns by number minus one."""
 
 _LEAVES = {
     "causal_mask_function",
@@ -55,19 +55,17 @@ _LEAVES = {
     "remap_positions_for_packed_sequence",
     "and_masks",
 }
-"""What mask functions of transformers are made of that is understood here; packing is known from positions."""
+"""Supported components of mask functions of transformers; packing is detected from positions."""
 
 
 def pattern_of(function: Callable[..., Any], padded: bool, packed: bool) -> Pattern:
     """Return the pattern of a mask function of transformers.
 
     Args:
-        function: for places of rows, heads, queries and keys.
-        padded: see `Pattern`.
-        packed: see `Pattern`.
+        function: of rows, heads, query and key positions.
 
     Raises:
-        UsageError: it depends on something else.
+        UsageError: the function has an unsupported component.
     """
     causal, window = False, None
     for name, part in _parts(function):
@@ -79,7 +77,9 @@ def pattern_of(function: Callable[..., Any], padded: bool, packed: bool) -> Patt
         causal = causal or name in ("causal_mask_function", "sliding_window_overlay")
         if name.startswith("sliding_window"):
             (width,) = (cell.cell_contents for cell in part.__closure__ or ())
-            window = int(width) + (name == "sliding_window_bidirectional_overlay")  # there the distance may be equal
+            window = int(width) + (
+                name == "sliding_window_bidirectional_overlay"
+            )  # its window includes the distance itself
     return Pattern(causal, window, padded, packed)
 
 
@@ -95,15 +95,12 @@ def _parts(function: Any) -> Iterator[tuple[str, Any]]:
 def carried(
     pattern: Pattern, kept: torch.Tensor | None, positions: torch.Tensor | None, rows: int, own: int, device: Any
 ) -> torch.Tensor:
-    """Return the tensor that stands for a mask.
+    """Return the placeholder tensor of a mask.
 
     Args:
-        pattern: whose number is the last size.
-        kept: which tokens of this rank are no padding, if the pattern is padded.
-        positions: of the tokens, if the pattern is packed.
-        rows: of the batch.
-        own: tokens of this rank.
-        device: of the tensor.
+        pattern: its number is the last size.
+        kept: this rank's tokens that are no padding, for a padded pattern.
+        positions: of the tokens, for a packed pattern.
     """
     if pattern not in _patterns:
         _patterns.append(pattern)
@@ -115,14 +112,14 @@ def carried(
 
 
 def carried_pattern(mask: Any, rows: int, own: int) -> Pattern | None:
-    """Return the pattern that a tensor from `carried` stands for; None: it is another one."""
+    """Return the pattern of a placeholder from `carried`; None for other tensors."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 3 or mask.shape[:2] != (rows, own):
         return None
     return _patterns[mask.shape[2] - 1] if 0 < mask.shape[2] <= len(_patterns) else None
 
 
 def samples_of(positions: torch.Tensor) -> torch.Tensor:
-    """Return the number of the sample that each token belongs to: one begins wherever positions do not go on."""
+    """Return the sample index of each token; a sample begins where positions are not consecutive."""
     return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
 
@@ -131,9 +128,7 @@ class WholeMask:
     """The mask of a whole sequence.
 
     Attributes:
-        layout: how the sequence lies on the ranks, with its padding and samples.
-        pattern: which places see which.
-        rows: of the batch.
+        layout: layout of the sequence on the ranks, with padding and samples.
     """
 
     layout: Layout
@@ -150,7 +145,7 @@ class WholeMask:
         self.plain = self.kept is None and self.samples is None and self.window is None
 
     def sees(self, row: Any, _: Any, query: Any, key: Any) -> Any:
-        """Return where queries see keys, in the form that flex attention calls."""
+        """Return where queries see keys, in the signature of flex attention."""
         found = self.pattern.sees(query, key)
         if self.samples is not None:
             found = found & (self.samples[row, query] == self.samples[row, key])
@@ -168,7 +163,7 @@ class WholeMask:
         return found.expand(rows, 1, query.shape[2], key.shape[3])
 
     def of_kind(self, kind: str, dtype: torch.dtype, device: torch.device) -> Any:
-        """Return the mask in the form that an attention of one process takes; None: it needs none."""
+        """Return the mask in the format of a single-process attention; None if not needed."""
         if kind.startswith("flash"):
             return self.kept
         key = (kind, self.pattern, self.rows, dtype)
@@ -183,7 +178,9 @@ class WholeMask:
 
             per_row = self.rows if self.samples is not None or self.kept is not None else None
 
-            def sees(row: Any, head: Any, query: Any, key: Any) -> Any:  # torch counts `self` of a method
+            def sees(
+                row: Any, head: Any, query: Any, key: Any
+            ) -> Any:  # a function, because torch counts the `self` of a method
                 return self.sees(row, head, query, key)
 
             return create_block_mask(sees, per_row, None, tokens, tokens, device=str(device))

@@ -1,9 +1,9 @@
-"""Positions that models of transformers take from the padding of a row, made for whole sequences.
+"""Position ids for models of transformers that derive them from padding, computed for whole sequences.
 
-RoBERTa and its kin count the tokens that are no padding, from the number of the padding token on; OPT counts those that
-the attention mask keeps. A rank with a run of a row cannot do so alone, and gets `position_ids` that count
-the places of the row (`shardwise.parallel.split`). These are replaced by what the model takes in one process. Other
-`position_ids` are left alone: they are the script's.
+RoBERTa and related models count tokens that are no padding, starting from the padding token's id. OPT counts tokens
+kept by the attention mask. A rank with a range of a row cannot do so, and `shardwise.parallel.split` gives it
+`position_ids` by row position. Hooks replace these by the model's single-process positions. Other `position_ids` are
+the script's and stay.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ Shares = Callable[[bool], SequenceGroup | None]
 
 
 class _Positions:
-    """A forward pre-hook of a module that takes `position_ids`.
-
-    Args:
-        shares: see `shardwise.parallel.eager.Shares`.
-    """
+    """Forward pre-hook of a module that takes `position_ids`."""
 
     def __init__(self, shares: Shares) -> None:
         self.shares = shares
@@ -54,7 +50,7 @@ class _Positions:
         return bound.args, bound.kwargs
 
     def source(self, module: Any, given: dict[str, Any]) -> tuple[int, int, torch.Tensor | None]:
-        """Return rows, tokens, and what this rank's positions depend on."""
+        """Return rows, tokens, and the tensor that this rank's positions depend on."""
         raise NotImplementedError
 
     def positions(self, module: Any, whole: torch.Tensor) -> torch.Tensor:
@@ -86,7 +82,7 @@ class _FromMask(_Positions):
 
 
 def count_positions(model: nn.Module, shares: Shares) -> None:
-    """Make the positions of whole sequences where a model takes them from padding; once for each module."""
+    """Install hooks that compute positions of whole sequences where a model derives them from padding."""
     for module in model.modules():
         hooks = module._forward_pre_hooks.values()
         if any(isinstance(hook, _Positions) for hook in hooks):

@@ -1,10 +1,9 @@
-"""A comparison of a model over shared sequences with the same model over whole ones, on a few tokens.
+"""Check of sequence parallelism: compares a model on split sequences with the same model on whole ones.
 
-Attention that sees a rank's own tokens only, positions that begin anew on each rank, and masks of a rank's own tokens
-give other numbers, and no error. So before the first forward pass in training each rank runs the model twice, without
-gradients and dropout: on a few whole sequences by itself, and on its run of the same tokens. What modules return has to
-agree. The sequences have a few tokens of the batch on each rank; padding and packed samples are there if the batch has
-them.
+Attention over one rank's tokens, positions that restart on each rank, and masks of one rank's tokens give wrong results
+without an error. So before the first training pass each rank runs the model twice, without gradients and dropout: on a
+few whole sequences, and on its part of the same tokens. Module outputs must agree. The sequences have a few tokens of
+the batch from each rank, with padding and packed samples if the batch has them.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from shardwise.trees import tensors_in
 from shardwise.utils.logging import warn_once
 
 TOKENS = 8
-"""Tokens of each rank, at most."""
+"""Maximum number of tokens of each rank."""
 
 _LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""By dtype: difference of a token's numbers that rounding does not make, relative to the largest number of a tensor."""
+"""By dtype: smallest difference of a token that exceeds rounding, relative to the tensor's largest value."""
 
 
 _RAISED = (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError)
-"""Errors of torch and Python that say nothing of sequences."""
+"""Errors of torch and Python that do not mention sequences."""
 
 
 @dataclass
 class _Call:
-    """Arguments of a forward pass: on whole sequences, and on this rank's run of them."""
+    """Arguments of a forward pass on whole sequences, and on this rank's part."""
 
     whole: tuple[tuple[Any, ...], dict[str, Any]]
     own: tuple[tuple[Any, ...], dict[str, Any]]
@@ -56,8 +55,6 @@ class _Call:
 
 @dataclass
 class _Seen:
-    """What one call of a module has taken and returned."""
-
     name: str
     taken: list[torch.Tensor]
     returned: list[torch.Tensor]
@@ -65,13 +62,12 @@ class _Seen:
 
 @dataclass
 class _Recording:
-    """Calls of modules in the order in which they end."""
+    """Module calls, ordered by their end."""
 
     seen: list[_Seen] = field(default_factory=list)
 
     @contextlib.contextmanager
     def of(self, model: nn.Module) -> Iterator[None]:
-        """Record the calls of all modules inside of the block."""
         handles = []
         for name, module in model.named_modules():
 
@@ -89,7 +85,7 @@ class _Recording:
 
 @contextlib.contextmanager
 def _without_observers(model: nn.Module) -> Iterator[None]:
-    """Leave out forward hooks of scripts, because they may collect outputs."""
+    """Disable forward hooks of scripts, because they may collect outputs."""
     before = [(module._forward_hooks, dict(module._forward_hooks)) for module in model.modules()]
     try:
         for hooks, all_ in before:
@@ -99,7 +95,7 @@ def _without_observers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for hooks, all_ in before:
-            added = dict(hooks)  # such as those of transformers, which come with the first forward pass
+            added = dict(hooks)  # such as those that transformers adds in the first forward pass
             hooks.clear()
             hooks.update(all_ | added)
 
@@ -117,17 +113,14 @@ def difference(
     *,
     divided: bool,
 ) -> str | None:
-    """Return how a model over shared sequences differs from the same over whole ones; None: it does not.
+    """Return the difference between split and whole sequences in words; None if there is none.
 
-    All ranks of the job call, as the model's parameters may be sharded over them.
+    All ranks of the job call, because parameters may be sharded over them.
 
     Args:
-        run: calls the model.
-        model: whose modules are compared.
-        group: the ranks that share sequences.
         args: of the first forward pass.
         kwargs: of the first forward pass.
-        divided: the model's layers are divided over ranks; the pass that follows compares them with whole ones.
+        divided: the model is tensor-parallel, and the following pass compares its layers with unsharded ones.
 
     Raises:
         UsageError: the model cannot run on a rank's own tokens.
@@ -149,7 +142,7 @@ def difference(
                 raise
             except _RAISED as error:
                 if divided:
-                    return None  # Because the comparison of divided blocks names the layer, if that is the cause.
+                    return None  # because the comparison of tensor-parallel blocks names the layer
                 behind = f" behind {own.seen[-1].name}" if own.seen else ""
                 raise UsageError(
                     f"sequence parallelism over {group.size} ranks: {type(model).__name__} raises "
@@ -170,7 +163,7 @@ def difference(
 
 
 def _call_of(model: nn.Module, group: SequenceGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
-    """Return the arguments of the two forward passes; None: all ranks have whole sequences, which is refused later."""
+    """Return the arguments of both passes; None if all ranks have whole sequences, which is refused later."""
     takes = inspect.signature(model.forward).parameters
     named = [*zip([*takes, *[""] * len(args)], args, strict=False), *kwargs.items()]
     tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
@@ -190,7 +183,7 @@ def _call_of(model: nn.Module, group: SequenceGroup, args: tuple[Any, ...], kwar
     given = dict(zip(kwargs, whole[count:], strict=True))
     optional = "position_ids" not in takes or takes["position_ids"].default is not inspect.Parameter.empty
     if "position_ids" in given and batch.counted and optional:
-        del given["position_ids"]  # `split` has made them; the model takes its own positions in one process
+        del given["position_ids"]  # made by `split`; in one process the model computes its own
     return _Call(
         (tuple(whole[:count]), given),
         (tuple(own_values[:count]), dict(zip(kwargs, own_values[count:], strict=True))),
@@ -200,14 +193,13 @@ def _call_of(model: nn.Module, group: SequenceGroup, args: tuple[Any, ...], kwar
 
 @dataclass
 class _Batch:
-    """A batch of one row made of the first tokens that each rank has.
+    """A batch of one row with the first tokens of each rank.
 
     Attributes:
-        group: the ranks.
-        few: tokens of each.
-        rows, own: rows and tokens of what this rank has been given.
+        few: tokens of each rank.
+        rows, own: rows and tokens of this rank's arguments.
         padded: some tokens are padding.
-        runs: first position of each rank and the one after its last; None: its positions do not count up.
+        runs: position range [first, end) of each rank; None: positions are not consecutive.
     """
 
     group: SequenceGroup
@@ -230,11 +222,10 @@ class _Batch:
         return not self.packed and self.runs[0] is not None and self.runs[0][0] == 0
 
     def has_tokens(self, value: Any) -> bool:
-        """Whether a tensor has this rank's tokens in its second dimension."""
+        """Whether this rank's tokens are in the tensor's second dimension."""
         return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == self.own
 
     def whole(self, value: Any, name: str) -> Any:
-        """Return a value for whole sequences."""
         if not isinstance(value, torch.Tensor):
             return value
         tokens = self.few * self.group.size
@@ -260,7 +251,7 @@ class _Batch:
         return found.view(-1, tokens).T.reshape(1, tokens, *value.shape[2:])
 
     def part(self, whole: Any, value: Any) -> Any:
-        """Return this rank's part of what `whole` has made of a value."""
+        """Return this rank's part of the result of `whole` for a value."""
         if not self.has_tokens(value):
             return whole
         first = self.group.rank * self.few
@@ -268,7 +259,6 @@ class _Batch:
 
 
 def _first_difference(whole: list[_Seen], own: list[_Seen], group: SequenceGroup, few: int) -> str | None:
-    """Return which module is the first one to return something else, and whether it has been given something else."""
     expected: dict[tuple[str, int], _Seen] = {}
     calls: dict[str, int] = {}
     for seen in whole:
@@ -347,7 +337,7 @@ def _balances(model: nn.Module) -> bool:
 
 
 def _apart(whole: list[torch.Tensor], own: list[torch.Tensor], group: SequenceGroup, few: int) -> float | None:
-    """Return by how much tensors differ, if by more than rounding; None: they do not, or cannot be compared."""
+    """Return the difference of tensors beyond rounding; None if there is none, or they cannot be compared."""
     for expected, found in zip(whole, own, strict=True):
         dimension = _token_dimension(expected.shape, found.shape, group.size, few)
         if dimension is None or not expected.numel() or expected.is_complex():
@@ -360,16 +350,16 @@ def _apart(whole: list[torch.Tensor], own: list[torch.Tensor], group: SequenceGr
             1
         ) / scale
         wrong = int((off > _LIMITS[dtype]).sum())
-        # In 16 bits routers may choose other experts for some tokens.
+        # In 16 bits, routers may select other experts for some tokens.
         if wrong > (0 if wide is dtype else len(off) // 4):
             return float(off.max())
     return None
 
 
 def _token_dimension(whole: torch.Size, own: torch.Size, ranks: int, few: int) -> int | None:
-    """Return the only dimension in which shapes differ, if that is of tokens.
+    """Return the only dimension with different sizes, if it is the token dimension.
 
-    What has tokens in its first dimension may have them in another order, as the rows of experts.
+    Dimension 0 is excluded, because tokens may be reordered there (rows of experts).
     """
     if len(whole) != len(own):
         return None

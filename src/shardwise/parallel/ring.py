@@ -1,12 +1,12 @@
-"""Ring attention (Liu et al., 2310.01889): keys and values go from rank to rank, queries stay.
+"""Ring attention (Liu et al., 2310.01889): keys and values travel from rank to rank, queries stay.
 
-Each rank keeps the queries of its own tokens with all heads, so that any number of ranks may share a sequence. In each
-of P steps it attends to the keys of one rank while these travel on to the next; results are put together by their
-softmax's sums, as in flash attention. The backward pass sends keys and values round again, and with them the gradients
-that the ranks add up, which come home with one step more.
+Each rank keeps the queries of its tokens with all heads. So the number of ranks is not limited by the number of heads.
+In each of P steps a rank attends to the keys of one rank while sending them to the next rank. Partial results are
+combined by their softmax sums, as in flash attention. The backward pass sends keys and values around again together
+with their gradients, which return to their rank in one further step.
 
-A rank sends its keys and values P - 1 times, where Ulysses sends each tensor once: it is for where heads run out. With
-a causal mask later ranks attend to more tokens than earlier ones, which wait for them.
+A rank sends its keys and values P - 1 times; Ulysses sends each tensor once. So ring attention is for models with too
+few heads. With a causal mask later ranks attend to more tokens than earlier ones, which wait for them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from shardwise.parallel.masks import Pattern, WholeMask
 from shardwise.parallel.sequence import Layout, SequenceGroup, active, group_of, needed
 
 _QUERIES = 512
-"""Queries for which scores are there at a time."""
+"""Queries in a block of scores."""
 
 
 class _Hop:
-    """Memory on its way to the next rank, and what comes from the one before."""
+    """Asynchronous send to the next rank and receive from the previous one."""
 
     def __init__(self, group: SequenceGroup, sent: torch.Tensor, coming: int, label: str) -> None:
         self._sent = sent
@@ -48,7 +48,7 @@ class _Hop:
 
 
 class _Ring:
-    """Where the tokens of each rank lie, and which of them a rank's queries see."""
+    """Token ranges of all ranks, and visibility of keys for this rank's queries."""
 
     def __init__(self, group: SequenceGroup, lengths: Sequence[int], mask: WholeMask, scale: float) -> None:
         self.group, self.lengths, self.mask, self.scale = group, list(lengths), mask, scale
@@ -56,15 +56,15 @@ class _Ring:
         self.starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
 
     def source(self, step: int) -> int:
-        """Return whose keys are here in a step."""
+        """Return the rank of the keys present in a step."""
         return (self.group.rank - step) % self.group.size
 
     def seen(self, source: int) -> bool:
-        """Whether a rank's keys are seen by any query here."""
+        """Whether any local query sees the keys of a rank."""
         return not self.causal or source <= self.group.rank
 
     def scores(self, q: torch.Tensor, k: torch.Tensor, first: int, source: int) -> torch.Tensor:
-        """Return the scores of queries from place `first` of this rank's: (rows, key heads, queries of each, q, k)."""
+        """Return the scores of queries from local position `first` on: (rows, key heads, queries of each, q, k)."""
         found = torch.einsum("bhgqd,bhkd->bhgqk", q, k) * self.scale
         if not self.mask.plain or (self.causal and source == self.group.rank):
             first += self.starts[self.group.rank]
@@ -75,7 +75,6 @@ class _Ring:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield queries in pieces, with the place of the first."""
     first = 0
     for piece in tensor.split(_QUERIES, dim=3):
         yield first, piece
@@ -83,7 +82,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 class _RingAttention(torch.autograd.Function):
-    """Queries as (rows, key heads, queries of each, tokens, width), keys and values as (rows, heads, tokens, width)."""
+    """Queries: (rows, key heads, queries of each, tokens, width); keys and values: (rows, heads, tokens, width)."""
 
     @staticmethod
     def forward(ctx: Any, ring: _Ring, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -102,7 +101,7 @@ class _RingAttention(torch.autograd.Function):
                     part = slice(first, first + piece.shape[3])
                     scores = ring.scores(piece, keys, first, source)
                     higher = torch.maximum(most[..., part], scores.amax(-1))
-                    level = higher.masked_fill(higher.isinf(), 0.0)  # of queries that have seen no key yet
+                    level = higher.masked_fill(higher.isinf(), 0.0)  # for queries without a visible key so far
                     shrunk = torch.exp(most[..., part] - level)
                     weights = torch.exp(scores - level.unsqueeze(-1))
                     sums[..., part] = sums[..., part] * shrunk + weights.sum(-1)
@@ -112,7 +111,7 @@ class _RingAttention(torch.autograd.Function):
             if hop is not None:
                 here = hop.wait().view(2, *k.shape[:2], ring.lengths[ring.source(step + 1)], k.shape[3])
         group.exchanges += 1
-        blind = sums == 0  # padding that sees no key: its result is zero
+        blind = sums == 0  # padding without visible keys: the output is zero
         sums.masked_fill_(blind, 1.0)
         out = (total / sums.unsqueeze(-1)).to(q.dtype)
         ctx.ring = ring
@@ -172,12 +171,11 @@ def ring_attention(
     """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
 
     Args:
-        group: the ranks.
         query: (rows, heads, this rank's tokens, width).
-        key: the same, or with fewer heads, each for as many query heads.
+        key: the same, with as many heads or a divisor.
         value: as `key`.
         lengths: tokens of each rank.
-        causal: tokens see those before them and themselves.
+        causal: use a causal mask.
         scale: of the scores; None: 1 / sqrt(width).
         mask: of the whole sequence, instead of `causal`.
 
@@ -199,12 +197,12 @@ def ring_attention(
 
 
 class RingAttention(nn.Module):
-    """Attention over sequences that more ranks may share than there are heads; see `shardwise.parallel.ring`.
+    """Sequence-parallel attention without a limit of ranks by heads (`shardwise.parallel.ring`).
 
-    Plain attention: a causal mask or none, no dropout, no padding.
+    Supports a causal mask or none; no dropout, no padding.
 
     Args:
-        sequence_process_group: the ranks; None: those of the engine, or of `shardwise.parallel.begin`.
+        sequence_process_group: the ranks; None: the group of the engine, or of `shardwise.parallel.begin`.
 
     Example:
         >>> import torch
@@ -230,7 +228,7 @@ class RingAttention(nn.Module):
         scale: float | None = None,
         lengths: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return the result of this rank's tokens; see `ring_attention`. Without `lengths` the ranks ask each other."""
+        """Return the attention output of this rank's tokens. Without `lengths` the ranks exchange them."""
         group = active(self._group or needed())
         own = query.shape[2]
         if lengths is None:

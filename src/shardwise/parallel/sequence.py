@@ -1,11 +1,11 @@
-"""The group of ranks that share sequences: each has a run of every sequence's tokens.
+"""Sequence-parallel groups: each rank has a range of every sequence's tokens.
 
     ranks        0 1 2 3 4 5 6 7        sequence_parallel_size 4
-    sequence     [a a a a][b b b b]     ranks 0-3 have the parts of one sequence, ranks 4-7 those of another
-    data          0 0 0 0  1 1 1 1      which samples a rank gets
+    sequence     [a a a a][b b b b]     ranks 0-3 are one sequence-parallel group, ranks 4-7 another
+    data          0 0 0 0  1 1 1 1      data-parallel index
 
-Parameters, gradients and optimizer state are divided over all ranks, as the ZeRO stage says; only the samples are dealt
-to fewer. One group at a time is the process's own: attention layers that were not given one use that.
+Parameters, gradients and optimizer state are sharded over all ranks by the ZeRO stage. Samples are split over the
+data-parallel ranks only. A process has one default group at a time, for attention layers without an explicit group.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shardwise.comm.ledger import Ledger
 from shardwise.errors import ConflictError, UsageError
 
 NAME = "sequence_parallel"
-"""Of the group, in records."""
+"""Name of the group in records."""
 
 
 def shares(total: int, ranks: int) -> list[int]:
-    """Return how many of `total` tokens (or heads) each rank has: as equal as can be, the first ranks one more.
+    """Return the number of tokens (or heads) of each rank; the first ranks may have one more.
 
     >>> shares(9, 2), shares(8, 4)
     ([5, 4], [2, 2, 2, 2])
@@ -39,7 +39,7 @@ def shares(total: int, ranks: int) -> list[int]:
 
 
 def run_of(total: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the first of a rank's tokens (or heads), and the one behind its last.
+    """Return the range [first, end) of a rank's tokens (or heads).
 
     >>> run_of(9, 2, 1)
     (5, 9)
@@ -51,14 +51,13 @@ def run_of(total: int, ranks: int, rank: int) -> tuple[int, int]:
 
 @dataclass
 class Layout:
-    """How the sequence of a forward pass lies on the ranks.
+    """Layout of a forward pass's sequence on the ranks.
 
     Attributes:
         lengths: tokens of each rank.
-        first: position of the first token, if positions go on without a break from rank to rank; else None.
-        positions: of all tokens in their samples, (rows, tokens), if several samples are packed into a row; else None.
-        kept: which tokens are no padding, (rows, tokens); None: all.
-        masks: made from these, by what they are for.
+        first: position of the first token, if positions are consecutive over ranks; else None.
+        positions: of all tokens in their samples, (rows, tokens), if samples are packed into rows; else None.
+        kept: True for tokens that are no padding, (rows, tokens); None: all.
     """
 
     lengths: list[int]
@@ -69,21 +68,19 @@ class Layout:
 
 
 class SequenceGroup:
-    """The ranks that share sequences, this one among them.
+    """A sequence-parallel group with this rank.
 
-    It is what `deepspeed.initialize(mpu=...)` expects: it answers for the group, its size and this process's rank.
+    It can be passed as `deepspeed.initialize(mpu=...)`: it returns group, size and rank.
 
     Args:
-        comm: of the ranks.
-        data: of the ranks at this rank's place in all sequences, which get different samples.
+        data: communicator of the data-parallel ranks, with the same index in all sequence-parallel groups.
 
     Attributes:
-        data: see above.
         size: number of ranks.
-        rank: this process's number among them.
-        aligned: a batch has been split in which every rank's part is a sample of its own.
-        exchanges: calls of attention layers that have exchanged heads.
-        comparing: the model runs in evaluation mode in place of training (`shardwise.parallel.proof`).
+        rank: this process's index.
+        aligned: a batch was split in which every rank's part is a sample of its own.
+        exchanges: number of attention calls that have exchanged heads.
+        comparing: the model runs in evaluation mode for the check of `shardwise.parallel.proof`.
     """
 
     def __init__(self, comm: Communicator, data: Communicator | None = None) -> None:
@@ -99,64 +96,64 @@ class SequenceGroup:
 
     @property
     def comm(self) -> Communicator:
-        """Carries the exchanges: an engine's part of its own communicator, while there is an engine."""
+        """Communicator for exchanges: the engine's, while there is an engine."""
         return self._comms[-1]
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group, for a script's own collectives; all its ranks call, and make it the first time."""
+        """Process group for a script's own collectives. All its ranks call; the first call creates it."""
         return self._comms[0].process_group
 
     @property
     def members(self) -> list[int]:
-        """The global numbers of the ranks."""
+        """Global ranks."""
         return list(self._comms[0].members)
 
     def attach(self, comm: Communicator) -> None:
-        """Exchange through another communicator of the same ranks from now on."""
+        """Use another communicator of the same ranks from now on."""
         self._comms.append(comm)
 
     def detach(self, comm: Communicator) -> None:
-        """Take back `attach`."""
+        """Undo `attach`."""
         self._comms = [other for other in self._comms if other is not comm] or self._comms[:1]
 
     def __deepcopy__(self, memo: Any) -> SequenceGroup:
-        return self  # a copy of a model belongs to the same ranks
+        return self  # copies of a model use the same ranks
 
-    # -- what a model-parallel unit answers ----------------------------------------------------------------------------
+    # -- interface of a model-parallel unit ----------------------------------------------------------------------------
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup | None:
         """Return the process group."""
         return self.group
 
     def get_sequence_parallel_world_size(self) -> int:
-        """Return the number of ranks that share a sequence."""
+        """Return the number of ranks."""
         return self.size
 
     def get_sequence_parallel_rank(self) -> int:
-        """Return this process's number among them."""
+        """Return this process's index in the group."""
         return self.rank
 
     # -- the layout of a pass ------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """A forward pass of the model begins: the ranks agree anew on lengths where they are asked for."""
+        """Begin a forward pass: lengths are exchanged again when needed."""
         self._pass = (self._pass or 0) + 1
         self._agreed = None
         self._known = WeakIdKeyDictionary()
 
     def end_passes(self) -> None:
-        """Nobody tells any more where forward passes begin."""
+        """Stop caching lengths, because begins of forward passes are no longer reported."""
         self._pass = None
         self._agreed = None
 
     def lengths(self, own: int) -> list[int]:
-        """Return how many tokens each rank has (all ranks call, in the same order).
+        """Return the number of tokens of each rank (all ranks call, in the same order).
 
-        The ranks tell each other once in a forward pass of an engine, and at every call without one.
+        Exchanged once in a forward pass of an engine, and at every call without an engine.
 
         Raises:
-            UsageError: another attention layer of the pass has had another length.
+            UsageError: an earlier attention layer of the pass has had another length.
         """
         if self._agreed is not None:
             if self._agreed[self.rank] != own:
@@ -181,18 +178,16 @@ class SequenceGroup:
         *,
         key: torch.Tensor | None = None,
     ) -> Layout:
-        """Return how the sequence lies on the ranks, where models give positions along (all ranks call).
+        """Return the layout of the sequence on the ranks (all ranks call).
 
-        The ranks tell each other once for each tensor of positions; all layers of a model pass the same one. On a
-        device the host waits for it, once. Without positions and padding they tell each other once in a forward pass.
+        Exchanged once for each tensor of positions, which all layers of a model share. On a device the host waits for
+        it once. Without positions and padding, exchanged once in a forward pass.
 
         Args:
-            own: tokens of this rank.
-            rows: of the batch.
             positions: of this rank's tokens in their samples, (rows or 1, tokens).
-            kept: which of them are no padding.
-            device: for what is made.
-            key: the tensor that the two are part of, which all layers of a model pass; None: the first that is there.
+            kept: True for tokens that are no padding.
+            device: of the created tensors.
+            key: base tensor of positions and padding, which all layers share; None: the first of both.
 
         Raises:
             UsageError: every rank has the whole sequence.
@@ -224,7 +219,7 @@ class SequenceGroup:
         return layout
 
     def _check_split(self, told: list[Any]) -> None:
-        """Refuse whole sequences on every rank, which nobody has split."""
+        """Refuse unsplit sequences, whose positions start at 0 on every rank."""
         if self.size > 1 and not self.aligned and all(runs == [0, length] for length, runs, _ in told):
             raise UsageError(
                 f"sequence parallelism: all {self.size} ranks have positions 0 to {told[0][0] - 1}, so each has the "
@@ -234,7 +229,7 @@ class SequenceGroup:
             )
 
     def whole(self, part: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
-        """Return a (rows, tokens) tensor of whole sequences, of which each rank has its tokens; not differentiable."""
+        """All-gather a (rows, tokens) tensor along its tokens; not differentiable."""
         rows = part.shape[0]
         wide = part.detach().to(torch.int64).contiguous().view(-1)
         received = torch.empty(rows * sum(lengths), dtype=torch.int64, device=part.device)
@@ -247,7 +242,7 @@ class SequenceGroup:
 
 
 def runs_of(positions: torch.Tensor | None) -> list[int] | None:
-    """Return the first position and the one that would follow, if all rows count up from the same one; else None."""
+    """Return the position range [first, end), if all rows are consecutive from the same start; else None."""
     if positions is None or positions.shape[-1] == 0:
         return None
     expected = positions[:1, :1] + torch.arange(positions.shape[-1], device=positions.device)
@@ -258,12 +253,12 @@ def runs_of(positions: torch.Tensor | None) -> list[int] | None:
 
 
 _whole_for: list[list[int]] = []
-"""Ranks of groups each of which has whole sequences for now."""
+"""Members of groups inside `whole_sequences`."""
 
 
 @contextlib.contextmanager
 def whole_sequences(group: SequenceGroup) -> Iterator[None]:
-    """Let each rank of a group have whole sequences inside of the block: its attention exchanges nothing."""
+    """Use unsplit sequences inside the block: attention of the group exchanges nothing."""
     _whole_for.append(group.members)
     try:
         yield
@@ -272,27 +267,27 @@ def whole_sequences(group: SequenceGroup) -> Iterator[None]:
 
 
 def active(group: SequenceGroup) -> SequenceGroup:
-    """Return a group, or within `whole_sequences` that of this rank alone."""
+    """Return the group, or a single-rank group inside `whole_sequences`."""
     if group.size == 1 or group.members not in _whole_for:
         return group
     return SequenceGroup(Communicator(None, group.comm.ledger, group.comm.device, name=NAME, alone=True))
 
 
-_current: list[weakref.ref[SequenceGroup]] = []  # they belong to engines, and to `_begun`
+_current: list[weakref.ref[SequenceGroup]] = []  # owned by engines and by `_begun`
 _given: dict[dist.ProcessGroup, SequenceGroup] = {}
 _begun: list[tuple[SequenceGroup, Communicator]] = []
-_alone: list[weakref.ref[SequenceGroup]] = []  # engines that nobody destroys go without it
+_alone: list[weakref.ref[SequenceGroup]] = []  # weak, because scripts may drop engines without destroy()
 _of_job: list[Any] = [None]
 
 
 def current() -> SequenceGroup | None:
-    """Return the process's own group; None: every rank has sequences of its own."""
+    """Return the process's sequence-parallel group; None without sequence parallelism."""
     _settle()
     return next((group for known in reversed(_current) if (group := known()) is not None), None)
 
 
 def _settle() -> None:
-    """Forget groups of ranks whose job has been left (`destroy_process_group`)."""
+    """Drop groups of a destroyed default process group (`destroy_process_group`)."""
     default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if default is not _of_job[0]:
         _current.clear()
@@ -303,10 +298,9 @@ def _settle() -> None:
 
 
 def needed() -> SequenceGroup:
-    """Return the process's own group; if there is an engine whose ranks share no sequences, that of this rank alone.
+    """Return the process's sequence-parallel group, or the single-rank group of an engine without sequence parallelism.
 
-    Raises:
-        UsageError: there is no such engine either.
+    Raises a UsageError without either.
     """
     group = current() or next((own for known in reversed(_alone) if (own := known()) is not None), None)
     if group is None:
@@ -318,15 +312,11 @@ def needed() -> SequenceGroup:
 
 
 def take_over(group: SequenceGroup) -> None:
-    """Make a group the process's own.
-
-    Raises:
-        ConflictError: there is one of other ranks.
-    """
+    """Set the process's sequence-parallel group. Raises a ConflictError if a group of other ranks is set."""
     before = current()
     if before is not None and before.members != group.members:
         del before
-        gc.collect()  # an engine that nobody has any more may wait for this
+        gc.collect()  # collect engines without references
         before = current()
     if before is not None and before.members != group.members:
         raise ConflictError(
@@ -337,23 +327,19 @@ def take_over(group: SequenceGroup) -> None:
 
 
 def stay_alone(group: SequenceGroup) -> None:
-    """Have the group of this rank alone stand in where one is needed and there is no other."""
+    """Set the single-rank group that is used without sequence parallelism."""
     _settle()
     _alone.append(weakref.ref(group))
 
 
 def let_go(group: SequenceGroup) -> None:
-    """Take back `take_over`, or `stay_alone`."""
+    """Undo `take_over` or `stay_alone`."""
     _current[:] = [other for other in _current if other() not in (group, None)]
     _alone[:] = [other for other in _alone if other() not in (group, None)]
 
 
 def partition(size: int, world: int) -> list[list[int]]:
-    """Return the ranks that share sequences: runs of `size`.
-
-    Raises:
-        ConflictError: they do not divide the ranks.
-    """
+    """Return groups of `size` consecutive ranks. Raises a ConflictError if `size` does not divide `world`."""
     if size < 1 or world % size:
         near = max(number for number in range(1, world + 1) if world % number == 0 and number <= max(size, 1))
         raise ConflictError(
@@ -364,7 +350,7 @@ def partition(size: int, world: int) -> list[list[int]]:
 
 
 def across(lines: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the ranks at the same place of all sequences.
+    """Return the ranks with the same index in all groups.
 
     >>> across([[0, 1], [2, 3]])
     [[0, 2], [1, 3]]
@@ -373,17 +359,17 @@ def across(lines: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def begin(size: int, device: torch.device | None = None) -> SequenceGroup:
-    """Make the groups of ranks that share sequences, before there is an engine (all ranks call).
+    """Create sequence-parallel groups before there is an engine (all ranks call).
 
-    `initialize()` does it by itself where the configuration has `sequence_parallel_size`. An engine that is made later
-    takes this group: pass it as `mpu`.
+    `initialize()` does so if `sequence_parallel_size` is configured. To use this group in a later engine, pass it as
+    `mpu`.
 
     Args:
-        size: ranks in each group; they are neighbours.
+        size: consecutive ranks in each group.
         device: of the tensors; None: this process's.
 
     Raises:
-        ConflictError: `size` does not divide the ranks, or there are such groups of other sizes.
+        ConflictError: `size` does not divide the ranks, or a group of another size exists.
 
     Example:
         >>> from shardwise.parallel import begin, end
@@ -411,7 +397,7 @@ def begin(size: int, device: torch.device | None = None) -> SequenceGroup:
 
 
 def end() -> None:
-    """Give back what `begin` has made (all ranks call)."""
+    """Destroy the groups of `begin` (all ranks call)."""
     _settle()
     while _begun:
         group, everybody = _begun.pop()
@@ -420,9 +406,9 @@ def end() -> None:
 
 
 def group_of(given: SequenceGroup | dist.ProcessGroup | None) -> SequenceGroup | None:
-    """Return the group that stands for what a layer was given: a group, a process group, or None for the process's own.
+    """Return the group of a layer's argument: a group, a process group, or None for the process's group.
 
-    For a process group that belongs to none yet one is made; its ranks call together.
+    For a new process group a `SequenceGroup` is created; its ranks call together.
     """
     if given is None or isinstance(given, SequenceGroup):
         return given

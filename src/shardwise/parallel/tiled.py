@@ -1,11 +1,10 @@
-"""Computing in tiles of the tokens, so that what is large is there for one tile at a time.
+"""Tiled computation over tokens, to hold large intermediate tensors for one tile at a time.
 
-A tile is computed again in the backward pass, and what it made is given back before the next one is. Modules are called
-as modules, once for each tile, so that parameters of ZeRO stage 3 are gathered for them as for any module that is
-called several times; gradients of parameters add up in autograd.
+A tile is recomputed in the backward pass, and freed before the next one. Modules are called once for each tile, so ZeRO
+stage 3 unshards their parameters as for any repeated call. Autograd adds up the gradients of parameters.
 
-With T tokens and V words logits are T x V numbers in the loss's precision, and their gradient as many; in tiles of t
-tokens both are t x V.
+With T tokens and V words, logits and their gradient have T x V numbers each, in the loss's precision. In tiles of t
+tokens both have t x V.
 """
 
 from __future__ import annotations
@@ -26,28 +25,28 @@ from shardwise.parallel.tensor.layers import ColumnParallel
 from shardwise.parallel.tensor.loss import words_cross_entropy
 
 TILE_BYTES = 256 << 20
-"""Bytes of logits in a tile where nobody says how many tokens it has."""
+"""Default bytes of logits in a tile."""
 
 
 def run_tile(function: Callable[..., Any], *given: Any) -> Any:
-    """Return what a function makes of a tile, computed again in the backward pass if there will be one."""
+    """Call a function on a tile, with activation checkpointing if gradients are enabled."""
     if not torch.is_grad_enabled():
         return function(*given)
     return checkpoint(function, *given, use_reentrant=False)
 
 
 def tiles_of(tensor: torch.Tensor, tiles: int, dim: int) -> list[torch.Tensor]:
-    """Return so many parts along a dimension, or fewer where it is shorter; views."""
+    """Return views of up to `tiles` parts along a dimension."""
     length = tensor.shape[dim]
     return list(tensor.split(shares(length, max(1, min(tiles, length))), dim))
 
 
 class TiledMLP(nn.Module):
-    """A module that treats each token alike, computed in tiles of the tokens.
+    """Token-wise module, computed in tiles of the tokens.
 
     Args:
-        module: maps (rows, tokens, ...) to the same form; what it makes of a token must not depend on others.
-        tiles: number of tiles; None: as many as keep a tile's tokens at the width of the input (ALST, 2506.13996).
+        module: maps (rows, tokens, ...) to the same shape; outputs of a token must not depend on other tokens.
+        tiles: number of tiles; None: tiles of about as many tokens as the input's width (ALST, 2506.13996).
         dim: dimension of the tokens.
 
     Example:
@@ -78,15 +77,15 @@ def tiled_loss(
     tiles: int | None = None,
     ignore_index: int = IGNORED,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mean cross entropy over the tokens that have a label, and their number, without all logits in memory.
+    """Return the mean cross entropy over labelled tokens, and their number, without all logits in memory.
 
     Args:
-        head: makes logits of (tokens, width): the model's output layer, as a module. If ranks have parts of it by words
-            (tensor parallelism), none has all logits of a tile, either.
-        hidden: (rows, tokens, width), what the head gets.
-        labels: (rows, tokens), of the same places: `shift_labels` of `split`.
-        tiles: number of tiles; None: so many that the logits of one take about 256 MiB.
-        ignore_index: label of tokens without one. Without any label the loss is 0, and so are its gradients.
+        head: output layer, a module that maps (tokens, width) to logits. If it is vocabulary-parallel, no rank holds
+            all logits of a tile.
+        hidden: (rows, tokens, width), input of the head.
+        labels: (rows, tokens), at the same positions: `shift_labels` of `split`.
+        tiles: number of tiles; None: tiles with about 256 MiB of logits.
+        ignore_index: label of unlabelled tokens. Without labelled tokens the loss and its gradients are 0.
 
     Returns:
         The loss, and the number of tokens: `engine.backward(loss, weight=tokens)`.
@@ -142,22 +141,22 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """Return what a function makes of a sequence, computed in tiles of dimension 1 of its arguments.
+    """Return the output of a function on a sequence, computed in tiles of dimension 1 of its arguments.
 
     Args:
         fn: called once for each tile, with all arguments by name; returns one tensor.
         seqlen: tokens of the sequence.
         shards: number of tiles.
-        kwargs_to_shard: arguments that are cut, of the form (rows, tokens, ...).
-        kwargs_to_pass: arguments that every tile gets.
-        grad_requiring_tensor_key: taken from existing code; autograd finds out by itself.
-        compute_params: the same.
-        output_unshard_dimension: dimension of the tokens in the output; 0 for an output of one number.
-        output_reduction: of outputs of one number: their mean, weighed by the tokens of each tile, or their sum. None:
-            outputs are put together along `output_unshard_dimension`.
+        kwargs_to_shard: arguments to be split, of shape (rows, tokens, ...).
+        kwargs_to_pass: arguments of every tile.
+        grad_requiring_tensor_key: accepted for existing code and ignored.
+        compute_params: accepted for existing code and ignored.
+        output_unshard_dimension: dimension of the tokens in the output; 0 for a scalar output.
+        output_reduction: of scalar outputs: mean, weighted by the tokens of each tile, or sum. None: concatenate
+            outputs along `output_unshard_dimension`.
 
     Raises:
-        UsageError: an argument does not have `seqlen` tokens, or there is no such reduction.
+        UsageError: an argument does not have `seqlen` tokens, or the reduction is unknown.
 
     >>> x = torch.arange(6.0).view(1, 6, 1)
     >>> sequence_tiled_compute(lambda x: x * 2, 6, 4, {"x": x}, {}, output_reduction=None).flatten().tolist()

@@ -1,10 +1,10 @@
-"""Ulysses (Jacobs et al., "DeepSpeed Ulysses", 2309.14509): attention over whole sequences, of some heads on each rank.
+"""Ulysses (Jacobs et al., "DeepSpeed Ulysses", 2309.14509): all-to-all between token and head sharding.
 
-Outside of attention a rank has some tokens of a sequence with all heads; an all-to-all makes of that all tokens with
-some heads, and another one takes the result back. With P ranks each moves 1 / P of a tensor, whatever the length.
+Outside of attention a rank has some tokens of a sequence with all heads. An all-to-all gives it all tokens with some
+heads, and another one reverses this. With P ranks each moves 1 / P of a tensor, for any sequence length.
 
-Heads need not divide evenly: each rank has a run of query heads, and the key and value heads that these ask for. Where
-there are fewer of the latter than ranks, a head is sent to each rank that needs it, and to no other.
+Heads need not divide evenly: each rank has a range of query heads, and their key and value heads. With fewer key heads
+than ranks, a head is sent only to the ranks that need it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,11 @@ from shardwise.errors import UsageError
 from shardwise.parallel.sequence import SequenceGroup, run_of
 
 Run = tuple[int, int]
-"""The first of some heads, and the one behind the last."""
+"""Range [first, end) of heads."""
 
 
 def query_runs(heads: int, ranks: int) -> list[Run]:
-    """Return the query heads of each rank.
-
-    Raises:
-        UsageError: there are fewer heads than ranks.
-    """
+    """Return the query heads of each rank; raises a UsageError with fewer heads than ranks."""
     if heads < ranks:
         raise UsageError(
             f"sequence parallelism over {ranks} ranks needs at least as many attention heads, the model has {heads}: "
@@ -38,7 +34,7 @@ def query_runs(heads: int, ranks: int) -> list[Run]:
 
 
 def key_runs(heads: int, keys: int, runs: Sequence[Run]) -> list[Run]:
-    """Return the key (and value) heads that the query heads of each rank ask for.
+    """Return the key (and value) heads for each rank's query heads.
 
     >>> key_runs(8, 2, [(0, 2), (2, 4), (4, 6), (6, 8)])
     [(0, 1), (0, 1), (1, 2), (1, 2)]
@@ -53,11 +49,11 @@ def key_runs(heads: int, keys: int, runs: Sequence[Run]) -> list[Run]:
 
 
 def repeats(heads: int, keys: int, run: Run) -> int | list[int]:
-    """Return how the key heads that a rank has belong to its query heads.
+    """Return the mapping from a rank's key heads to its query heads.
 
     Returns:
-        How many query heads each key head has, if all have as many and in order; else, for each query head, the place
-        of its key head among those that the rank has.
+        Number of query heads of each key head, if equal and in order. Otherwise, for each query head, the index of its
+        key head among the rank's.
 
     >>> repeats(8, 4, (0, 4)), repeats(6, 2, (2, 4)), repeats(6, 2, (0, 4))
     (2, 1, [0, 0, 0, 1])
@@ -69,7 +65,7 @@ def repeats(heads: int, keys: int, run: Run) -> int | list[int]:
 
 
 class _Swap:
-    """An exchange under way, of one tensor laid out as (rows, tokens, heads, ...)."""
+    """An asynchronous all-to-all of a tensor of shape (rows, tokens, heads, ...)."""
 
     def __init__(self, group: SequenceGroup, given: torch.Tensor, sent: list[int], got: list[int], label: str) -> None:
         self.received = given.new_empty(sum(got))
@@ -78,14 +74,14 @@ class _Swap:
         self._handle = group.comm.all_to_all(self.received, given, got, sent, label) if has_values(given) else None
 
     def wait(self) -> list[torch.Tensor]:
-        """Return what each rank has sent."""
+        """Return the tensors received from each rank."""
         if self._handle is not None:
             self._handle.wait()
         return list(self.received.split(self.sizes))
 
 
 def _send_heads(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], runs: Sequence[Run]) -> _Swap:
-    """Begin: each rank gets its heads of this rank's tokens."""
+    """Start the all-to-all from token sharding to head sharding."""
     rows, tokens = x.shape[:2]
     each = rows * x[0, 0, 0].numel()
     sent = [tokens * (end - first) * each for first, end in runs]
@@ -98,17 +94,17 @@ def _send_heads(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], r
 
 
 def _take_tokens(swap: _Swap, like: torch.Tensor, lengths: Sequence[int], heads: int) -> torch.Tensor:
-    """End `_send_heads`: all tokens of this rank's heads."""
+    """Finish `_send_heads`: all tokens of this rank's heads."""
     rows, _, _, *rest = like.shape
     parts = swap.wait()
-    if rows == 1:  # they lie one behind the other
+    if rows == 1:  # the parts are contiguous
         return swap.received.view(1, sum(lengths), heads, *rest)
     views = [part.view(rows, length, heads, *rest) for part, length in zip(parts, lengths, strict=True)]
     return torch.cat(views, dim=1)
 
 
 def _send_tokens(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], runs: Sequence[Run]) -> _Swap:
-    """Begin: each rank gets its tokens of this rank's heads."""
+    """Start the all-to-all from head sharding to token sharding."""
     rows, _, heads = x.shape[:3]
     each = rows * x[0, 0, 0].numel()
     sent = [length * heads * each for length in lengths]
@@ -120,7 +116,7 @@ def _send_tokens(group: SequenceGroup, x: torch.Tensor, lengths: Sequence[int], 
 
 
 def _take_heads(swap: _Swap, like: torch.Tensor, tokens: int, heads: int, runs: Sequence[Run]) -> torch.Tensor:
-    """End `_send_tokens`: all heads of this rank's tokens. Heads that several ranks had are added up, in rank order."""
+    """Finish `_send_tokens`: all heads of this rank's tokens. Heads of several ranks are added up in rank order."""
     rows, _, _, *rest = like.shape
     parts = [part.view(rows, tokens, end - first, *rest) for part, (first, end) in zip(swap.wait(), runs, strict=True)]
     if all(end == first for (_, end), (first, _) in itertools.pairwise(runs)):
@@ -133,7 +129,7 @@ def _take_heads(swap: _Swap, like: torch.Tensor, tokens: int, heads: int, runs: 
 
 
 class _ToHeads(torch.autograd.Function):
-    """From (rows, own tokens, all heads) to (rows, all tokens, own heads), of several tensors at once."""
+    """From (rows, own tokens, all heads) to (rows, all tokens, own heads), for several tensors."""
 
     @staticmethod
     def forward(ctx: Any, group: SequenceGroup, lengths: list[int], runs: list[list[Run]], *given: torch.Tensor) -> Any:
@@ -177,13 +173,12 @@ class _ToTokens(torch.autograd.Function):
 def to_heads(
     group: SequenceGroup, tensors: Sequence[torch.Tensor], lengths: Sequence[int], runs: Sequence[Sequence[Run]]
 ) -> tuple[torch.Tensor, ...]:
-    """Return all tokens of this rank's heads (all ranks of the group call; one all-to-all for each tensor).
+    """All-to-all to all tokens of this rank's heads (all ranks of the group call; one for each tensor).
 
     Args:
-        group: the ranks.
         tensors: each (rows, this rank's tokens, all heads, ...).
         lengths: tokens of each rank.
-        runs: for each tensor, the heads that each rank gets.
+        runs: for each tensor, the heads of each rank.
     """
     given = [list(run) for run in runs]
     found: tuple[torch.Tensor, ...] = _ToHeads.apply(group, list(lengths), given, *tensors)
@@ -191,6 +186,6 @@ def to_heads(
 
 
 def to_tokens(group: SequenceGroup, tensor: torch.Tensor, lengths: Sequence[int], run: Sequence[Run]) -> torch.Tensor:
-    """Return all heads of this rank's tokens: the way back from `to_heads`; the runs share no head."""
+    """All-to-all to all heads of this rank's tokens: inverse of `to_heads`; ranges share no head."""
     found: torch.Tensor = _ToTokens.apply(group, list(lengths), list(run), tensor)
     return found

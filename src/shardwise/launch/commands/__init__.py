@@ -1,5 +1,5 @@
 """The subcommands of `shardwise`, one file each.
 
-A file here that defines `register(app)` becomes part of the command line; nothing else lists it. Modules are
+Each file that defines `register(app)` is part of the command line, without any other list. Modules are
 imported on every call of `shardwise`, so torch and the rest of the package are imported inside the functions.
 """

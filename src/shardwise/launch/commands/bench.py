@@ -1,4 +1,4 @@
-"""`shardwise bench`: how fast parts of this machine are, and the settings that suit them."""
+"""`shardwise bench`: measures disk and communication speed of this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
     group = typer.Typer(
         name="bench",
         help=(summary := "Measure parts of this machine, and show the settings that suit them."),
-        short_help=summary,  # left alone, it is cut
+        short_help=summary,  # otherwise it is truncated
         rich_markup_mode=None,
         no_args_is_help=True,
     )
@@ -136,16 +136,16 @@ def comm(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be measured.
+    """Options of the disk benchmark.
 
     Attributes:
         directory: on the disk.
         size: bytes of the file; None: `most`, or less if there is little space.
         blocks, depths, threads: of the settings.
         rounds: passes of each.
-        read, write: what is measured.
-        most: see `size`.
-        file: where everything is written as JSON; None: nowhere.
+        read, write: directions to measure.
+        most: default size.
+        file: JSON output file, or None.
     """
 
     directory: str
@@ -161,14 +161,10 @@ class Wanted:
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """Return a number of bytes.
-
-    Args:
-        text: see `shardwise.sizes.size_in_bytes`.
-        name: what messages call it.
+    """Return a number of bytes (format: `shardwise.sizes.size_in_bytes`); `name` is its name in messages.
 
     Raises:
-        CommandLineError: it is none.
+        CommandLineError: the text is no size.
 
     >>> parse_bytes("1M", "it"), parse_bytes("1.5KiB", "it"), parse_bytes("2GB", "it")
     (1048576, 1536, 2000000000)
@@ -183,10 +179,10 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def parse_count(text: str, name: str) -> int:
-    """Return a number that is 1 or more.
+    """Return a number that is at least 1.
 
     Raises:
-        CommandLineError: it is none.
+        CommandLineError: the text is no such number.
     """
     if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) is None or int(text) < 1:
         raise CommandLineError(f"{name} {text}: give a number, 1 or more.")
@@ -198,10 +194,10 @@ def _list(text: str, name: str, parse: Any) -> tuple[int, ...]:
 
 
 def show(wanted: Wanted) -> None:
-    """Measure, and print a table and the section to paste.
+    """Run the disk benchmark, and print a table and the section to paste.
 
     Raises:
-        CommandLineError: something that was asked for cannot be measured.
+        CommandLineError: a request cannot be measured.
         OffloadError: the disk has failed.
     """
     size = _size(wanted, _check(wanted))
@@ -221,7 +217,7 @@ def show(wanted: Wanted) -> None:
             found = file.speeds([way(one) for one in options], wanted.rounds, **kinds, progress=bar.show)
             speeds = dict(zip(options, found, strict=True))
             best = smallest(speeds)
-            # Beside one another once more: a minute later a disk may have another speed.
+            # Measure the compared settings together once more, because a disk's speed may change within a minute.
             beside = [way(best), way(best)._replace(plain=True), Way(way(best).block, 1, plain=True)]
             again = file.speeds(beside, max(wanted.rounds, 3), **kinds, progress=bar.show)
     except OSError as error:
@@ -266,7 +262,7 @@ def show(wanted: Wanted) -> None:
 
 
 def _check(wanted: Wanted) -> int:
-    """Refuse what cannot be measured, before torch is imported; return how many bytes the disk has."""
+    """Check the options before torch is imported; return the free bytes of the disk."""
     directory = wanted.directory
     if not os.path.isdir(directory):
         raise CommandLineError(f"{directory}: there is no such directory.")
@@ -288,14 +284,14 @@ def _check(wanted: Wanted) -> int:
 
 
 def _size(wanted: Wanted, free: int) -> int:
-    """Return the bytes of the file, a multiple of those of the largest request.
+    """Return the bytes of the file, a multiple of the largest request.
 
     Args:
-        wanted: what is to be measured.
-        free: bytes that the disk has.
+        wanted: the options.
+        free: free bytes of the disk.
 
     Raises:
-        CommandLineError: there is too little memory for it, or it is smaller than a request.
+        CommandLineError: memory is too small, or the size is smaller than a request.
     """
     import torch
 
@@ -337,7 +333,7 @@ def _save(path: str, everything: dict[str, Any]) -> None:
 
 
 def _file_system(directory: Path) -> str:
-    """Return the type of the file system that a directory is on."""
+    """Return the file system type of a directory."""
     try:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

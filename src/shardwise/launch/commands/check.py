@@ -1,4 +1,4 @@
-"""`shardwise check`: tell what a configuration means, without a model, a device or a job."""
+"""`shardwise check`: explains a configuration without a model, a device or a job."""
 
 from __future__ import annotations
 

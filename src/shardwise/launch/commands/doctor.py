@@ -1,4 +1,4 @@
-"""`shardwise doctor`: what is installed here, and which package `import deepspeed` gives."""
+"""`shardwise doctor`: shows installed versions, and the package that `import deepspeed` imports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def doctor(
 
 
 def show(as_json: bool = False) -> int:
-    """Print what the command prints, and return its exit code."""
+    """Print the report of the command, and return its exit code."""
     from shardwise.launch.detect import installed
 
     found = installed()
@@ -62,7 +62,6 @@ def _facts() -> dict[str, Any]:
 
 
 def _deepspeed(found: list[Detected]) -> list[str]:
-    """Say which package `deepspeed` is imported, and what to do if that is not clear."""
     names = {"drop-in": "shardwise's drop-in", "real": "DeepSpeed itself"}
     if not found:
         return ["none; shardwise.install_as_deepspeed() puts shardwise in its place for one process"]

@@ -1,4 +1,4 @@
-"""`shardwise export`: weights for other programs out of a checkpoint."""
+"""`shardwise export`: converts a checkpoint to weights for other programs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,6 @@ def export(
 
 
 def _content(path: str) -> bytes:
-    """Return the content of a configuration file of a model."""
     import json
 
     from shardwise.errors import CommandLineError

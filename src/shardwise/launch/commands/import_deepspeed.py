@@ -1,4 +1,4 @@
-"""`shardwise import-deepspeed`: make a checkpoint of ours out of one that DeepSpeed has written."""
+"""`shardwise import-deepspeed`: converts a DeepSpeed checkpoint."""
 
 from __future__ import annotations
 

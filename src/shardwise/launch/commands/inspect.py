@@ -1,4 +1,4 @@
-"""`shardwise inspect`: what is in a checkpoint, and whether it is whole."""
+"""`shardwise inspect`: shows the content of a checkpoint, and whether it is complete."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ def inspect(
 
 
 def _errors(found: dict[str, Any]) -> list[str]:
-    """Return what is wrong with the checkpoints of a run."""
     listed = [entry["error"] for entry in found.get("checkpoints", []) if not entry["complete"]]
     if "latest_error" in found:
         listed.append(found["latest_error"])
@@ -73,7 +72,7 @@ def _errors(found: dict[str, Any]) -> list[str]:
 
 
 def _verify(found: dict[str, Any]) -> list[str]:
-    """Verify whatever has checksums; return what is damaged."""
+    """Verify all checksums; return the damaged files."""
     from shardwise.checkpoint.inspection import check
     from shardwise.errors import CheckpointError
     from shardwise.launch.console import Bar

@@ -1,4 +1,4 @@
-"""`shardwise plan`: tell what a model's training takes on each of many ranks, without any of them."""
+"""`shardwise plan`: memory plan of a training job on many ranks, made in one process."""
 
 from __future__ import annotations
 
@@ -127,7 +127,6 @@ def _as_dict(one: SettingPlan) -> dict[str, Any]:
 
 
 def _rooms(device: str | None, host: str | None, disk: str | None, sharers: int) -> list[Room]:
-    """Return what each rank may have."""
     from shardwise.engine.plans import Room
     from shardwise.errors import CommandLineError
     from shardwise.memory import Tier
@@ -158,7 +157,6 @@ def _speeds(written: str | None) -> tuple[float, float] | None:
 
 
 def _elsewhere(one: SettingPlan, speeds: tuple[float, float] | None, unit: str, scale: float) -> Iterator[str]:
-    """Yield what a setting takes off the device, and what it costs."""
     from shardwise.engine.traffic import Traffic
 
     for tier, size in one.elsewhere.items():

@@ -1,4 +1,4 @@
-"""`shardwise profile`: tell what a model computes, without its memory and without its device."""
+"""`shardwise profile`: counts the FLOPs of a model on fake tensors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ def profile(
 
 
 def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool) -> ModuleProfile:
-    """Run a micro-batch of token ids, and count."""
     import warnings
 
     import torch

@@ -1,4 +1,4 @@
-"""`shardwise report`: draw what a run has done."""
+"""`shardwise report`: renders the report of a run."""
 
 from __future__ import annotations
 

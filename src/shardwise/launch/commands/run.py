@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
     app.command(
         "run",
         context_settings={
-            # Everything from the script's name on belongs to the script, whatever it looks like.
+            # All arguments from the script's name on belong to the script.
             "allow_interspersed_args": False,
             # --num_gpus and --num-gpus are one option.
             "token_normalize_func": lambda token: token.replace("_", "-"),

@@ -1,4 +1,4 @@
-"""`shardwise trace`: join the timelines of all ranks, and tell where their time went."""
+"""`shardwise trace`: merges the timelines of all ranks, and sums up each rank's time."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tensor parallelism: matrices that ranks have in parts."""
+"""Tensor parallelism: linear layers and embeddings sharded over ranks."""

@@ -1,12 +1,10 @@
-"""Whether a divided block computes what it computes whole: compared by numbers.
+"""Check of tensor parallelism: compares sharded blocks with unsharded copies in the first forward pass.
 
-Which layers of a block can be divided is guessed from names and sizes, or said by rules. What lies between them is code
-of the model's own: a norm over heads, a softmax over features, a weight that is used without calling its layer. So the
-block is copied twice, with the same random weights, as it is divided and as it was before. Both copies get some tokens
-of the block's first inputs. Outputs, gradients of inputs and gradients of parameters have to be equal.
-
-Every rank computes the whole copy by itself. The divided copies first run without sending anything, so that an error
-of shapes comes up before ranks wait for each other, and is raised by all.
+Names, sizes or rules determine which layers are sharded. The code between them belongs to the model: a norm over heads,
+a softmax over features, a weight used without its layer. So each kind of sharded block is copied twice with the same
+random weights: sharded and unsharded. Both copies get some tokens of the block's first inputs. Outputs, gradients of
+inputs and gradients of parameters must agree. Every rank runs the unsharded copy. The sharded copies first run without
+communication, so that all ranks raise a shape error before any rank waits.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ from shardwise.trees import tensors_in
 
 RULES = "tensor_parallel.partition_config.layer_specs"
 _ROWS, _TOKENS = 2, 8
-"""Of a block's inputs, as many are used as these."""
+"""Rows and tokens of a block's inputs that are used."""
 _NEAR, _NEAR_IN_HALF = 1e-4, 5e-2
-"""Relative to the norm of a tensor."""
+"""Tolerances relative to the norm of a tensor."""
 _FLOOR = 1e-4
 """Of the largest gradient: smaller differences relative to that are rounding."""
 
@@ -64,7 +62,7 @@ class _Operators(TorchDispatchMode):
 
 
 class _Steady(TorchDispatchMode):
-    """Gives numbers that are drawn the same value everywhere; `silent`: memory is zero, as nothing is received."""
+    """Replaces random numbers by constants; `silent`: uninitialised memory is zero, because nothing is received."""
 
     def __init__(self, silent: bool = False) -> None:
         super().__init__()
@@ -113,7 +111,7 @@ def frozen(block: nn.Module) -> Iterator[None]:
 
 
 class _CopyGroup(TensorGroup):
-    """The ranks of a divided copy. `silent`: nothing is sent."""
+    """Tensor-parallel group of a sharded copy. `silent`: no communication."""
 
     silent = False
 
@@ -122,14 +120,7 @@ class _CopyGroup(TensorGroup):
 
 
 class _Run:
-    """A copy, and what it has computed of a sample.
-
-    Args:
-        module: the copy.
-        block: of which it is a copy.
-        given: arguments of its forward pass, by place and by name.
-        wanted: tensors among these that require a gradient.
-    """
+    """A copy and its results on a sample; `wanted` are the arguments that require a gradient."""
 
     def __init__(self, module: nn.Module, block: nn.Module, given: tuple[Any, Any], wanted: list[torch.Tensor]) -> None:
         self.module, self._block, self._wanted = module, block, wanted
@@ -139,7 +130,7 @@ class _Run:
         self._given = given
 
     def forward(self, silent: bool = False, watching: bool = False) -> None:
-        """Compute outputs; `watching`: note those of each module inside."""
+        """Compute outputs; `watching`: record those of each submodule."""
         handles = []
         if watching:
             for path, inner in self.module.named_modules():
@@ -151,11 +142,10 @@ class _Run:
             handle.remove()
         for layer in self.module.modules():
             if isinstance(layer, Parallel):
-                layer.group.end_pass()  # it refers to an input's copy, whose graph refers to the group
+                layer.group.end_pass()  # breaks a reference cycle through the graph
         self.outputs = [tensor for tensor in tensors_in(made) if tensor.is_floating_point()]
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return a parameter of the copy by its name."""
         return dict(self.module.named_parameters())[name]
 
     def _noting(self, path: str) -> Callable[..., None]:
@@ -167,7 +157,7 @@ class _Run:
         return note
 
     def backward(self, seeds: dict[int, torch.Tensor], silent: bool = False) -> None:
-        """Compute gradients of inputs and parameters, from those of outputs by their index."""
+        """Compute gradients of inputs and parameters, from `seeds` of outputs by index."""
         named = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         roots = {index: self.outputs[index] for index in seeds if self.outputs[index].requires_grad}
         if roots:
@@ -179,7 +169,7 @@ class _Run:
 
 
 class _Sizes(NamedTuple):
-    """How much of a block's inputs a sample has; None: all."""
+    """Rows and tokens of a sample; None: all."""
 
     rows: int | None = _ROWS
     tokens: int | None = _TOKENS
@@ -200,7 +190,7 @@ class Comparison:
         self._block, self._group, self._path = block, group, path
         self._comm = group.comm
         self._given = (args, kwargs)
-        # Not those in caches, which have what other blocks have put there.
+        # Without tensors in caches, which other blocks have filled.
         given = [one for one in tree_leaves(self._given) if isinstance(one, torch.Tensor)]
         self._tensors = list({id(tensor): tensor for tensor in given}.values())
         self._declared = declared(block)
@@ -211,7 +201,7 @@ class Comparison:
         self._length: int | None = None
         self._rows: int | None = None
         self._heads: dict[int, tuple[int, list[int], torch.Tensor]] = {}
-        # Inputs that may be of this rank's heads, and have the same values on all ranks.
+        # Inputs with the shape of this rank's heads and equal values on all ranks.
         self._alike_heads: dict[int, tuple[int, list[int], torch.Tensor]] = {}
         self._device = self._comm.device if self._hidden is None else self._tensors[self._hidden].device
 
@@ -240,10 +230,9 @@ class Comparison:
         return "\n".join(noted.found)
 
     def run(self) -> list[str]:
-        """Compare; return names of parameters of whose gradients each rank has a summand, which nothing has said.
+        """Compare; return names of unsharded parameters with partial gradients on each rank.
 
-        Raises:
-            ConfigError: the divided block computes something else, or cannot be computed; on all ranks.
+        Raises a ConfigError on all ranks if the sharded block computes other values, or fails.
         """
         self._compare_inputs()
         whole, dtype, sizes, problem = self._whole()
@@ -281,11 +270,7 @@ class Comparison:
     # -- inputs --------------------------------------------------------------------------------------------------------
 
     def _compare_inputs(self) -> None:
-        """Find inputs of which each rank has its own heads; all others have to be the same on all ranks.
-
-        Raises:
-            ConfigError: they are not.
-        """
+        """Find inputs sharded by heads; raise a ConfigError if any other input differs between ranks."""
         own = [[list(t.shape), *numbers_of(t).tolist(), _is_half(t)] for t in self._tensors]
         every = self._comm.exchange(own, "tensor_block_inputs")
         if any(len(other) != len(every[0]) for other in every):
@@ -326,7 +311,7 @@ class Comparison:
             self._heads[index] = dim, sizes[dim], whole
 
     def _sample(self, dtype: torch.dtype, sizes: _Sizes, group: TensorGroup | None) -> tuple[Any, list[torch.Tensor]]:
-        """Return inputs of a copy, and those of them that require a gradient; `group`: of a divided one."""
+        """Return inputs of a copy, and those that require a gradient; `group`: of a sharded copy."""
         order = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         wanted: list[torch.Tensor] = []
         self._wanted: list[int] = []
@@ -349,12 +334,12 @@ class Comparison:
             made.requires_grad_()
             wanted.append(made)
             self._wanted.append(index)
-            return made.clone()  # which a block may change in place
+            return made.clone()  # cloned, because a block may modify it in place
 
         return map_inputs(self._given, change), wanted
 
     def _random_hidden(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return random numbers instead of hidden states, which are zero at the first step of some models."""
+        """Return random hidden states, because those of some models are zero at the first step."""
         shape = list(hidden.shape)
         if self._token_dim is not None and self._length is not None:
             shape[self._token_dim] = self._length
@@ -399,9 +384,9 @@ class Comparison:
         return values
 
     def _whole(self) -> tuple[_Run | None, torch.dtype, _Sizes, str]:
-        """Compute the whole copy forward, on as few tokens as it can be computed on; or return why it cannot.
+        """Run the unsharded copy's forward on as few tokens as possible; or return the reason of a failure.
 
-        Inputs that have the same values on all ranks are taken as they are first, then as those of all heads.
+        Inputs with equal values on all ranks are first used unchanged, then as sharded by heads.
         """
         run, dtype, sizes, problem = self._whole_forward()
         if run is None and self._alike_heads:
@@ -442,7 +427,6 @@ class Comparison:
         return self._token_dim is not None and index == 0
 
     def _seeds(self, whole: _Run, compared: Sequence[int], *, divided: bool) -> dict[int, torch.Tensor]:
-        """Return random gradients of outputs."""
         found = {}
         for index in compared:
             output = whole.outputs[index]
@@ -451,7 +435,7 @@ class Comparison:
             found[index] = self._own_tokens(seed).contiguous() if divided and self._divides_output(index) else seed
         return found
 
-    # -- what differs --------------------------------------------------------------------------------------------------
+    # -- differences ---------------------------------------------------------------------------------------------------
 
     def _wrong_outputs(self, whole: _Run, divided: _Run, compared: Sequence[int], near: float) -> str:
         for index in compared:
@@ -463,7 +447,6 @@ class Comparison:
         return ""
 
     def _first_difference(self, dtype: torch.dtype, sizes: _Sizes, near: float) -> str:
-        """Return which module inside is the first to compute something else (all ranks call)."""
         given, wanted = self._sample(dtype, sizes, None)
         copy = copied(self._block, self._values(dtype, divided=False), dtype, None)
         whole = _Run(copy, self._block, given, wanted)
@@ -481,10 +464,9 @@ class Comparison:
         return ""
 
     def _wrong_gradients(self, whole: _Run, divided: _Run, near: float) -> str:
-        """Return which gradients differ (all ranks call).
+        """Return the gradients that differ (all ranks call).
 
-        If of one that all ranks have whole each rank has a summand, the gradients of such parameters are summed from
-        now on.
+        Partial gradients of unsharded parameters are summed over ranks from now on.
         """
         known = [grad for grad in whole.parameters.values() if grad is not None]
         floor = _FLOOR * near * max((float(grad.norm()) for grad in known), default=0.0)
@@ -525,7 +507,6 @@ class Comparison:
         return f"{children.pop() if len(children) == 1 else ''}|{said}"
 
     def _own_input(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """Return what the divided copy has of an input."""
         if index in self._heads:
             dim, sizes, _ = self._heads[index]
             return mappings.part(whole, self._group, sizes, dim)
@@ -537,7 +518,6 @@ class Comparison:
         return f"{self._path}.{path}".strip(".")
 
     def _described(self, error: Exception, run: _Run | None) -> str:
-        """Return what an error is, and where in the block it comes from."""
         places = {} if run is None else {id(module): path for path, module in run.module.named_modules()}
         where, line = "", ""
         for frame, number in traceback.walk_tb(error.__traceback__):
@@ -550,11 +530,7 @@ class Comparison:
         return f"{where}|{type(error).__name__}{at}{f' at `{line}`' if line else ''}: {said}"
 
     def _refuse(self, every: Sequence[str]) -> None:
-        """Raise if a rank has found a difference.
-
-        Args:
-            every: of each rank what it has found: where in the block, `|`, and what; or nothing.
-        """
+        """Raise the first difference of any rank, as "path in the block|difference"; "" is none."""
         told = next((one for one in every if one), None)
         if told is None:
             return
@@ -570,7 +546,7 @@ class Comparison:
 
 
 _OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-"""Where code of a model is not."""
+"""Directories without model code."""
 
 
 def _is_half(tensor: torch.Tensor) -> bool:
@@ -582,7 +558,7 @@ def _or_zero(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor
 
 
 def _off(found: torch.Tensor, expected: torch.Tensor, near: float, floor: float = 0.0) -> str:
-    """Return by how much a tensor differs from another, if it is more than rounding."""
+    """Return the relative difference of a tensor from the expected one, if beyond rounding."""
     size, off = float(expected.norm()), float((found - expected).norm())
     if off <= near * size + floor:
         return ""

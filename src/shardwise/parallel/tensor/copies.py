@@ -1,8 +1,8 @@
-"""Copies of divided blocks, as they are and as they were before division, with parameters of their own.
+"""Sharded and unsharded copies of tensor-parallel blocks, with their own parameters.
 
-A copy shares the configuration and other attributes of its block, and none of its tensors. It has none of the engine's
-hooks. It has no forward or backward hooks of scripts, because they may collect outputs, which must not be those of
-copies. Lists and dictionaries that a wrapped forward pass refers to are copied.
+A copy shares configuration and other attributes with its block, but no tensors and no hooks of the engine. Forward and
+backward hooks of scripts are dropped, because they may collect outputs. Lists and dictionaries referenced by a wrapped
+forward pass are copied.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class _Before(NamedTuple):
 
 
 _before: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Module -> its class, and the attributes that division has changed."""
+"""Module -> its class and attributes before sharding."""
 _declared: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Module -> names of its parameters that division has declared: parts, and those of whose gradient each rank has a
-summand. No weak reference is made to the parameters: torch exchanges no tensor that has one."""
+"""Module -> names of its parameters that sharding has declared: tensor parts, and parameters with partial gradients.
+Weak references to parameters are avoided, because torch does not swap tensors that have one."""
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
-    """Note what a model's modules are; return a function that remembers what has changed since."""
+    """Record a model's modules; return a function that stores all changes since."""
     noted = [(module, type(module), _attributes(module)) for module in model.modules()]
     parts = [
         (module, name, part_of(parameter))
@@ -80,11 +80,9 @@ def copied(
     """Return a copy of a block.
 
     Args:
-        block: part of a divided model.
         values: makes the copy's parameter from a name and the block's parameter.
         dtype: of floating-point buffers.
-        group: connects the ranks of the divided copy; None: the copy is whole, as before division.
-        device: of buffers; None: where they are.
+        group: tensor-parallel group of a sharded copy; None: unsharded copy.
     """
     own_tensor = functools.partial(_tensor_of, dtype=dtype, device=device)
     memo: dict[int, Any] = {}
@@ -169,7 +167,7 @@ def _mapped(value: Any, memo: dict[int, Any], own_tensor: _TensorOf) -> Any:
 
 
 def _method_of(module: Any, method: types.MethodType) -> Any:
-    """Return a copy's method, which is that of its class: the copy may be whole where the module is divided."""
+    """Return a copy's method from its own class, because the copy may be unsharded."""
     inherited = getattr(type(module), method.__name__, None)
     return types.MethodType(method.__func__ if inherited is None else inherited, module)
 
@@ -179,7 +177,7 @@ def _rebound(function: types.FunctionType, memo: dict[int, Any], own_tensor: _Te
     if id(function) in memo:
         found: types.FunctionType = memo[id(function)]
         return found
-    memo[id(function)] = function  # as it may refer to itself
+    memo[id(function)] = function  # because it may refer to itself
     kinds = (nn.Module, types.MethodType, types.FunctionType, functools.partial)
 
     def own(inner: Any) -> Any:
@@ -191,7 +189,7 @@ def _rebound(function: types.FunctionType, memo: dict[int, Any], own_tensor: _Te
     for cell in function.__closure__ or ():
         try:
             inner = cell.cell_contents
-        except ValueError:  # it is empty
+        except ValueError:  # the cell is empty
             cells.append(cell)
             continue
         mapped = own(inner)
@@ -211,20 +209,20 @@ def _rebound(function: types.FunctionType, memo: dict[int, Any], own_tensor: _Te
 
 
 def declared(block: nn.Module) -> set[str]:
-    """Return names of the parameters of a block that division has declared."""
+    """Return names of a block's parameters that sharding has declared."""
     return {
         f"{path}.{name}".lstrip(".") for path, module in block.named_modules() for name in _declared.get(module, ())
     }
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the tensor that a parameter is a part of."""
+    """Return the unsharded shape of a parameter."""
     part = part_of(parameter)
     return tuple(parameter.shape) if part.box is None or part.shape is None else part.shape
 
 
 def numbers_changed(block: nn.Module) -> set[tuple[int, int]]:
-    """Return the numbers that modules of a block had as attributes before division, and have now."""
+    """Return pairs of integer attributes of a block before and after sharding."""
     found = set()
     for module in block.modules():
         before = _before.get(module)
@@ -236,7 +234,7 @@ def numbers_changed(block: nn.Module) -> set[tuple[int, int]]:
 
 
 def map_inputs(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return a copy of a block's inputs, in which each tensor has been changed; caches are copied, too."""
+    """Return a copy of a block's inputs with changed tensors; caches are copied too."""
     memo: dict[int, Any] = {}
 
     def mapped(one: Any, depth: int) -> Any:
@@ -271,7 +269,7 @@ def _opens(value: Any) -> bool:
 
 
 def signature(block: nn.Module) -> str:
-    """Return what blocks of one kind have in common: classes, shapes, divisions, and attributes that choose a path."""
+    """Return a key of a block's kind: classes, shapes, shard specs, and attributes that select a code path."""
     return "\n".join(_lines(block))
 
 

@@ -1,12 +1,11 @@
-"""Random numbers of ranks that have a copy of a model among them: dropout.
+"""RNG tracker of a tensor-parallel group, for dropout.
 
-Outside of divided layers all ranks have the same activations and drop the same ones: their generators are in one state,
-that of the first rank. Between a layer of which each has some columns and the one of which it has some rows, each has
-activations of its own (heads, features) and drops others: the generator is in a state of the rank's own there, which is
-made of a number of the common one and the rank's place. So is it where each rank has tokens of its own, from the first
-block or a row layer to the next norm (sequence-parallel norms). It is the same again where a region is recomputed, as
-`torch.utils.checkpoint` restores the state before, which says in which region it is; and the common one moves on alike
-everywhere.
+Outside of sharded layers all ranks have equal activations and drop the same elements: their generators share the first
+rank's state. Between a column-parallel and a row-parallel layer each rank has its own activations (heads, features) and
+drops others: the generator is in a rank-specific state there, derived from a number of the common generator and the
+rank. The same holds where each rank has its own tokens: from the first block or a row-parallel layer to the next norm
+(sequence-parallel norms). Recomputed regions repeat the same numbers, because `torch.utils.checkpoint` restores the
+state that identifies the region. The common generator advances equally on all ranks.
 """
 
 from __future__ import annotations
@@ -29,13 +28,7 @@ _ADAPTED = ".base_layer"
 
 
 class _Region:
-    """What has been left for random numbers of a rank's own, and how to go back.
-
-    Args:
-        device: whose generator it is about.
-        restore: brings back the state that all ranks have.
-        untouched: tells whether nothing has been drawn since the region began.
-    """
+    """A region with rank-specific random numbers; `untouched` returns whether no number has been drawn in it."""
 
     __slots__ = ("__weakref__", "device", "restore", "untouched")
 
@@ -44,20 +37,15 @@ class _Region:
 
 
 class Regions:
-    """Where in a model each rank has random numbers of its own.
+    """Tracks the regions of a model with rank-specific random numbers, which sharded layers begin and end.
 
-    Args:
-        model: its divided layers begin and end regions.
-        group: the ranks.
-
-    Attributes:
-        active: regions are kept up: the model has dropout, or has drawn numbers in its first training pass.
+    `active`: regions are tracked, because the model has dropout, or drew numbers in its first training pass.
     """
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._group = group
-        # By seed, which a generator keeps when it is restored: a checkpointed function may begin within a region, and
-        # is in it again when it is recomputed. A region is known as long as the graph of its forward pass.
+        # By seed, which survives a restored state: a checkpointed function may begin within a region, and re-enters it
+        # when recomputed. A region lives as long as the graph of its forward pass.
         self._known: weakref.WeakValueDictionary[int, _Region] = weakref.WeakValueDictionary()
         self._of_pass: list[_Region] = []
         self._devices: set[torch.device] = set()
@@ -68,28 +56,23 @@ class Regions:
         self.active = False
 
     def watch(self, model: nn.Module, hook: Callable[[Callable[..., None]], Any]) -> None:
-        """Begin and end regions from now on.
-
-        Args:
-            model: whose layers have been divided.
-            hook: makes a module's hook of a function.
-        """
+        """Install the hooks; `hook` makes a module hook from a function."""
         divided = False
         kinds = (ColumnParallel, PickedColumns, RowParallel)
         layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, kinds)]
         adapted = {_without_adapter(path) for path, _ in layers if path.endswith(_ADAPTED)}
         for path, layer in layers:
-            # An adapter around a layer belongs to it. It gets what the layer gets, and its output is added to the
-            # layer's; before that it drops features: those of a row layer, of which each rank has its own, or those
-            # that all ranks have before a column layer, also where queries' layer has begun a region and keys' is next.
+            # An adapter belongs to its layer. It has the layer's input, and its output is added to the
+            # layer's. Before that it drops features: sharded ones of a row layer, or common ones
+            # before a column layer, also where the layer of queries has begun a region before that of keys.
             place = _without_adapter(path)
             around = model.get_submodule(place)
             if not adapted.isdisjoint(_parents(place)):
-                continue  # a matrix of an adapter
+                continue  # a matrix of the adapter
             if isinstance(layer, RowParallel):
                 register = around.register_forward_hook if place in adapted else around.register_forward_pre_hook
                 self._hooks.append(register(hook(self._end)))
-                if layer.cut.tokens is not None:  # from here on each rank has tokens of its own
+                if layer.cut.tokens is not None:  # tokens are sharded from here on
                     self._hooks.append(around.register_forward_hook(hook(self._behind)))
             elif not layer.cut.whole_output:
                 if place in adapted:
@@ -103,7 +86,7 @@ class Regions:
         self._last = model.register_forward_hook(hook(self._passed), always_call=True)
 
     def _watch_tokens(self, model: nn.Module, hook: Callable[[Callable[..., None]], Any]) -> None:
-        """Each rank has tokens of its own up to the next norm, which puts those of all ranks together."""
+        """Install hooks for regions of sharded tokens, which end at the next norm."""
         for module in model.modules():
             if isinstance(module, NormParallel):
                 self._hooks.append(module.register_forward_hook(hook(self._end)))
@@ -124,21 +107,20 @@ class Regions:
         device = given.device
         generator = generator_of(device)
         if self._region(device) is not None:
-            return  # queries have begun it, here are keys
+            return  # begun by queries; this is the layer of keys
         number, restore = _take(generator, device)
         seed = own_seed(number, self._group.place)
         generator.manual_seed(seed)
         region = self._known.get(seed)
         if region is not None and backward_pass() is not None:
-            return  # it is recomputed
+            return  # a recomputed region
         if region is None:
             untouched = _watched(generator, device) if not self._drawn else bool
             self._known[seed] = region = _Region(device, restore, untouched)
             self._devices.add(device)
-        self._of_pass.append(region)  # also where a script has seeded as before another pass
+        self._of_pass.append(region)  # also if a script has set the seed of an earlier pass
 
     def _region(self, device: torch.device) -> _Region | None:
-        """Return the region that a device's generator is in."""
         found = self._known.get(generator_of(device).initial_seed())
         return found if found is not None and found.device == device else None
 
@@ -159,9 +141,9 @@ class Regions:
         self._trained |= model.training
 
     def settle(self) -> None:
-        """Leave, before a step, if no random numbers are used in divided layers.
+        """Stop tracking before a step if sharded layers draw no random numbers.
 
-        Not earlier: the common numbers of the first pass went on at each region, and do so where it is recomputed.
+        Not earlier, because the first pass advanced the common generator at each region, and so does its recomputation.
         """
         if self._trained and not self._drawn:
             self._leave()
@@ -173,9 +155,9 @@ class Regions:
         self._hooks, self.active = [], False
 
     def close(self) -> None:
-        """Leave the generator alone from now on."""
+        """Stop tracking."""
         self._leave()
-        if self._last is not None:  # which torch may be calling before
+        if self._last is not None:  # torch may still call it
             self._last.remove()
 
 
@@ -192,7 +174,7 @@ def _parents(path: str) -> Iterator[str]:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether anything in a model says that it drops activations: a module, or a number of one that is called so."""
+    """Whether a module is dropout, or has a dropout attribute between 0 and 1."""
     for module in model.modules():
         for name, value in vars(module).items():
             named = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
@@ -202,14 +184,14 @@ def has_dropout(model: nn.Module) -> bool:
 
 
 def own_seed(number: int, place: int) -> int:
-    """Return a seed that differs over places and numbers (a multiplicative hash of both)."""
+    """Return a seed that differs over places and numbers (multiplicative hash of both)."""
     mixed = (number * 0x9E3779B97F4A7C15 + (place + 1) * 0xD1B54A32D192ED03) % (1 << 64)
     mixed = (mixed ^ (mixed >> 31)) * 0xBF58476D1CE4E5B9 % (1 << 64)
     return (mixed ^ (mixed >> 29)) % (1 << _BITS)
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device, from which dropout draws."""
+    """Return the default generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -217,9 +199,9 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def _take(generator: torch.Generator, device: torch.device) -> tuple[int, Callable[[], None]]:
-    """Take a number from a generator; return it, and what brings back the state that it is in then.
+    """Draw a number from a generator; return it and a function that restores the state after it.
 
-    That of a CUDA device is a seed and an offset, which the host knows: nothing waits for the device.
+    For a CUDA device this uses seed and offset, which the host knows; no device wait.
     """
     if device.type == "cuda":
         seed, offset = generator.initial_seed(), generator.get_offset()
@@ -239,7 +221,6 @@ def _set(generator: torch.Generator, state: torch.Tensor) -> None:
 
 
 def _watched(generator: torch.Generator, device: torch.device) -> Callable[[], bool]:
-    """Return a function that tells whether nothing has been drawn since now."""
     if device.type == "cuda":
         return lambda: generator.get_offset() == 0
     before = generator.get_state()
@@ -247,7 +228,7 @@ def _watched(generator: torch.Generator, device: torch.device) -> Callable[[], b
 
 
 def same_numbers(group: TensorGroup) -> None:
-    """Give the ranks of a copy of the model the generators' state of the first of them (they all call)."""
+    """Broadcast the generator states of a tensor-parallel group's first rank (all its ranks call)."""
     comm = group.comm
     if comm.imagined:
         return

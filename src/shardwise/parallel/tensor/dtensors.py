@@ -1,7 +1,7 @@
-"""Models whose layers torch has divided (`parallelize_module`): their parameters are DTensors.
+"""Models sharded by torch (`parallelize_module`), with DTensor parameters.
 
-The engine's parameter is the local tensor, declared as what it is of the whole one. While a module runs it has DTensors
-again, made of its parameters; so whatever the plan has put around its forward pass goes on working.
+The engine's parameter is the local tensor, declared as a part of the global tensor. During a module's forward its
+parameters are DTensors again, so the plan's forward wrappers keep working.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.parallel.tensor.group import Runs, TensorGroup
 
 
 class _Kept(NamedTuple):
-    """What a DTensor was beside its local tensor."""
+    """Metadata of a DTensor."""
 
     mesh: Any
     placements: tuple[Any, ...]
@@ -35,17 +35,16 @@ class _Kept(NamedTuple):
 
 
 def _found(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    # The module takes long to import, and whoever has DTensors has done so.
+    # The import is slow, and already done if there are DTensors.
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is not None:
         yield from ((name, parameter) for name, parameter in model.named_parameters() if isinstance(parameter, kind))
 
 
 def line_of(model: nn.Module) -> list[int] | None:
-    """Return the global numbers of the ranks over which a model's DTensors are divided; None: there are none.
+    """Return the global ranks over which a model's DTensors are sharded; None without DTensors.
 
-    Raises:
-        UsageError: a parameter is divided in a way that no rank's part says.
+    Raises a UsageError for an unsupported sharding.
     """
     line: list[int] | None = None
     for name, tensor in _found(model):
@@ -54,7 +53,7 @@ def line_of(model: nn.Module) -> list[int] | None:
         if own is None:
             raise UsageError(f"parameter {name!r} is a DTensor of the mesh {mesh}, which this rank is not in")
         if dim is None and mesh.ndim > 1:
-            continue  # whole on all ranks: others say over which
+            continue  # replicated: other parameters determine the ranks
         index: list[Any] = list(own)
         index[dim or 0] = slice(None)
         ranks = mesh.mesh[tuple(index)].tolist()
@@ -68,7 +67,7 @@ def line_of(model: nn.Module) -> list[int] | None:
 
 
 def _mesh_dim(name: str, tensor: Any) -> int | None:
-    """Return the dimension of its mesh over which a DTensor is divided; None: it is whole."""
+    """Return the mesh dimension that shards a DTensor; None if it is replicated."""
     from torch.distributed.tensor import Replicate, Shard
 
     found = [number for number, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
@@ -83,17 +82,12 @@ def _mesh_dim(name: str, tensor: Any) -> int | None:
 
 
 class DTensors:
-    """The DTensors of a model, in place of which it has local tensors as long as an engine is open.
-
-    Args:
-        model: its parameters are replaced.
-        group: the ranks over which they are divided.
-    """
+    """Replaces a model's DTensors by local tensors while an engine is open."""
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._local: dict[int, nn.Parameter] = {}  # by id() of the DTensor
         self._kept: dict[int, _Kept] = {}  # by id() of the local parameter
-        self._before: list[Any] = []  # as long as they live their id() is theirs
+        self._before: list[Any] = []  # kept alive, so their id() is not reused
         self._own: dict[nn.Module, dict[str, nn.Parameter]] = {}
         self._optimizer: torch.optim.Optimizer | None = None
         self._hooks: list[Any] = []
@@ -126,13 +120,13 @@ class DTensors:
         self._kept[id(local)] = _Kept(tensor.device_mesh, tuple(tensor.placements), tensor.shape, tensor.stride())
         self._before.append(tensor)
 
-    # -- who else has them ---------------------------------------------------------------------------------------------
+    # -- optimizer -----------------------------------------------------------------------------------------------------
 
     def exchange(self, optimizer: Any, parameters: Iterable[Any] | None) -> list[Any] | None:
-        """Put local tensors in place of DTensors into a client's optimizer, and return its list of parameters so.
+        """Replace DTensors by local tensors in a client's optimizer and list of parameters; return the list.
 
         Args:
-            optimizer: an instance, whose groups are edited and whose state is kept; anything else stays as it is.
+            optimizer: an instance: its groups are edited and its state is kept. Other objects are unchanged.
             parameters: parameters, (name, parameter) pairs or groups.
         """
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -149,28 +143,24 @@ class DTensors:
             return entry[0], self._exchanged(entry[1])
         return self._local.get(id(entry), entry)
 
-    # -- while a module runs -------------------------------------------------------------------------------------------
+    # -- forward pass --------------------------------------------------------------------------------------------------
 
     def watch(self, hook: Callable[[Callable[..., None]], Any]) -> None:
-        """Give modules DTensors while they run. Parameters are gathered by hooks that are there already.
-
-        Args:
-            hook: makes a module's hook of a function.
-        """
+        """Install hooks that provide DTensors during forward passes, after the hooks that unshard parameters."""
         for module in self._own:
             self._hooks.append(module.register_forward_pre_hook(hook(self._begins)))
             self._hooks.append(module.register_forward_hook(hook(self._ended), prepend=True, always_call=True))
 
     def _begins(self, module: nn.Module, *_: Any) -> None:
         for name, parameter in self._own[module].items():
-            # A view is made of the values: what stands for a released parameter would be taken as it is.
+            # A view, because the placeholder of a resharded parameter would be wrapped itself.
             module._parameters[name] = self._kept[id(parameter)].made_of(parameter.view_as(parameter))
 
     def _ended(self, module: nn.Module, *_: Any) -> None:
         module._parameters.update(self._own[module])
 
     def close(self) -> None:
-        """Give the model, and the optimizer, DTensors of what the parameters are now."""
+        """Restore DTensors with the current values in model and optimizer."""
         for hook in self._hooks:
             hook.remove()
         made: dict[int, nn.Parameter] = {}
@@ -195,6 +185,5 @@ def _swap(optimizer: torch.optim.Optimizer, others: dict[int, nn.Parameter]) -> 
 
 
 def _chunks(size: int, ranks: int) -> tuple[Runs, ...]:
-    """Return what each rank has of a dimension, as `torch.chunk` divides."""
     each = -(-size // ranks)
     return tuple(((min(rank * each, size), min((rank + 1) * each, size)),) for rank in range(ranks))

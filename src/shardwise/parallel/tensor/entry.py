@@ -1,4 +1,4 @@
-"""Dividing a model: at once, before there is an engine (`tp_model_init`), or when an engine is made of it."""
+"""Entry points of tensor parallelism: before an engine (`tp_model_init`), and when an engine is built."""
 
 from __future__ import annotations
 
@@ -29,26 +29,22 @@ if TYPE_CHECKING:
 
 
 def divided_over(model: nn.Module) -> TensorGroup | None:
-    """Return the ranks over which layers of a model have been divided; None: there are none."""
+    """Return the tensor-parallel group of a model's sharded layers; None without sharded layers."""
     return next((module.group for module in model.modules() if isinstance(module, Parallel)), None)
 
 
 def divide_model(
     model: nn.Module, group: TensorGroup, section: TensorParallel, everybody: Communicator, *, experts: bool = True
 ) -> list[tuple[Parallel, TensorGroup]]:
-    """Divide a model's layers, of which each rank keeps its part; those that are divided stay as they are.
+    """Shard a model's layers in place; layers that are sharded already stay.
 
-    All ranks begin with the values of the first: what they keep has to be of one model.
+    The first rank's values are broadcast before, because all parts must be of one model.
 
     Args:
-        model: is changed.
-        group: the ranks of a copy of the model.
-        section: of the configuration.
-        everybody: all ranks.
-        experts: divide stacked experts, too; not if they are divided over ranks as they are (`expert_parallel`).
+        experts: also shard stacked experts; False with `expert_parallel`.
 
     Returns:
-        Layers that were divided before, and the ranks that exchanged for them.
+        Layers that were sharded before, each with its former group.
     """
     layers = (module for module in model.modules() if isinstance(module, Parallel))
     former: list[tuple[Parallel, TensorGroup]] = [(layer, layer.group) for layer in layers]
@@ -77,7 +73,7 @@ def divide_model(
 
 
 def facts_of(division: TensorParallelPlan) -> dict[str, str]:
-    """Return what all ranks have to divide alike, by what it is."""
+    """Return the sharding decisions that must agree between ranks, by name."""
     divided = {
         **division.layers,
         **division.experts,
@@ -89,7 +85,7 @@ def facts_of(division: TensorParallelPlan) -> dict[str, str]:
 
 
 def _plain(parameter: nn.Parameter) -> bool:
-    # What stands for a released parameter sees every access.
+    # The placeholder of a resharded parameter intercepts every access.
     seen = type(parameter).__torch_function__ is not nn.Parameter.__torch_function__
     return not parameter.is_meta and not seen
 
@@ -99,14 +95,12 @@ def _plain(parameter: nn.Parameter) -> bool:
 
 @dataclass(eq=False)
 class _Begun:
-    """What `begin_tensors` has made."""
-
     group: TensorGroup
     everybody: Communicator
 
 
 class _Owner(Protocol):
-    """What a group belongs to."""
+    """Owner of a tensor-parallel group."""
 
     group: TensorGroup
 
@@ -117,12 +111,12 @@ _of_job: list[Any] = [None]
 
 
 def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
-    """Make the groups of ranks that have copies of a model, before there is an engine (all ranks call).
+    """Create tensor-parallel groups before there is an engine (all ranks call).
 
-    Groups that have been made before are returned again. `end_tensors` gives them back.
+    Existing groups of this size are returned again. `end_tensors` destroys them.
 
     Args:
-        size: ranks in each group; they are neighbours.
+        size: consecutive ranks in each group.
         device: of the tensors; None: this process's.
 
     Raises:
@@ -155,27 +149,24 @@ def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
 
 
 def current_tensors() -> TensorGroup | None:
-    """Return the ranks that have this rank's copy of a model among them: those of the youngest engine that has such.
-
-    Without an engine it is what `begin_tensors` has made; None: every rank has models of its own.
-    """
+    """Return the tensor-parallel group of the newest engine, or that of `begin_tensors`; None without one."""
     _settle()
     return next((owner.group for known in reversed(_current) if (owner := known()) is not None), None)
 
 
 def take_over(owner: _Owner) -> None:
-    """Make the group of an owner the process's own, as long as the owner lives and keeps it."""
+    """Set the process's tensor-parallel group, while its owner lives."""
     _settle()
     _current.append(weakref.ref(owner))
 
 
 def let_go(owner: _Owner) -> None:
-    """Take back `take_over`."""
+    """Undo `take_over`."""
     _current[:] = [other for other in _current if other() not in (owner, None)]
 
 
 def end_tensors() -> None:
-    """Give back what `begin_tensors` has made (all ranks call). Models that are divided need an engine from then on."""
+    """Destroy the groups of `begin_tensors` (all ranks call). Sharded models need an engine from then on."""
     _settle()
     while _begun:
         begun = _begun.pop()
@@ -185,7 +176,7 @@ def end_tensors() -> None:
 
 
 def _settle() -> None:
-    """Forget groups of ranks whose job has been left (`destroy_process_group`)."""
+    """Drop groups of a destroyed default process group (`destroy_process_group`)."""
     default = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if default is not _of_job[0]:
         for begun in _begun:
@@ -202,26 +193,25 @@ def tp_model_init(
     config: Any = None,
     tp_group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """Divide a model over ranks now (tensor parallelism; all ranks call).
+    """Apply tensor parallelism to a model now (all ranks call).
 
-    Each rank keeps its part of every layer that is divided, so memory falls at once. The model can be called without an
-    engine, and `shardwise.initialize(model=...)` takes it over as it is: neighbours have a copy of it among them.
+    Each rank keeps its part of every sharded layer, so memory shrinks at once. The model can be called without an
+    engine. `shardwise.initialize(model=...)` accepts it as it is; tensor-parallel ranks are consecutive.
 
     Args:
-        model: its layers are divided in place. All ranks begin with the values of the first.
-        tp_size: ranks that have a copy of the model among them.
-        dtype: floating-point parameters and buffers are cast to it, unless `config` says that the engine casts (`bf16`,
-            `fp16`), which keeps the values as they are for its master weights; None: nothing is cast.
-        config: dict, path or text; its section `tensor_parallel` says which layers are divided, and how. None: as the
-            model says.
-        tp_group: the ranks of this rank's copy, which have to be those neighbours; None: they are.
+        model: its layers are sharded in place. The first rank's values are broadcast before.
+        tp_size: ranks of a tensor-parallel group.
+        dtype: floating-point parameters and buffers are cast to it, unless the engine casts by `config` (`bf16`,
+            `fp16`), which keeps full-precision values for master weights. None: no cast.
+        config: dict, path or text; its section `tensor_parallel` selects layers and sharding. None: by the model.
+        tp_group: group of this rank's consecutive ranks; None: they are used.
 
     Returns:
         The same model.
 
     Raises:
-        ConflictError: `tp_size` does not divide the ranks, or the configuration, `tp_group` or the model has another.
-        ConfigError: the configuration is wrong, or nothing in the model is divided.
+        ConflictError: `tp_size` does not divide the ranks, or contradicts the configuration, `tp_group` or the model.
+        ConfigError: the configuration is wrong, or no layer of the model is sharded.
 
     Example:
         >>> import torch, shardwise
@@ -262,7 +252,6 @@ def tp_model_init(
 
 
 def _section_of(config: Any) -> tuple[TensorParallel, bool]:
-    """Return the section of a configuration, and whether the engine casts parameters."""
     given = {} if config is None else load(config)
     own = {name: given[name] for name in ("tensor_parallel",) if name in given}
     found = resolve({"train_micro_batch_size_per_gpu": 1, **own}, world_size=len(members_of(None))).config

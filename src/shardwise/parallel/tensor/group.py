@@ -1,12 +1,12 @@
-"""The group of ranks that share tensors: each has a part of every matrix that is divided.
+"""Tensor-parallel groups: each rank has a part of every sharded matrix.
 
     ranks     0 1 2 3 4 5 6 7        tensor parallelism of 2
-    model     [a a][b b][c c][d d]   ranks 0 and 1 have one copy of the model, in halves
+    model     [a a][b b][c c][d d]   ranks 0 and 1 are one tensor-parallel group
     place      0 1  0 1  0 1  0 1    ranks 0, 2, 4, 6 have the same half
-    data       0 0  1 1  2 2  3 3    which samples a rank gets
+    data       0 0  1 1  2 2  3 3    data-parallel index
 
-What a rank has of a tensor is a part (`shardwise.declare_part`), which the ranks at its place share; everything else
-about it, from ZeRO stages to checkpoints, follows from that.
+A rank's part of a tensor is declared with `shardwise.declare_part`, and replicated over the ranks with the same index.
+ZeRO sharding and checkpoints follow from the declaration.
 """
 
 from __future__ import annotations
@@ -26,27 +26,24 @@ from shardwise.parallel.sequence import shares
 from shardwise.registry import declare_part
 
 NAME = "tensor_parallel"
-"""Of the group, in records."""
+"""Name of the group in records."""
 
 Runs = tuple[tuple[int, int], ...]
-"""What a rank has of a dimension: (first, end), one behind the other."""
+"""A rank's ranges [first, end) of a dimension, in order."""
 
 
 class TensorGroup:
-    """The ranks that have one copy of the model among them, this one among them.
+    """A tensor-parallel group with this rank.
 
     Args:
-        comm: of the ranks; None: nothing connects them (any more, or yet).
-        columns: the ranks of the engine at each place, by place, in ascending order.
-        place: of this rank.
-        data: of the ranks that get different samples, where these are known.
+        comm: of the ranks; None: unconnected.
+        columns: the engine's ranks by index in their tensor-parallel groups, ascending.
+        place: index of this rank.
+        data: the data-parallel group, if known.
 
     Attributes:
-        data: see above.
         size: number of ranks.
-        place: of this rank among them.
-        columns: see above.
-        copies: copies of the model.
+        copies: number of tensor-parallel groups.
         compared: saved inputs of recomputed functions that the ranks have compared.
     """
 
@@ -68,18 +65,14 @@ class TensorGroup:
         self._entered: tuple[weakref.ref[torch.Tensor], int, torch.Tensor] | None = None
 
     def __deepcopy__(self, memo: Any) -> TensorGroup:
-        return self  # a copy of a model belongs to the same ranks
+        return self  # copies of a model use the same ranks
 
     def __reduce__(self) -> tuple[type[TensorGroup], tuple[None, list[list[int]], int]]:
-        return TensorGroup, (None, self.columns, self.place)  # a pickled model has no ranks
+        return TensorGroup, (None, self.columns, self.place)  # a pickled model is unconnected
 
     @property
     def comm(self) -> Communicator:
-        """Carries what the ranks exchange.
-
-        Raises:
-            UsageError: there is no engine any more, or none yet.
-        """
+        """Communicator of the group; raises a UsageError without an engine."""
         if self._comm is None:
             raise UsageError(
                 f"this model is divided over {self.size} ranks (tensor parallelism), and there is no engine that "
@@ -89,50 +82,44 @@ class TensorGroup:
         return self._comm
 
     def carries(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has values that can be exchanged, or ranks that are imagined count its bytes.
+        """Whether a tensor has values to communicate, or belongs to a dry run that counts bytes.
 
-        A fake tensor among real ranks (a model that is traced) is not sent.
+        A fake tensor among real ranks (a traced model) is not sent.
         """
         return has_values(tensor) or self.comm.imagined
 
     def close(self) -> None:
-        """Nothing connects the ranks from now on."""
+        """Disconnect the ranks."""
         self._comm = self.data = None
         self.end_pass()
 
     def part(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> dict[str, Any]:
-        """Return what this rank has of a tensor that is divided in one dimension, as `declare_part` is told of it.
+        """Return this rank's part of a tensor sharded in one dimension, as arguments of `declare_part`.
 
-        Ranks at places with the same runs (heads that several ranks need) form their part's gradient together: each
-        has a summand of it.
-
-        Args:
-            shape: of the whole tensor.
-            dim: that is divided.
-            runs: what the rank at each place has.
+        Ranks with equal ranges (shared key heads) have partial gradients of their part.
         """
         same = [place for place in range(self.size) if runs[place] == runs[self.place]]
         ranks = sorted(rank for place in same for rank in self.columns[place])
         return {"ranks": ranks, "box": self.box(shape, dim, runs), "divisor": self.copies}
 
     def declare(self, parameter: nn.Parameter, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> None:
-        """Say what this rank has of a tensor that is divided in one dimension; arguments as of `part`."""
+        """Declare this rank's part of a tensor sharded in one dimension; arguments as of `part`."""
         declare_part(parameter, shape=shape, **self.part(shape, dim, runs))
 
     def declare_summands(self, parameter: nn.Parameter) -> None:
-        """Say that each rank has a summand of the gradient of a parameter, which all ranks have whole."""
+        """Declare that each rank has a partial gradient of an unsharded parameter."""
         declare_part(parameter, ranks=sorted(rank for column in self.columns for rank in column), divisor=self.copies)
 
     def box(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> Region:
-        """Return what this rank has of such a tensor; arguments as of `part`."""
+        """Return this rank's box of such a tensor; arguments as of `part`."""
         found: list[Any] = [(0, size) for size in shape]
         found[dim] = runs[self.place]
         return region(found)
 
-    # -- tokens that the ranks share outside of divided layers ---------------------------------------------------------
+    # -- sharded tokens outside of tensor-parallel layers --------------------------------------------------------------
 
     def begin_tokens(self, tokens: int) -> list[int]:
-        """Return how many of so many tokens each place gets: as equal as can be. Later layers put as many together."""
+        """Split tokens over the ranks; return the number of each, as equal as possible. Later layers gather as many."""
         self._tokens = tokens
         self._totals.add(tokens)
         return shares(tokens, self.size)
@@ -143,13 +130,10 @@ class TensorGroup:
         return self._tokens
 
     def tokens_of_all(self, own: int) -> list[int]:
-        """Return how many tokens each place has, as they have been shared before.
+        """Return the number of tokens of each rank, as split before; raises a UsageError if this rank has another
+        number.
 
-        A block that is recomputed may be one of an earlier pass. So if sequences differ in length, its ranks tell each
-        other.
-
-        Raises:
-            UsageError: this rank has another number.
+        A recomputed block may belong to an earlier pass. So with several sequence lengths, ranks exchange them.
         """
         if backward_pass() is not None and len(self._totals) > 1:
             self._tokens = sum(self.comm.exchange(own, "tensor_tokens"))
@@ -164,10 +148,9 @@ class TensorGroup:
         return found
 
     def tokens_of_whole(self, tokens: int) -> list[int]:
-        """Return how many of a sequence's tokens each place has, all of which a layer has computed.
+        """Return the number of a sequence's tokens of each rank, after a layer has computed all of them.
 
-        Raises:
-            UsageError: it has computed some of them.
+        Raises a UsageError if the layer has computed only some.
         """
         if backward_pass() is not None and tokens in self._totals:
             self._tokens = tokens
@@ -179,26 +162,26 @@ class TensorGroup:
             )
         return shares(tokens, self.size)
 
-    # -- what layers share ---------------------------------------------------------------------------------------------
+    # -- shared activations -------------------------------------------------------------------------------------------
 
     def entered(self, given: torch.Tensor) -> torch.Tensor | None:
-        """Return what has been made of the same tensor by the layer before, whose input it was, too."""
+        """Return the cached tensor-parallel input of the previous layer, if it had the same input."""
         if self._entered is None:
             return None
         before, version, made = self._entered
         return made if before() is given and version == given._version else None
 
     def note_entered(self, given: torch.Tensor, made: torch.Tensor) -> None:
-        """Note what has been made of a tensor, for the layers that get the same one; it is held until the next one."""
+        """Cache a tensor-parallel input for layers with the same input, until the next one."""
         self._entered = weakref.ref(given), given._version, made
 
     def end_pass(self, *_: Any) -> None:
-        """Let go of what is held."""
+        """Clear the cached input."""
         self._entered = None
 
 
 def fingerprint(tensor: torch.Tensor) -> list[Any]:
-    """Return a few numbers that differ where tensors do."""
+    """Return a few numbers that differ for different tensors."""
     if not tensor.numel():
         return [list(tensor.shape)]
     flat = tensor.detach().reshape(-1).double()

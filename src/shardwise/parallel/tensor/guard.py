@@ -1,7 +1,7 @@
-"""Whether ranks that have a parameter whole have computed the same gradient of it, in the first backward pass.
+"""Check that ranks compute equal gradients of unsharded parameters, in the first backward pass.
 
-A rank that uses such a parameter on its own heads, features or tokens has a summand of the gradient. Where division
-does not know that, each rank would step with its summand.
+A rank that uses such a parameter on its own heads, features or tokens has a partial gradient. If it is not declared,
+each rank would step with its partial gradient.
 """
 
 from __future__ import annotations
@@ -34,12 +34,7 @@ _summed = WeakTensorKeyDictionary()
 
 
 def sum_gradient(parameter: nn.Parameter, layer: Parallel) -> None:
-    """Sum a parameter's gradients over the ranks of a copy of the model from now on: each rank has a summand.
-
-    Args:
-        parameter: all ranks have it whole.
-        layer: knows the ranks.
-    """
+    """All-reduce a parameter's partial gradients over the tensor-parallel group from now on."""
     if parameter in _summed:
         return
     _summed[parameter] = True
@@ -53,12 +48,7 @@ def sum_gradient(parameter: nn.Parameter, layer: Parallel) -> None:
 
 
 class GradientGuard:
-    """Compares gradients of the first backward pass that brings some.
-
-    Args:
-        model: of an engine.
-        group: the ranks of a copy of the model.
-    """
+    """Compares gradients of the first backward pass that has any, over a tensor-parallel group."""
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._group = group
@@ -100,13 +90,9 @@ class GradientGuard:
         return not self._handles
 
     def check(self, loss: torch.Tensor | None = None) -> None:
-        """Compare what a backward pass has brought (all ranks of a copy call).
+        """Compare the gradients (and the loss, if known) of a backward pass (all ranks of the group call).
 
-        Args:
-            loss: of the pass, if it is known.
-
-        Raises:
-            ConfigError: a gradient differs.
+        Raises a ConfigError if a gradient differs.
         """
         if not self._handles:
             return
@@ -173,14 +159,14 @@ class GradientGuard:
         return None
 
     def close(self) -> None:
-        """Compare nothing from now on."""
+        """Stop comparing."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._found, self._parameters, self._divided = [], {}, [], {}
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return three numbers that differ where tensors do: the sum, that of every second element, the norm."""
+    """Return three numbers that differ for different tensors: sum, sum of every second element, norm."""
     values = tensor.detach()
     if values.is_sparse:
         values = values.coalesce().values()
@@ -197,6 +183,6 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_numbers(own: Sequence[Any], other: Sequence[Any], *, half: bool) -> bool:
-    """Whether `numbers_of` are those of tensors that differ by no more than rounding."""
+    """Whether results of `numbers_of` agree up to rounding."""
     near = (_NEAR_IN_HALF if half else _NEAR) * max(abs(own[2]), abs(other[2]))
     return not any(abs(a - b) > near for a, b in zip(own, other, strict=True))

@@ -1,4 +1,4 @@
-"""How attention heads are dealt out to ranks, and from which attributes of a module their numbers are read."""
+"""Distribution of attention heads over ranks, and the module attributes that hold their numbers."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ FEATURES = (
     "hidden_size",
     "hidden_size_per_partition",
 )
-"""Attributes that modules of attention use as the number of features of their queries, if they have this value."""
+"""Attributes of attention modules for the number of query features, if they have this value."""
 KEY_FEATURES = ("kv_dim",)
-"""Those that are used as the number of features of keys."""
+"""Attributes for the number of key features."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Which heads each place has.
+    """Heads of each rank.
 
-    With as many heads of keys as ranks, or more, these are dealt out, and the queries that use them follow. With fewer
-    each is shared by some ranks, which divide the queries that use it.
+    With at least as many key heads as ranks, key heads are distributed, and query heads follow. With fewer, each key
+    head is shared by several ranks, which split its query heads.
 
     Attributes:
-        total: heads of queries.
-        keys: heads of keys and values.
-        own: of queries, by place.
-        own_keys: of keys and values, by place; ranks that share some have the same.
+        total: query heads.
+        keys: key and value heads.
+        own: query heads of each rank.
+        own_keys: key and value heads of each rank; ranks that share some have the same.
     """
 
     total: int
@@ -48,7 +48,7 @@ class Heads:
 
     @classmethod
     def dealt(cls, total: int, keys: int, size: int) -> Heads:
-        """Deal heads out to so many ranks; `fitting` says which numbers do.
+        """Distribute heads over `size` ranks (supported sizes: `fitting`).
 
         Example: four heads of queries, two by two with the same keys, of which two ranks each share one.
             >>> found = Heads.dealt(4, 2, 4)
@@ -70,19 +70,19 @@ class Heads:
 
     @property
     def shares(self) -> bool:
-        """Whether some ranks have the same keys."""
+        """Whether ranks share key heads."""
         return len(set(self.own_keys)) < len(self.own_keys)
 
     def count(self, place: int) -> int:
-        """Return how many heads of queries a place has."""
+        """Return the number of query heads of a rank."""
         return sum(end - first for first, end in self.own[place])
 
     def count_keys(self, place: int) -> int:
-        """Return how many heads of keys a place has."""
+        """Return the number of key heads of a rank."""
         return sum(end - first for first, end in self.own_keys[place])
 
     def attributes(self, module: nn.Module, features: int, key_features: int, place: int) -> dict[str, int]:
-        """Return what attributes of a module have to be on a place, as far as it has them."""
+        """Return the rank's values of a module's existing attributes."""
         own, own_keys = self.count(place), self.count_keys(place)
         found = {name: own for name in HEADS if getattr(module, name, None) == self.total}
         found |= {name: own_keys for name in KEY_HEADS if getattr(module, name, None) == self.keys}
@@ -97,12 +97,12 @@ class Heads:
 
 
 def fits(total: int, keys: int, size: int) -> bool:
-    """Whether heads can be dealt out to so many ranks."""
+    """Whether heads can be distributed over `size` ranks."""
     return size <= keys or (size % keys == 0 and size <= total)
 
 
 def fitting(total: int, keys: int) -> list[int]:
-    """Return the numbers of ranks above one to which heads can be dealt out.
+    """Return the numbers of ranks above one that support the heads.
 
     >>> fitting(8, 2)
     [2, 4, 6, 8]
@@ -111,7 +111,7 @@ def fitting(total: int, keys: int) -> list[int]:
 
 
 def scaled(runs: Sequence[Runs], factor: int) -> tuple[Runs, ...]:
-    """Return runs of features from runs of units of so many of them.
+    """Scale ranges of units to ranges of features.
 
     >>> scaled([((0, 1), (2, 3))], 4)
     (((0, 4), (8, 12)),)
@@ -120,7 +120,7 @@ def scaled(runs: Sequence[Runs], factor: int) -> tuple[Runs, ...]:
 
 
 def number(places: Sequence[Any], names: Sequence[str]) -> int | None:
-    """Return the first of some attributes that one of the objects has as a number."""
+    """Return the first of some attributes that an object has as a positive integer."""
     for place in places:
         for name in names:
             found = getattr(place, name, None)

@@ -1,4 +1,4 @@
-"""What of a model changes beside its linear layers and embeddings, once these are divided: experts, heads, the loss."""
+"""Shards experts, heads and the loss of a model, besides its linear layers and embeddings."""
 
 from __future__ import annotations
 
@@ -22,16 +22,11 @@ from shardwise.parallel.tensor.plan import TensorParallelPlan
 
 
 def divide_model(model: nn.Module, division: TensorParallelPlan, group: TensorGroup) -> None:
-    """Divide a model, of which this rank keeps its part.
-
-    Args:
-        model: is changed.
-        division: how, of this model as it is.
-        group: the ranks.
+    """Shard a model in place by a plan.
 
     Raises:
-        UsageError: a layer cannot be divided so.
-        ConfigError: a model's loss cannot be that of divided logits.
+        UsageError: a layer cannot be sharded as planned.
+        ConfigError: the model's loss does not support vocabulary-parallel logits.
     """
     modules = Inventory(model).modules
     for path, stacked in division.experts.items():
@@ -54,7 +49,7 @@ def divide_model(model: nn.Module, division: TensorParallelPlan, group: TensorGr
 
 
 def divided_parameters(model: nn.Module, division: TensorParallelPlan) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters, with their names, that `divide_model` declares to be parts."""
+    """Yield names and parameters that `divide_model` declares as parts."""
     modules = Inventory(model).modules
     for path in division.layers:
         layer = model.get_submodule(path)
@@ -71,18 +66,13 @@ def divided_parameters(model: nn.Module, division: TensorParallelPlan) -> Iterat
 
 
 class OwnConfig:
-    """A model's configuration as a module sees it, with what is otherwise on this rank, such as its number of heads.
-
-    Args:
-        config: the model's.
-        own: what it says otherwise.
-    """
+    """View of a model's configuration with rank-specific values, such as the number of heads."""
 
     def __init__(self, config: Any, own: dict[str, Any]) -> None:
         self.__dict__.update(_config=config, _own=own)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_config", "_own"):  # before it is filled: a copy in the making
+        if name in ("_config", "_own"):  # during copying, before the attributes are set
             raise AttributeError(name)
         return self._own[name] if name in self._own else getattr(self._config, name)
 
@@ -94,22 +84,23 @@ class OwnConfig:
 
 
 class ExpertsParallel(Parallel):
-    """Stacked experts of each of which a rank has some inner features; their outputs are summed over ranks once.
+    """Stacked experts with sharded inner features; outputs are summed over ranks once.
 
-    Each rank's outputs are summands, and are multiplied by the routing weights: so are these weights' gradients.
+    Each rank's outputs are partial sums multiplied by the routing weights, so gradients of these weights are partial
+    too.
     """
 
     last_bias: str | None
 
     def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
-        """Return what the experts make of tokens; arguments are those of the class that this one is of."""
+        """Return the experts' output; arguments are those of the base class."""
         group = self.group
         entered = [
             mappings.enter(one, group) if torch.is_tensor(one) and one.is_floating_point() else one
             for one in (hidden_states, *routing)
         ]
         found = cast(nn.Module, super()).forward(*entered)
-        if self.last_bias is not None and group.place > 0:  # of which each rank has added all: only the first counts
+        if self.last_bias is not None and group.place > 0:  # added by every rank: keep the first rank's
             chosen, weights = entered[1:3]
             biases = cast(nn.Module, self).get_parameter(self.last_bias)[chosen]
             found = found - (biases * weights.unsqueeze(-1)).sum(-2).to(found.dtype).view_as(found)
@@ -117,7 +108,7 @@ class ExpertsParallel(Parallel):
 
 
 _ALIGNED = 8
-"""Elements in the 16 bytes whose multiples torch's grouped products want rows to be, in half precision."""
+"""Elements of 16 bytes in half precision, to which torch's grouped products align rows."""
 
 _INNER = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "ffn_dim")
 
@@ -144,7 +135,7 @@ def _divide_experts(module: nn.Module, stacked: Stacked, group: TensorGroup, pat
 
 
 class OwnBiases(Parallel):
-    """Attention that gets biases of all heads (ALiBi), of which this rank's heads take theirs."""
+    """Attention that takes this rank's heads from biases of all heads (ALiBi)."""
 
     names: tuple[str, ...]
 
@@ -158,7 +149,7 @@ class OwnBiases(Parallel):
         return forward(*given.args, **given.kwargs)
 
     def _own(self, biases: torch.Tensor) -> torch.Tensor:
-        """Return those of own heads, which are all in the second of four dimensions, or after samples in the first."""
+        """Return this rank's heads, from the second of four dimensions, or from the first dimension after samples."""
         ((first, end),) = self.cut.runs[self.group.place]
         total = len_of(self.cut.runs)
         if biases.dim() == 4:
@@ -167,7 +158,7 @@ class OwnBiases(Parallel):
 
 
 def _tell_heads(modules: dict[str, nn.Module], block: Block, group: TensorGroup) -> None:
-    """Have the modules of attention know how many heads this rank has."""
+    """Set the attributes of attention modules to this rank's number of heads."""
     heads = cast(Heads, block.heads)
     for path in block.holders:
         module = modules[path]
@@ -189,19 +180,19 @@ def _tell_heads(modules: dict[str, nn.Module], block: Block, group: TensorGroup)
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 _SHIFTED = {"ForCausalLM": True, "ForConditionalGeneration": True, "ForMaskedLM": False}
-"""Losses of transformers that are cross entropies of words -> whether each token's label is that of the next."""
+"""Cross-entropy losses of transformers -> whether labels are shifted to the next token."""
 
 
 class WordsLoss(Parallel):
-    """A model of transformers whose logits are divided by words: its loss is that of all words."""
+    """Model of transformers with vocabulary-parallel logits and loss."""
 
     def extra_repr(self) -> str:
-        """Describe nothing: it is the layers of the model that are divided."""
+        """Return "", because the model's layers describe the sharding."""
         return ""
 
     @property
     def loss_function(self) -> Callable[..., torch.Tensor]:
-        """Cross entropy of logits that may be divided, with the arguments of the model's own."""
+        """Vocabulary-parallel cross entropy, with the arguments of the model's own loss."""
         return self._loss
 
     def _loss(
@@ -257,7 +248,6 @@ def _uses_loss_function(kind: type[nn.Module]) -> bool:
 
 
 def _become(module: nn.Module, parallel: type[Parallel], cut: ShardSpec, group: TensorGroup) -> Any:
-    """Have a module be of the subclass of its class that knows of parts."""
     module.__class__ = class_of(type(module), parallel)
     part: Any = module
     part.cut, part.group = cut, group

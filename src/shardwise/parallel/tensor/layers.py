@@ -1,10 +1,10 @@
-"""Layers of which each rank has a part: a linear layer's columns or rows, an embedding's words or width.
+"""Tensor-parallel layers: column- and row-parallel linear layers, vocabulary- and width-parallel embeddings.
 
-A layer stays the module that it is and keeps its parameters, which become this rank's part; its class changes to one
-that is a subclass of its own. So hooks, names, adapters and `isinstance` go on working, also for classes that are
-derived from torch's. What is exchanged is in `shardwise.parallel.tensor.mappings`.
+A layer keeps its identity and parameters, which become this rank's part; its class changes to a subclass. So hooks,
+names, adapters and `isinstance` keep working, also for subclasses of torch's layers. Communication is in
+`shardwise.parallel.tensor.mappings`.
 
-"Columns" are output features and "rows" input features, as in the papers' y = x A, whatever way a weight is stored.
+"Columns" are output features and "rows" input features, as in the papers' y = x A, for any storage order of the weight.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ Kind = Literal["column", "picked", "latent", "row", "words", "width", "norm"]
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How a layer is divided.
+    """Sharding of a layer.
 
     Attributes:
-        kind: linear layers: `column` (output features) or `row` (input features), or, with a weight that every rank has
-            whole, `picked` (output features, some of which several ranks compute) or `latent` (all output features,
-            some of which ranks use in different ways); embeddings: `words` or `width`; `norm`: normalises a rank's
-            tokens, and puts those of all ranks together (sequence-parallel norms).
-        runs: what each place has of the dimension; `latent`: the features that ranks use in different ways.
-        whole_output: `column`, `width`: put the output together on every rank.
-        whole_in_evaluation: `column`: put the output together unless the layer is in training.
-        whole_input: `row`: the input is whole on every rank, of which each takes its part.
-        tokens: dimension of the tokens, which the ranks share outside of divided layers (sequence-parallel norms): a
-            `row` layer's outputs are summed into them. None: every rank has all tokens there.
+        kind: linear layers: `column` (output features), `row` (input features); with an unsharded weight, `picked`
+            (each rank computes some output features, which may overlap) or `latent` (all output features, some of which
+            ranks use differently). Embeddings: `words` or `width`. `norm`: normalises a rank's tokens and all-gathers
+            them (sequence-parallel norms).
+        runs: each rank's ranges of the dimension; `latent`: features that ranks use differently.
+        whole_output: `column`, `width`: all-gather the output.
+        whole_in_evaluation: `column`: all-gather the output in evaluation mode.
+        whole_input: `row`: the input is unsharded, and each rank takes its part.
+        tokens: token dimension, sharded outside of tensor-parallel layers (sequence-parallel norms): a `row` layer
+            reduce-scatters its output along it. None: every rank has all tokens.
     """
 
     kind: Kind
@@ -52,23 +52,18 @@ class ShardSpec:
 
     @property
     def sizes(self) -> list[int]:
-        """Features of each place."""
+        """Features of each rank."""
         return [sum(end - first for first, end in own) for own in self.runs]
 
 
 class Parallel:
-    """What divided layers have in common.
-
-    Attributes:
-        group: the ranks that have the parts.
-        cut: how it is divided.
-    """
+    """Base class of tensor-parallel layers; `cut` is the sharding of the layer."""
 
     group: TensorGroup
     cut: ShardSpec
 
     def extra_repr(self) -> str:
-        """Describe the layer, and which part of it this is."""
+        """Describe the layer, with this rank's part."""
         said = cast(nn.Module, super()).extra_repr()
         if not self.cut.runs:
             return f"{said}, tokens of rank {self.group.place + 1} of {self.group.size}".lstrip(", ")
@@ -76,11 +71,11 @@ class Parallel:
 
 
 class ColumnParallel(Parallel):
-    """A linear layer with some of the output features; each rank has all of the input."""
+    """Column-parallel linear layer: some output features, all input features."""
 
     @property
     def gives_all(self) -> bool:
-        """Whether its output is put together now."""
+        """Whether the output is currently all-gathered."""
         cut = self.cut
         return cut.whole_output or (cut.whole_in_evaluation and not cast(nn.Module, self).training)
 
@@ -91,10 +86,10 @@ class ColumnParallel(Parallel):
 
 
 class PickedColumns(Parallel):
-    """A linear layer that every rank has whole, and of which each computes some output features.
+    """Linear layer with an unsharded weight, of which each rank computes some output features.
 
-    For fused projections of which several ranks need the same features (keys that they share) beside others of their
-    own: parts of the weight would overlap.
+    Used for fused projections with features that several ranks need (shared key heads), because parts of the weight
+    would overlap.
     """
 
     weight: nn.Parameter
@@ -110,10 +105,10 @@ class PickedColumns(Parallel):
 
 
 class LatentColumns(Parallel):
-    """A linear layer that every rank has whole, of whose output features ranks use some in different ways."""
+    """Linear layer with an unsharded weight; ranks use some output features differently."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return all output features; the gradients of some are summed over ranks."""
+        """Return all output features; gradients of some are all-reduced."""
         ((first, end),) = self.cut.runs[self.group.place]
         y = cast(nn.Module, super()).forward(x, *args, **kwargs)
         used = mappings.enter(y[..., first:end], self.group)
@@ -121,7 +116,7 @@ class LatentColumns(Parallel):
 
 
 class RowParallel(Parallel):
-    """A linear layer with some of the input features: outputs are summed over ranks, and the bias is added once."""
+    """Row-parallel linear layer: outputs are all-reduced, and the bias is added once."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -140,9 +135,9 @@ class RowParallel(Parallel):
 
 
 class VocabParallelEmbedding(Parallel):
-    """An embedding with some of the words: the others are zero, and the sum over ranks has all.
+    """Vocabulary-parallel embedding: missing words are zero, and outputs are all-reduced.
 
-    `padding_idx` goes on counting all words.
+    `padding_idx` keeps counting all words.
     """
 
     padding_idx: int | None
@@ -162,16 +157,16 @@ class VocabParallelEmbedding(Parallel):
 
 
 class EmbedDimParallelEmbedding(Parallel):
-    """An embedding with a part of every vector."""
+    """Embedding with a part of every vector."""
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Return this rank's parts of vectors, or whole ones."""
+        """Return this rank's parts of vectors, or gathered ones."""
         found = cast(nn.Module, super()).forward(words)
         return mappings.gather(found, self.group, self.cut.sizes) if self.cut.whole_output else found
 
 
 class NormParallel(Parallel):
-    """A norm of this rank's tokens, which puts those of all ranks together for the layers behind it."""
+    """Norm of this rank's tokens, all-gathered for the following layers."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return all tokens, normalised."""
@@ -181,16 +176,15 @@ class NormParallel(Parallel):
 
 
 class OwnParts(Parallel):
-    """A module with tensors that have a number for each head or feature, whole on every rank: it uses this rank's.
+    """Module with unsharded tensors that have a number for each head or feature, of which it uses this rank's.
 
-    Attributes:
-        slices: name of a parameter, buffer or list of modules -> the dimension, and what each place has of it.
+    `slices` maps a parameter, buffer or module list to the dimension and each rank's ranges.
     """
 
     slices: dict[str, tuple[int, tuple[Runs, ...]]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, which finds this rank's parts under the names of whole tensors."""
+        """Call the module, whose tensor attributes return this rank's parts."""
         self.__dict__["_own_parts"] = True
         try:
             return cast(nn.Module, super()).forward(*args, **kwargs)
@@ -210,7 +204,7 @@ class OwnParts(Parallel):
 
 
 def take_parts(module: nn.Module, slices: dict[str, tuple[int, tuple[Runs, ...]]], group: TensorGroup) -> None:
-    """Have a module use this rank's parts of some of its tensors, which stay whole; gradients are summands."""
+    """Make a module use this rank's parts of some unsharded tensors; their gradients are partial."""
     kept = {}
     for name, (dim, runs) in slices.items():
         value = vars(module).get(name)
@@ -248,20 +242,15 @@ _made: dict[tuple[type, type], type] = {}
 
 
 def divide(layer: nn.Module, cut: ShardSpec, group: TensorGroup, path: str) -> None:
-    """Make a layer one of which each rank has its part.
+    """Shard a layer in place.
 
-    Parameters that are shared with a layer that has been divided before (tied embeddings) are that rank's part already;
-    they have to be divided in the same way.
+    Parameters shared with a layer that is already sharded (tied embeddings) must have the same sharding.
 
     Args:
-        layer: a linear layer (also one that stores its weight transposed, as transformers' `Conv1D`), an embedding,
-            or a norm.
-        cut: how.
-        group: the ranks.
-        path: the layer's name, for messages.
+        layer: a linear layer (also with a transposed weight, as transformers' `Conv1D`), an embedding, or a norm.
 
     Raises:
-        UsageError: this layer cannot be divided so.
+        UsageError: the layer does not support this sharding.
     """
     if cut.kind == "norm":
         if isinstance(layer, NormParallel):
@@ -306,7 +295,7 @@ def _become(layer: nn.Module, cut: ShardSpec, group: TensorGroup) -> None:
 
 
 def class_of(base: type, parallel: type[Parallel]) -> type:
-    """Return the subclass of a layer's class whose forward pass is that of a part."""
+    """Return the tensor-parallel subclass of a layer's class."""
     key = (base, parallel)
     if key not in _made:
         _made[key] = type(base.__name__, (parallel, base), {"__module__": base.__module__, "__reduce__": _reduce})
@@ -330,12 +319,12 @@ def _again(base: type, *mixed: type[Parallel]) -> Any:
 
 
 def stores_inputs_first(layer: nn.Module) -> bool:
-    """Whether a linear layer's weight is (inputs, outputs), as that of transformers' Conv1D is."""
+    """Whether a linear layer's weight is (inputs, outputs), as in transformers' Conv1D."""
     return hasattr(layer, "nf") and hasattr(layer, "nx")
 
 
 def narrow(parameter: nn.Parameter, dim: int, cut: ShardSpec, group: TensorGroup, name: str) -> None:
-    """Keep this rank's part of a parameter, wherever its values are, and declare it."""
+    """Keep and declare this rank's part of a parameter, wherever its values are."""
     known = part_of(parameter)
     if known.box is not None and known.shape is not None:
         if known.shape[dim] != len_of(cut.runs) or group.box(known.shape, dim, cut.runs) != known.box:
@@ -354,12 +343,11 @@ def narrow(parameter: nn.Parameter, dim: int, cut: ShardSpec, group: TensorGroup
 
 
 def len_of(runs: Sequence[Runs]) -> int:
-    """Return how many features there are in all."""
+    """Return the total number of features."""
     return max(end for own in runs for _, end in own)
 
 
 def _tell_sizes(layer: nn.Module, cut: ShardSpec, own: int) -> None:
-    """Have a layer's attributes say what it has."""
     names = {"column": ("out_features", "nf"), "row": ("in_features", "nx"), "words": ("num_embeddings",)}
     for name in names.get(cut.kind, ("embedding_dim",)):
         if hasattr(layer, name):
@@ -367,13 +355,13 @@ def _tell_sizes(layer: nn.Module, cut: ShardSpec, own: int) -> None:
 
 
 def runs_of(total: int, ranks: int, grain: int = 1) -> tuple[Runs, ...]:
-    """Return consecutive runs of features for each rank, as equal as can be, of whole grains.
+    """Return consecutive ranges of features for each rank, as equal as possible, in multiples of `grain`.
 
     >>> runs_of(12, 2, 4)
     (((0, 8),), ((8, 12),))
 
     Raises:
-        UsageError: the features are no whole grains, or there are fewer grains than ranks.
+        UsageError: `grain` does not divide the features, or there are fewer grains than ranks.
     """
     grains, rest = divmod(total, grain)
     if rest or grains < ranks:
@@ -390,7 +378,7 @@ def runs_of(total: int, ranks: int, grain: int = 1) -> tuple[Runs, ...]:
 
 
 def joined(parts: Sequence[tuple[int, Sequence[Runs]]]) -> tuple[Runs, ...]:
-    """Return runs of a fused dimension, of which each part has so many features and is divided in its own way.
+    """Return ranges of a fused dimension, from size and ranges of each part.
 
     >>> joined([(4, runs_of(4, 2)), (2, runs_of(2, 2))])
     (((0, 2), (4, 5)), ((2, 4), (5, 6)))

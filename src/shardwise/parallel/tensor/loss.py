@@ -1,4 +1,4 @@
-"""Cross entropy where each rank has the logits of some of the words: they are never put together."""
+"""Vocabulary-parallel cross entropy: logits are never gathered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.errors import UsageError
 from shardwise.parallel.tensor.group import TensorGroup
 
 _ROWS = 1024
-"""Tokens whose logits are looked at in fp32 at a time."""
+"""Tokens whose logits are converted to fp32 at a time."""
 
 
 def words_cross_entropy(
@@ -23,18 +23,16 @@ def words_cross_entropy(
     ignore_index: int = -100,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> torch.Tensor:
-    """Return the cross entropy of logits that are divided over ranks by words.
+    """Return the cross entropy of vocabulary-parallel logits.
 
-    Each rank sends three numbers a token: its largest logit, the sum of exponentials above that, and the label's logit
-    if it has it. Gradients stay where the logits are. Sums are formed in fp32.
+    Each rank sends three numbers for each token: its largest logit, the sum of exponentials relative to it, and the
+    label's logit if local. Gradients stay sharded. Sums are in fp32.
 
     Args:
         logits: of this rank's words; [..., own words].
         labels: of all words, the same on every rank; [...].
-        group: the ranks.
-        sizes: how many words each place has, in order.
-        ignore_index: label of tokens that do not count.
-        reduction: as of `torch.nn.functional.cross_entropy`.
+        sizes: number of words of each rank, in order.
+        ignore_index: label of ignored tokens.
 
     Returns:
         fp32, the same on every rank.
@@ -65,7 +63,7 @@ class _CrossEntropy(torch.autograd.Function):
         places = (labels - first).masked_fill(~here, 0).unsqueeze(-1)
         for begin in range(0, tokens, _ROWS):
             rows = slice(begin, begin + _ROWS)
-            wide = logits[rows].to(torch.float32, copy=True)  # and not what others have
+            wide = logits[rows].to(torch.float32, copy=True)  # a copy, because the logits are shared
             told[0, rows] = most = wide.amax(-1)
             told[2, rows] = wide.gather(-1, places[rows]).squeeze(-1)
             told[1, rows] = wide.sub_(most.unsqueeze(-1)).exp_().sum(-1)

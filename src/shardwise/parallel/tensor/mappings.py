@@ -1,14 +1,14 @@
-"""Where activations go from whole to divided and back: each function with the one that is its gradient.
+"""Collectives between unsharded and tensor-parallel activations, with their gradients.
 
     forward            backward
-    enter              same values              sum over ranks      before a layer that has some of the columns
-    leave              sum over ranks           same values         after a layer that has some of the rows
-    gather             put together             own part
-    split              own part                 put together
-    gather_tokens      put together             sum, own part       between tokens that ranks share and layers
-    sum_split          sum, own part            put together
+    enter              identity                 all-reduce          before a column-parallel layer
+    leave              all-reduce               identity            after a row-parallel layer
+    gather             all-gather               own part
+    split              own part                 all-gather
+    gather_tokens      all-gather               reduce-scatter      from sharded tokens to tensor-parallel layers
+    sum_split          reduce-scatter           all-gather
 
-The first two are f and g of Shoeybi et al., "Megatron-LM" (1909.08053), the last two those of Korthikanti et al.,
+The first two are f and g of Shoeybi et al., "Megatron-LM" (1909.08053), the last two are from Korthikanti et al.,
 "Reducing Activation Recomputation in Large Transformer Models" (2205.05198).
 """
 
@@ -23,9 +23,9 @@ from shardwise.parallel.tensor.group import TensorGroup
 
 
 def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """Return x; its gradient is the sum of what all ranks make of it.
+    """Identity in forward, all-reduce in backward.
 
-    Layers that get the same tensor one after the other (queries, keys and values) share one sum.
+    Consecutive layers with the same input (queries, keys and values) share one all-reduce.
     """
     if group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
@@ -42,32 +42,25 @@ def is_enter(node: Any) -> bool:
 
 
 def leave(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """Return the sum of x over the ranks, the same bits on each."""
+    """All-reduce in forward, bit-identical on all ranks; identity in backward."""
     return x if group.size == 1 else _Leave.apply(x, group)
 
 
 def gather(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
-    """Return the parts of all ranks, put together in one dimension.
-
-    Args:
-        x: this rank's part.
-        group: of the ranks.
-        sizes: of the parts in that dimension, by place.
-        dim: see above.
-    """
+    """All-gather the parts of all ranks (`sizes` by rank) along a dimension; own part in backward."""
     return x if group.size == 1 else _Gather.apply(x, group, tuple(sizes), dim)
 
 
 def split(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int = -1) -> torch.Tensor:
-    """Return this rank's part of x, which all ranks have; arguments as of `gather`."""
+    """Return this rank's part of an unsharded x; all-gather in backward. Arguments as of `gather`."""
     return x if group.size == 1 else _Split.apply(x, group, tuple(sizes), dim, False)
 
 
 def gather_tokens(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
-    """Return the parts of all ranks, put together, for layers that are divided and others.
+    """All-gather sharded tokens for tensor-parallel and other layers.
 
-    What ranks make of it in divided layers (`enter`) has other gradients on each: these are summed. What all make alike
-    has the same, of which each takes its part.
+    In backward, gradients from tensor-parallel layers (`enter`) differ between ranks and are reduce-scattered.
+    Gradients from other layers are equal, and each rank takes its part.
     """
     if group.size == 1:
         return x
@@ -78,14 +71,14 @@ def gather_tokens(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim
 
 
 def sum_split(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
-    """Return this rank's part of the sum of x over the ranks."""
+    """Reduce-scatter x over the ranks; all-gather in backward."""
     return x if group.size == 1 else _Split.apply(x, group, tuple(sizes), dim, True)
 
 
 def total(x: torch.Tensor, group: TensorGroup, label: str) -> torch.Tensor:
-    """Return the sum over ranks in new memory (`shardwise.comm.communicator.Communicator.sum_large`)."""
+    """Return the all-reduced tensor in new memory (`shardwise.comm.communicator.Communicator.sum_large`)."""
     flat, length = x.contiguous().view(-1), x.numel()
-    # No view of something else: what a layer returns is often added to in place.
+    # Not a view, because layer outputs are often modified in place.
     found = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if not group.carries(x):
         return found
@@ -98,7 +91,7 @@ def total(x: torch.Tensor, group: TensorGroup, label: str) -> torch.Tensor:
 
 
 def together(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int, label: str) -> torch.Tensor:
-    """Return the parts of all ranks, put together in new memory; all travel as large as the largest."""
+    """Return the all-gathered parts in new memory; all parts are padded to the largest."""
     most, place = max(sizes), dim % x.dim()
     own = _filled_up(x, most, place).contiguous()
     in_place = len(set(sizes)) == 1 and own[(slice(0, 1),) * place].numel() == own.numel()
@@ -112,12 +105,12 @@ def together(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int
 
 
 def part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int) -> torch.Tensor:
-    """Return the view of this rank's part."""
+    """Return a view of this rank's part."""
     return x.narrow(dim, sum(sizes[: group.place]), sizes[group.place])
 
 
 def summed_part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: int, label: str) -> torch.Tensor:
-    """Return this rank's part of the sum over ranks; half precision is added up in fp32 and rounded once."""
+    """Return this rank's part of the sum over ranks; half precision is accumulated in fp32 and rounded once."""
     most, place, here = max(sizes), dim % x.dim(), sizes[group.place]
     given = torch.cat([_filled_up(some, most, place).flatten() for some in x.split(list(sizes), place)])
     wide = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
@@ -128,7 +121,6 @@ def summed_part(x: torch.Tensor, group: TensorGroup, sizes: Sequence[int], dim: 
 
 
 def _filled_up(x: torch.Tensor, size: int, dim: int) -> torch.Tensor:
-    """Return a tensor with zeros behind what is given, up to a size."""
     missing = size - x.shape[dim]
     if not missing:
         return x

@@ -1,7 +1,7 @@
-"""Attention, MLPs and experts as families of models call their layers, and how each such block is divided.
+"""Model families: names of attention, MLP and expert layers, and the sharding of each block.
 
-The tables say what the layers are called; sizes say the rest: whether a projection has queries, keys and values in one,
-whether an MLP has its gate and its other half in one, how many heads of keys there are.
+The tables contain names. Sizes determine the rest: fused queries, keys and values; fused gates; the number of key
+heads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ APART: tuple[tuple[tuple[str, str, str], tuple[str, ...]], ...] = (
     (("q_lin", "k_lin", "v_lin"), ("out_lin",)),
     (("wq", "wk", "wv"), ("wo",)),
 )
-"""Queries, keys and values, and what their outcome passes."""
+"""Separate query, key and value projections, and the output projection."""
 
 FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("c_attn", ("c_proj",)),
@@ -41,11 +41,11 @@ FUSED: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("W_pack", ("o_proj",)),
     ("qkv", ("proj",)),
 )
-"""All three in one."""
+"""Fused query-key-value projections, and the output projection."""
 
 LATENT = ("q_proj", "q_b_proj"), "kv_b_proj", "kv_a_proj_with_mqa", "o_proj"
-"""Attention through a latent vector, DeepSeek-V2 (2405.04434): queries by one of two names, keys and values by head,
-what makes the latent vector and the part of the keys that all heads share, outcome."""
+"""Latent attention of DeepSeek-V2 (2405.04434): query projection (one of two names), key-value projection by head,
+projection to the latent vector and the keys shared by all heads, output projection."""
 
 MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("gate_proj", "up_proj"), "down_proj"),
@@ -64,17 +64,17 @@ MLPS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("lin1",), "lin2"),
     (("linear1",), "linear2"),
 )
-"""Layers whose outcomes meet element by element, and what that passes."""
+"""First projections, multiplied elementwise, and the last projection."""
 
 OTHER_LAYOUTS = ("CodeGenAttention",)
-"""Classes with a fused projection in an order of their own, which stays whole."""
+"""Classes with a fused projection in an unsupported order, which stays unsharded."""
 
 BIASES = {
     "BloomAttention": ("alibi",),
     "FalconAttention": ("alibi", "attention_mask"),
     "MptAttention": ("position_bias",),
 }
-"""Classes of attention that get biases of all heads, and the arguments' names."""
+"""Attention classes with biases of all heads, and the arguments' names."""
 
 _BIAS = "relative_attention_bias"
 _NORM = re.compile(r"^(?:q|k|query|key)(?:_\w*)?norm$")
@@ -82,24 +82,22 @@ _OF_KEYS = re.compile(r"(?:^|[._])(?:k|key|keys|v|value|values)(?:[._]|$)|(?:^|_
 
 
 Slices = dict[str, dict[str, tuple[int, tuple[Runs, ...]]]]
-"""Name of a module -> name of one of its tensors -> dimension, and what each place has of it."""
+"""Module name -> tensor name -> dimension, and each rank's ranges."""
 
 
 @dataclass
 class Block:
-    """Layers that are divided together.
+    """Layers that are sharded together.
 
     Attributes:
-        path: of the module that they are in.
-        cuts: how each is divided, by its name.
-        heads: of attention.
-        features: of its queries and of its keys.
-        holders: names of modules whose attributes say how many heads there are.
-        summands: names of modules with parameters of which each rank has a summand of the gradient.
-        vectors: names of parameters that are divided in their first dimension.
-        slices: names of modules -> of their tensors with a number for each head or feature, the dimension, and how it
-            is divided; they stay whole, and each rank uses its part.
-        row: name of the layer that puts parts together.
+        cuts: sharding of each layer, by name.
+        features: of queries and of keys.
+        holders: names of modules with attributes for the number of heads.
+        summands: names of modules whose parameters have partial gradients.
+        vectors: names of parameters sharded in their first dimension.
+        slices: module name -> unsharded tensors with a number for each head or feature, of which each rank uses its
+            part.
+        row: name of the row-parallel layer.
     """
 
     path: str
@@ -115,19 +113,18 @@ class Block:
 
 @dataclass
 class _Inside:
-    """What attention has beside its layers.
+    """Other parameters inside attention.
 
     Attributes:
-        summands: names of modules whose parameters each rank uses for its own heads.
-        of_heads: names of modules -> of their tensors with a number for each head, the dimension, and whether these are
-            heads of keys.
+        summands: names of modules whose parameters each rank applies to its own heads.
+        of_heads: module name -> tensors with a number for each head: dimension, and whether they are key heads.
     """
 
     summands: list[str] = field(default_factory=list)
     of_heads: dict[str, dict[str, tuple[int, bool]]] = field(default_factory=dict)
 
     def slices(self, heads: Heads) -> Slices:
-        """Return how these tensors are divided."""
+        """Return the parts of these tensors."""
         return {
             path: {name: (dim, heads.own_keys if keys else heads.own) for name, (dim, keys) in tensors.items()}
             for path, tensors in self.of_heads.items()
@@ -135,13 +132,10 @@ class _Inside:
 
 
 class Finder:
-    """Finds the blocks of a model.
+    """Finds the blocks of a model that can be sharded.
 
-    Args:
-        inventory: of the model.
-        size: ranks.
-        grain: sizes of divided dimensions of MLPs are multiples of this.
-        planned: names of layers and parameters that the model's own plan divides.
+    Sizes of sharded MLP dimensions are multiples of `grain`. The model's own plan names `planned` layers and
+    parameters.
     """
 
     def __init__(self, inventory: Inventory, size: int, grain: int, planned: Collection[str] = ()) -> None:
@@ -150,7 +144,7 @@ class Finder:
         self._config = configs[0] if configs else None
 
     def blocks(self) -> Iterator[Block]:
-        """Yield them; a layer is in one block at most."""
+        """Yield blocks; a layer is in at most one."""
         taken: set[str] = set()
         for path in self._inventory.modules:
             for found in (self._attention(path), self._mlp(path)):
@@ -215,7 +209,7 @@ class Finder:
             keys = (units - total) // 2 if separate is None and units > total else total
             if (inside := self._inside(path, known, width, total, keys)) is None:
                 continue
-            if separate is not None:  # GPT-2: of another sequence come keys and values only
+            if separate is not None:  # GPT-2 cross-attention: fused keys and values only
                 heads = self._dealt(total, total, row.path)
                 by_head = scaled(heads.own, width)
                 cuts = {separate.path: ShardSpec("column", by_head), fused.path: _joined_cut(heads, [by_head, by_head])}
@@ -232,7 +226,7 @@ class Finder:
         return None
 
     def _order(self, fused: Layer, total: int, width: int, module: nn.Module) -> tuple[Heads, ShardSpec] | None:
-        """Return heads and cut of a projection with queries, keys and values, whose order its sizes and class tell."""
+        """Return heads and sharding of a fused projection, whose order follows from sizes and class."""
         units, rest = divmod(fused.outputs, width)
         own_order = fused.path.endswith("query_key_value") or isinstance(getattr(module, "multi_query", None), bool)
         grouped = bool(getattr(module, "new_decoder_architecture", False))
@@ -245,7 +239,7 @@ class Finder:
         heads = self._dealt(total, keys, fused.path)
         if grouped and keys < total and not heads.shares:
             return heads, ShardSpec("column", scaled(heads.own_keys, (total // keys + 2) * width))
-        if grouped and keys < total:  # Falcon: of each group its queries, key and value
+        if grouped and keys < total:  # Falcon: queries, key and value of each group
             group = total // keys
             picked = [
                 tuple(
@@ -259,7 +253,7 @@ class Finder:
                 for own, own_keys in zip(heads.own, heads.own_keys, strict=True)
             ]
             return heads, ShardSpec("picked", scaled(picked, width))
-        if own_order and keys == total and not several:  # BLOOM, GPT-NeoX: of each head its query, key and value
+        if own_order and keys == total and not several:  # BLOOM, GPT-NeoX: query, key and value of each head
             return heads, ShardSpec("column", scaled(heads.own, 3 * width))
         by_key = scaled(heads.own_keys, width)
         return heads, _joined_cut(heads, [scaled(heads.own, width), by_key, by_key])
@@ -287,34 +281,26 @@ class Finder:
         return Block(path, cuts, row.path, heads, (row.inputs, kv.outputs), holders)
 
     def _inside(self, path: str, known: Sequence[Layer], width: int, total: int, keys: int) -> _Inside | None:
-        """Return what else is inside of attention; None if it has what is not known to be divisible.
-
-        Args:
-            path: of the module.
-            known: its layers.
-            width: of a head; 0: what else there is stays whole.
-            total: heads of queries.
-            keys: heads of keys.
-        """
+        """Return other parameters of attention; None if one cannot be sharded safely. `width` 0: all unsharded."""
         names = {layer.path for layer in known}
         module, found = self._inventory.modules[path], _Inside()
         for name, child in module.named_children():
             inner = f"{under(path)}{name}"
             other = self._linear(path, name)
             if other is not None and "norm" in type(child).__name__.lower():
-                other = None  # one for each head
+                other = None  # a norm for each head
             if other is not None and other.path not in names and inner not in self._planned:
                 return None
             weight = child._parameters.get("weight")
             if _NORM.match(name) and weight is not None and width and weight.dim() == 1 and weight.numel() != width:
-                return None  # over all heads
+                return None  # a norm over all heads
         if not width:
             return found
         inside = self._inventory.modules[known[0].path.rpartition(".")[0]]
         for child in inside.children():
             sizes = [p.numel() for p in child._parameters.values() if p is not None and p.dim() == 1]
             if "norm" in type(child).__name__.lower() and total > 1 and set(sizes) & {total * width, keys * width}:
-                return None  # likewise, of what attention gives
+                return None  # a norm over all heads of the output
         for inner, child in self._within(path):
             if inner in names or any(inner.startswith(f"{one}.") for one in names) or inner in self._planned:
                 continue
@@ -343,7 +329,7 @@ class Finder:
     def _sort(
         self, found: _Inside, path: str, module: nn.Module, width: int, total: int, keys: int, *, outermost: bool
     ) -> None:
-        """Note a module's tensors that ranks use for their own heads; what is not sure is compared when it runs."""
+        """Record a module's tensors that ranks apply to their own heads; uncertain cases are compared at run time."""
         own: dict[str, Any] = {name: one for name, one in module._parameters.items() if one is not None}
         for name, parameter in own.items():
             if f"{under(path)}{name}" in self._planned:
@@ -370,7 +356,7 @@ class Finder:
         found.of_heads.setdefault(outer, {})[name] = dim, of_keys
 
     def _by_head(self, path: str, heads: Heads) -> dict[str, tuple[Runs, ...]]:
-        """Return how parameters beside the layers of attention are divided, which the model's plan names."""
+        """Return the sharding of other attention parameters that the model's plan names."""
         found = {}
         for name, parameter in self._inventory.modules[path]._parameters.items():
             named = f"{under(path)}{name}" in self._planned
@@ -386,7 +372,6 @@ class Finder:
         return [self._inventory.modules[name] for name in holders]
 
     def _heads(self, holders: Sequence[str], layer: Layer) -> int | None:
-        """Return the number of heads of queries, as modules or their configuration say."""
         modules = self._modules(holders)
         configs = [found for module in modules if (found := getattr(module, "config", None)) is not None]
         return number([*modules, *configs, self._config], HEADS)
@@ -423,7 +408,7 @@ class Finder:
         return None
 
     def _of_features(self, column: str, cuts: Collection[str], inner: int, runs: tuple[Runs, ...]) -> Slices:
-        """Return how tensors with a number for each inner feature are divided, in a module that is an MLP only."""
+        """Return the parts of tensors with a number for each inner feature of an MLP."""
         outer = column.rpartition(".")[0]
         if any(layer.path not in cuts for layer in self._inventory.below(outer)):
             return {}
@@ -437,7 +422,6 @@ class Finder:
         return found
 
     def _normed(self, path: str, features: int) -> bool:
-        """Whether a module has a norm over so many features."""
         for child in self._inventory.modules[path].children():
             named = "norm" in type(child).__name__.lower()
             own = [p for name, p in child._parameters.items() if p is not None and (named or name == "weight")]
@@ -450,17 +434,16 @@ class Finder:
 
 
 def _joined_cut(heads: Heads, parts: Sequence[tuple[Runs, ...]]) -> ShardSpec:
-    """Return the cut of a projection with several in a row; whole on each rank where ranks share some of it."""
+    """Return the sharding of a fused projection; its weight is unsharded where ranks share key heads."""
     sizes = [max(end for own in runs for _, end in own) for runs in parts]
     runs = joined(list(zip(sizes, parts, strict=True)))
     return ShardSpec("picked" if heads.shares else "column", runs)
 
 
 def even(total: int, size: int, path: str, grain: int = 1) -> tuple[Runs, ...]:
-    """Return runs of features that are as equal as can be, of whole grains, of which the last may be less.
+    """Return ranges as equal as possible, in multiples of `grain`; the last may be smaller.
 
-    Raises:
-        ConfigError: there are fewer grains than ranks; names the layer.
+    Raises a ConfigError that names the layer, if there are fewer grains than ranks.
     """
     grains = -(-total // grain)
     if grains < size:
@@ -476,14 +459,14 @@ def even(total: int, size: int, path: str, grain: int = 1) -> tuple[Runs, ...]:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Experts whose weights are stacked in tensors of three dimensions.
+    """Experts with weights stacked in 3-D tensors.
 
     Attributes:
         inner: features between the projections.
-        first: of each stacked first projection (and its biases) the dimension of these, and how they are divided.
-        last: the stacked last projection, and the dimension of these in it.
-        last_bias: its biases, which are added once.
-        runs: how the inner features are divided.
+        first: first projections and their biases: dimension of the inner features, and ranges.
+        last: last projection, and its dimension of inner features.
+        last_bias: its biases, added once.
+        runs: ranges of the inner features.
     """
 
     inner: int
@@ -494,7 +477,7 @@ class Stacked:
 
 
 def stacked(module: nn.Module, path: str, size: int, grain: int) -> Stacked | None:
-    """Return how a module's stacked experts are divided, if it has some; routing and what comes after stay whole."""
+    """Return the sharding of a module's stacked experts, or None; routing stays unsharded."""
     own: dict[str, Any] = {name: value for name, value in module._parameters.items() if value is not None}
     down = own.get("down_proj")
     firsts: list[str] = [name for name in ("gate_up_proj", "gate_proj", "up_proj") if name in own]

@@ -1,4 +1,4 @@
-"""What layers a model has, by the names that they have without what adapters and compilers put around them."""
+"""Index of a model's layers by name, without wrappers of adapters and compilers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Layer:
 
     Attributes:
         path: its name without wrappers.
-        places: the names by which the model has it and its copies (adapters keep the original of what they train).
-        module: the first of these.
+        places: names of the layer and its copies in the model (adapters keep the original).
+        module: module of the first name.
     """
 
     path: str
@@ -34,13 +34,13 @@ class Layer:
 
     @property
     def weight(self) -> nn.Parameter:
-        """Of the layer, in two dimensions."""
+        """2-D weight of the layer."""
         found: Any = self.module._parameters["weight"]
         return found
 
     @property
     def is_embedding(self) -> bool:
-        """Whether it is an embedding: words by width."""
+        """Whether the layer is an embedding (words by width)."""
         return isinstance(self.module, nn.Embedding)
 
     @property
@@ -55,12 +55,11 @@ class Layer:
 
 
 class Inventory:
-    """The modules of a model, by their names without wrappers.
+    """Modules of a model by name without wrappers.
 
     Attributes:
-        model: see above.
-        modules: all of them; of those that wrap each other the innermost.
-        layers: linear layers and embeddings; adapters are not among them.
+        modules: all modules; of nested wrappers the innermost.
+        layers: linear layers and embeddings, without adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -80,14 +79,14 @@ class Inventory:
             self.layers[name] = Layer(name, tuple(found), model.get_submodule(found[0]))
 
     def linear(self, path: str) -> Layer | None:
-        """Return the linear layer of this name, if it is one."""
+        """Return the linear layer of this name, or None."""
         found = self.layers.get(path)
         return None if found is None or found.is_embedding else found
 
     def pretrained(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the models of transformers, the outermost first."""
+        """Yield the models of transformers, outermost first."""
         for path, module in self.modules.items():
-            # Wrappers of adapters answer for the model inside of them, their classes do not.
+            # Adapter wrappers forward attributes of the inner model; their classes do not.
             if hasattr(module, "config") and all(hasattr(type(module), name) for name in _OF_TRANSFORMERS):
                 yield path, module
 
@@ -97,7 +96,7 @@ class Inventory:
 
 
 def plain(path: str) -> str:
-    """Return a module's name without the wrappers in it.
+    """Return a module's name without wrappers.
 
     >>> plain("model.q_proj.base_layer"), plain("lm_head.modules_to_save.default")
     ('model.q_proj', 'lm_head')
@@ -106,5 +105,5 @@ def plain(path: str) -> str:
 
 
 def under(path: str) -> str:
-    """Return how the names of what is inside a module begin."""
+    """Return the name prefix of a module's children."""
     return f"{path}." if path else ""

@@ -1,13 +1,13 @@
-"""Which layers of a model are divided, and how.
+"""Tensor-parallel plan: which layers of a model are sharded, and how.
 
-What is said first holds:
+In order of precedence:
 
-1. the rules of the configuration (`partition_config.layer_specs`), the first that matches a layer;
-2. names of layers whose outputs are summed (`injection_policy_tuple`), or the model's own plan (`tp_plan` of
-   transformers), or neither for a family (`preset_model`);
-3. the kind of each block, by the names and sizes of its layers (`shardwise.parallel.tensor.model_families`).
-   Where that knows a block, heads stay whole, and fused projections are divided in each of their parts, also where
-   the model's plan would put outputs together.
+1. the first matching rule of the configuration (`partition_config.layer_specs`);
+2. names of row-parallel layers (`injection_policy_tuple`), or the model's own plan (`tp_plan` of transformers), or
+   neither for a family (`preset_model`);
+3. the kind of each block, by names and sizes of its layers (`shardwise.parallel.tensor.model_families`). In a known
+   block heads stay intact, and each part of a fused projection is sharded, even if the model's plan would gather
+   outputs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _STYLES: dict[str, tuple[Kind, str]] = {
     "embedding_colwise": ("width", ""),
     "mla_kv_a_proj": ("latent", ""),
 }
-"""Styles of transformers' plans that divide a layer. The others say where ranks exchange, which follows from these."""
+"""Styles of transformers' plans that shard a layer. Other styles describe communication, which follows from these."""
 _SUMMED = "replicated_with_grad_allreduce"
 
 PRESETS = {
@@ -63,21 +63,21 @@ PRESETS = {
     "deepseek_v2": ("kv_b_proj", "q_proj", "up_proj"),
     "phi3": ("qkv_proj", "gate_up_proj"),
 }
-"""Value of `preset_model` -> layers by which its blocks are known."""
+"""Value of `preset_model` -> layers that identify its blocks."""
 
 
 @dataclass
 class TensorParallelPlan:
-    """How a model is divided.
+    """Sharding of a model.
 
     Attributes:
-        layers: by the names that the model has them by.
-        experts: modules of stacked experts, likewise.
-        vectors: other parameters that are divided in their first dimension, by their names.
-        summands: names of modules that are whole, of whose parameters' gradients each rank has a summand.
-        slices: names of modules -> of their tensors the dimension in which each rank uses its part.
-        blocks: blocks of attention, whose modules are told how many heads a rank has.
-        head: name of the model whose loss is that of divided logits, and of the layer that makes these.
+        layers: by name in the model.
+        experts: modules of stacked experts, by name.
+        vectors: other parameters sharded in their first dimension, by name.
+        summands: names of unsharded modules whose parameters have partial gradients.
+        slices: module name -> dimension of its tensors in which each rank uses its part.
+        blocks: attention blocks, whose number of heads is adapted.
+        head: names of the model with a vocabulary-parallel loss, and of its output head.
     """
 
     layers: dict[str, ShardSpec] = field(default_factory=dict)
@@ -90,17 +90,14 @@ class TensorParallelPlan:
 
 
 def cuts_of(model: nn.Module, size: int, section: TensorParallel, *, experts: bool = True) -> TensorParallelPlan:
-    """Return how a model is divided.
+    """Return the tensor-parallel plan of a model.
 
     Args:
-        model: it is not changed.
-        size: ranks that have a copy of the model.
-        section: of the configuration.
-        experts: divide stacked experts, too; not if they are divided over ranks as they are (`expert_parallel`).
+        experts: also shard stacked experts; False with `expert_parallel`.
 
     Raises:
-        ConfigError: a rule is for layers that the model has not, sizes cannot be divided, or nothing is divided; names
-            key and layer, and the sizes that would do.
+        ConfigError: a rule matches no layer, sizes cannot be split, or no layer is sharded; names key, layer, and
+            supported sizes.
     """
     return _Planner(model, size, section, experts).division()
 
@@ -192,11 +189,9 @@ class _Planner:
                 self._cuts[path] = self._ruled(layer, rule, f"{_RULES}[{index}]", blocks.get(path))
 
     def _rule_of(self, name: str) -> tuple[int, LayerSpec] | None:
-        """Return the first rule for a parameter."""
         return next((one for one in self._rules if self._finds(one[1].patterns, name)), None)
 
     def _ruled(self, layer: Layer, rule: LayerSpec, key: str, block: Block | None) -> ShardSpec:
-        """Return how a rule divides a layer."""
         dim = rule.partition_dim
         if layer.is_embedding:
             words = (rule.partition_type == "column") if dim is None else dim == 0
@@ -222,7 +217,7 @@ class _Planner:
     def _fused(
         self, features: int, rule: LayerSpec, key: str, layer: Layer, kind: Kind, grain: int
     ) -> tuple[Runs, ...]:
-        """Return the runs of a dimension in which several are fused, which a rule says by a shape of the weight."""
+        """Return the ranges of a fused dimension, from a rule's shape of the weight."""
         shape: list[Any] = list(rule.shape or ())
         dim = (len(shape) - 1 if kind == "row" else 0) if rule.partition_dim is None else rule.partition_dim
         if dim >= len(shape):
@@ -242,7 +237,7 @@ class _Planner:
 
     @staticmethod
     def _sub_sizes(entry: Any, features: int, repeats: int, *, outermost: bool) -> list[int] | None:
-        """Return the sizes of what is fused: a list of them, or, in the first dimension, how many there are."""
+        """Return the sizes of fused parts: a list, or, in the first dimension, their number."""
         if isinstance(entry, list | tuple):
             return [int(one) for one in entry]
         if repeats < 1 or features % repeats:
@@ -253,7 +248,7 @@ class _Planner:
         return [extent // entry] * entry if entry > 0 and extent % entry == 0 else None
 
     def _contradicted(self, block: Block) -> bool:
-        """Whether a rule says of a layer of a block what the others cannot be divided with."""
+        """Whether a rule for a layer of a block prevents the sharding of its other layers."""
         return any(
             path in self._skipped
             or (
@@ -263,10 +258,10 @@ class _Planner:
             for path, cut in block.cuts.items()
         )
 
-    # -- the model's plan, or what stands for it -----------------------------------------------------------------------
+    # -- the model's plan -------------------------------------------------------------------------------------------
 
     def _plan(self) -> dict[str, str]:
-        """Return the styles that the plans of transformers' models give layers and parameters, by their names."""
+        """Return the styles of layers and parameters in the plans of transformers' models."""
         if self._section.preset_model is not None or self._section.injection_policy_tuple is not None:
             return {}
         patterns: dict[re.Pattern[str], str] = {}
@@ -284,12 +279,11 @@ class _Planner:
         found: dict[str, str] = {}
         for name in names:
             styles = [style for pattern, style in patterns.items() if pattern.match(name)]
-            if styles and isinstance(styles[-1], str):  # of the outermost model
+            if styles and isinstance(styles[-1], str):  # style of the outermost model
                 found[name] = styles[-1]
         return found
 
     def _chosen(self, blocks: list[Block], plan: dict[str, str]) -> list[Block]:
-        """Return the blocks that are divided if no rule says anything of them."""
         preset, named = self._section.preset_model, self._row_names()
         if named is not None:
             return [block for block in blocks if _named(block.row, named)]
@@ -306,13 +300,13 @@ class _Planner:
 
     @staticmethod
     def _gathers(block: Block, plan: dict[str, str]) -> bool:
-        """Whether the model's plan puts the outputs of layers together that are apart: it knows why."""
+        """Whether the model's plan gathers outputs of separate column layers of the block."""
         columns = [path for path, cut in block.cuts.items() if cut.kind in ("column", "picked")]
         whole = [path for path in columns if plan.get(path) in _STYLES and _STYLES[plan[path]][1] == "whole"]
         return len(columns) > 1 and len(whole) > 0
 
     def _by_plan(self, plan: dict[str, str], ruled: set[str]) -> None:
-        """Divide the layers of the plan that no rule and no known block has."""
+        """Shard layers of the plan that have no rule and are in no known block."""
         for path, style in plan.items():
             layer = self._inventory.layers.get(path)
             if layer is None or style not in _STYLES or path in self._cuts or path in ruled:
@@ -343,7 +337,7 @@ class _Planner:
         return ShardSpec(kind, self._by_head(layer, features))
 
     def _by_head(self, layer: Layer, features: int) -> tuple[Runs, ...]:
-        """Return runs of whole heads where a layer is in attention, else of features."""
+        """Return ranges of whole heads for a layer in attention, otherwise of features."""
         parent, _, name = layer.path.rpartition(".")
         module = self._inventory.modules[parent]
         within = "attn" in parent.rpartition(".")[2].lower() or "attention" in type(module).__name__.lower()
@@ -355,7 +349,7 @@ class _Planner:
         return scaled(even(heads, self._size, f"{layer.path} (its heads)"), features // heads)
 
     def _row_names(self) -> list[str] | None:
-        """Return the names in `injection_policy_tuple`, of which some stand in tuples."""
+        """Return the names in `injection_policy_tuple`, with nested tuples flattened."""
         given = self._section.injection_policy_tuple
         if given is None:
             return None
@@ -369,7 +363,7 @@ class _Planner:
         return found
 
     def _by_policy(self, ruled: set[str]) -> None:
-        """Divide the layers that the policy names by rows, and by columns those beside them that lead to them."""
+        """Shard the policy's layers by rows, and the layers that feed them by columns."""
         names = self._row_names() or []
         rows = [layer for path, layer in self._inventory.layers.items() if _named(path, names)]
         all_rows = {layer.path for layer in rows}
@@ -393,7 +387,7 @@ class _Planner:
     # -- words ---------------------------------------------------------------------------------------------------------
 
     def _heads_and_words(self, ruled: set[str]) -> None:
-        """Divide output heads by words, and embeddings of words by words if they are tied to one, else by width."""
+        """Shard output heads by words; embeddings by words if tied to a head, otherwise by width."""
         models = [model for _, model in self._inventory.pretrained()]
         outputs = [_embeddings(model, "get_output_embeddings") for model in models]
         for path, layer in self._inventory.layers.items():
@@ -415,14 +409,13 @@ class _Planner:
                 self._cuts[path] = ShardSpec("width", even(layer.weight.shape[1], self._size, path), whole_output=True)
 
     def _sharing(self) -> dict[int, list[str]]:
-        """Return the names of the layers that have the same weight."""
         found: dict[int, list[str]] = {}
         for path, layer in self._inventory.layers.items():
             found.setdefault(id(layer.weight), []).append(path)
         return found
 
     def _tie(self) -> None:
-        """Divide embeddings whose weight is that of a layer which is divided by output features, by words."""
+        """Shard embeddings tied to a column-parallel layer by words."""
         layers = self._inventory.layers
         for paths in self._sharing().values():
             cut = next((self._cuts[path] for path in paths if path in self._cuts), None)
@@ -438,7 +431,7 @@ class _Planner:
                 self._cuts[path] = ShardSpec("words", cut.runs)
 
     def _divided_head(self) -> tuple[str, str]:
-        """Have the output head's output stay divided; return the model whose loss it is for, and the head."""
+        """Keep the output head's output sharded; return the names of the model and its head."""
         for path, model in self._inventory.pretrained():
             head = _embeddings(model, "get_output_embeddings")
             found = next((name for name, layer in self._inventory.layers.items() if layer.module is head), None)
@@ -453,19 +446,17 @@ class _Planner:
             "shardwise.parallel.tensor.loss.words_cross_entropy"
         )
 
-    # -- what follows --------------------------------------------------------------------------------------------------
+    # -- consistency ---------------------------------------------------------------------------------------------------
 
     def _is_whole(self, block: Block) -> bool:
-        """Whether all of a block is divided as it has been found."""
         return all(self._cuts.get(path) == cut for path, cut in block.cuts.items())
 
     def _in_use(self, path: str) -> bool:
-        """Whether what is beside a module is divided, so that ranks use it in different ways."""
+        """Whether a sibling of a module is column-parallel, so that ranks use the module differently."""
         cuts = (self._cuts.get(layer.path) for layer in self._inventory.below(path.rpartition(".")[0]))
         return any(cut is not None and cut.kind == "column" and not cut.whole_output for cut in cuts)
 
     def _stacked(self) -> Iterator[tuple[str, Stacked]]:
-        """Yield how stacked experts are divided: by default, or where rules name them."""
         if self._section.injection_policy_tuple is not None:
             return
         for path, module in self._inventory.modules.items():
@@ -478,7 +469,6 @@ class _Planner:
                 yield path, found
 
     def _placed(self) -> Iterator[tuple[str, ShardSpec]]:
-        """Yield cuts by the names that the model has layers by, those of their adapters among them."""
         for path, cut in self._cuts.items():
             for place in self._inventory.layers[path].places:
                 yield place, cut
@@ -500,12 +490,13 @@ class _Planner:
 
 
 def adapters(model: nn.Module, place: str, cut: ShardSpec) -> Iterator[tuple[str, ShardSpec]]:
-    """Yield how the matrices of low-rank adapters around a layer are divided.
+    """Yield the sharding of low-rank adapter matrices around a layer.
 
-    Columns of a layer are those of the second matrix, and rows of it are those of the first; the other one is whole.
+    The second matrix is sharded for a column-parallel layer, the first for a row-parallel layer; the other is
+    unsharded.
 
     Raises:
-        ConfigError: there is another kind of adapter.
+        ConfigError: the adapter is of another kind.
     """
     outer, _, last = place.rpartition(".")
     if last != "base_layer":
@@ -527,7 +518,6 @@ def adapters(model: nn.Module, place: str, cut: ShardSpec) -> Iterator[tuple[str
 
 
 def _embeddings(model: nn.Module, name: str) -> Any:
-    """Return what a model of transformers says its embeddings are, if it does."""
     try:
         found = getattr(model, name)()
     except (AttributeError, NotImplementedError):
@@ -536,11 +526,10 @@ def _embeddings(model: nn.Module, name: str) -> Any:
 
 
 def _named(path: str, names: Any) -> bool:
-    """Whether a layer's name ends in one of these."""
     return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def _some(paths: Any) -> str:
-    """Return a few names, and how many more there are; numbers of layers are left out."""
+    """List a few names and the number of others; layer numbers are replaced by `*`."""
     short = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", path) for path in paths))
     return ", ".join(short[:12]) + (f" and {len(short) - 12} more" if len(short) > 12 else "") if short else "none"

@@ -1,9 +1,9 @@
-"""Layers that a client has divided by itself, as Megatron's: their parameters say that they are parts.
+"""Parameters marked as tensor parts by a client with its own tensor parallelism, such as Megatron.
 
-parameter.tensor_model_parallel    True: each rank of a copy of the model has another part
-parameter.partition_dim            the dimension that is divided
-parameter.partition_stride         a part consists of so many blocks, which the ranks have by turns
-parameter.sequence_parallel        True: whole, and each rank's gradient is a summand (of its own tokens)
+parameter.tensor_model_parallel    True: sharded over the tensor-parallel group
+parameter.partition_dim            sharded dimension
+parameter.partition_stride         number of blocks in a part, interleaved over ranks
+parameter.sequence_parallel        True: unsharded, with partial gradients (of each rank's tokens)
 """
 
 from __future__ import annotations
@@ -21,22 +21,18 @@ _MARKS = ("tensor_model_parallel", "model_parallel")
 
 
 def is_marked(parameter: Any) -> bool:
-    """Whether a client says that other ranks of its copy of the model have other parts of a parameter."""
+    """Whether a parameter is marked as sharded over the client's tensor-parallel group."""
     return any(getattr(parameter, mark, False) is True for mark in _MARKS)
 
 
 def declare_marked(model: nn.Module, group: TensorGroup) -> bool:
-    """Declare a client's parts as what they are of whole tensors (all ranks call).
-
-    Args:
-        model: its parameters are marked.
-        group: the ranks of a copy of the model.
+    """Declare a client's marked parameters as parts of global tensors (all ranks call).
 
     Returns:
         Whether any parameter is marked.
 
     Raises:
-        UsageError: a mark does not say which part it is, or ranks have marked different parameters.
+        UsageError: a mark is incomplete, or ranks have marked different parameters.
     """
     own = {
         name: _mark(name, parameter)
@@ -66,7 +62,6 @@ def declare_marked(model: nn.Module, group: TensorGroup) -> bool:
 
 
 def _mark(name: str, parameter: nn.Parameter) -> tuple[int, int, int]:
-    """Return the dimension that is divided, the blocks of a part, and its size there."""
     dim = getattr(parameter, "partition_dim", 0 if parameter.dim() == 1 else -1)
     stride = getattr(parameter, "partition_stride", 1)
     if not isinstance(dim, int) or not 0 <= dim < parameter.dim():
@@ -84,15 +79,14 @@ def _mark(name: str, parameter: nn.Parameter) -> tuple[int, int, int]:
 
 
 def runs_of_sizes(sizes: Sequence[int], stride: int, name: str) -> tuple[Runs, ...]:
-    """Return what each rank has of a dimension, by the sizes of its parts.
+    """Return each rank's ranges of a dimension, from the sizes of parts.
 
     Args:
         sizes: of all ranks' parts.
-        stride: blocks of a part: all ranks' first blocks lie one behind the other, then all second ones.
-        name: of the parameter, for messages.
+        stride: blocks of a part: first blocks of all ranks are contiguous, then all second blocks.
 
     Raises:
-        UsageError: blocks of different sizes.
+        UsageError: blocks have different sizes.
 
     Example:
         >>> runs_of_sizes([4, 4], 2, "gate_and_up")

@@ -1,11 +1,11 @@
-"""Sequence-parallel norms: between divided layers each rank has some of the tokens (Korthikanti et al., "Reducing
+"""Sequence-parallel norms: tokens are sharded between tensor-parallel layers (Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models", 2205.05198).
 
     embedding | first block ... last block | last norm | head
     all tokens |  own tokens                |    all tokens
                norm -> all -> column ... row -> own, added to the stream
 
-Norms and row layers' biases see a rank's tokens only: each rank has a summand of their gradients.
+Norms and biases of row layers see one rank's tokens only, so their gradients are partial.
 """
 
 from __future__ import annotations
@@ -31,18 +31,17 @@ if TYPE_CHECKING:
 _KEY = "tensor_parallel.sequence_parallel"
 _RULES = "tensor_parallel.partition_config.layer_specs"
 _DIMENSION = -2
-"""Of the tokens, where nobody has said another: hidden states are [..., tokens, width]."""
+"""Default token dimension: hidden states are [..., tokens, width]."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Where in a model tokens are divided.
+    """Token sharding of a model.
 
     Attributes:
-        cuts: how its layers are divided, the norms that put tokens together among them.
-        begin: path of the first block, which gets all tokens.
-        whole: paths of modules between the norms that are not divided: they get and give all tokens.
-        dim: dimension of the tokens.
+        cuts: sharding of its layers, including norms that all-gather tokens.
+        begin: path of the first block, whose input has all tokens.
+        whole: paths of unsharded modules between the norms, with all tokens as input and output.
     """
 
     cuts: dict[str, ShardSpec]
@@ -51,7 +50,7 @@ class Tokens:
     dim: int
 
     def attach(self, model: nn.Module) -> None:
-        """Have a model's modules divide tokens, whose layers have been divided."""
+        """Install token-sharding hooks on a model with sharded layers."""
         norm = next(module for module in model.modules() if isinstance(module, NormParallel))
         model.get_submodule(self.begin).register_forward_pre_hook(_Begin(norm, self.dim), with_kwargs=True)
         for path in self.whole:
@@ -59,12 +58,7 @@ class Tokens:
 
 
 class _Begin:
-    """Before the first block: each rank takes its tokens.
-
-    Args:
-        norm: knows the ranks.
-        dim: of the tokens.
-    """
+    """Forward pre-hook of the first block: each rank takes its tokens; `norm` has the group."""
 
     begins_tokens = True
 
@@ -86,12 +80,7 @@ class _Begin:
 
 
 class _Part:
-    """Behind a module that is not divided: each rank takes its tokens of the output, of several results the first.
-
-    Args:
-        norm: knows the ranks.
-        dim: of the tokens.
-    """
+    """Forward hook of an unsharded module: each rank takes its tokens of the (first) output; `norm` has the group."""
 
     def __init__(self, norm: NormParallel, dim: int) -> None:
         self._norm, self._dim = norm, dim
@@ -104,38 +93,33 @@ class _Part:
 
 
 def takes_tokens(hook: Any) -> bool:
-    """Whether a hook leaves each rank its own tokens."""
+    """Whether a hook splits tokens over ranks."""
     return isinstance(hook, (_Begin, _Part))
 
 
 def for_copy(hook: Any, group: TensorGroup) -> Any:
-    """Return such a hook for a copied module, whose ranks are those of another group."""
+    """Return the hook for a copied module with another group."""
     made = copy.copy(hook)
     made._norm = SimpleNamespace(group=group)
     return made
 
 
 def takes_tokens_before(module: nn.Module) -> bool:
-    """Whether each rank has its own tokens from this module's input on."""
+    """Whether tokens are sharded from this module's input on."""
     return any(isinstance(hook, _Begin) for hook in module._forward_pre_hooks.values())
 
 
 def takes_tokens_behind(module: nn.Module) -> bool:
-    """Whether each rank has its own tokens from this module's output on, of which all ranks have computed all."""
+    """Whether tokens are sharded from this module's output on, after all ranks have computed all tokens."""
     return any(isinstance(hook, _Part) for hook in module._forward_hooks.values())
 
 
 def tokens_of(model: nn.Module, cuts: dict[str, ShardSpec], section: TensorParallel) -> Tokens:
-    """Return where tokens are divided between a model's divided layers.
+    """Return the token sharding between a model's tensor-parallel layers.
 
-    Norms are those that rules name (`partition_type` `norm`, and `whole` for what is not divided between them). Without
-    such rules they are found in models whose blocks are norms and layers of one list, with a norm behind it: each norm
-    is taken to be one before divided layers.
-
-    Args:
-        model: it is not changed.
-        cuts: of its divided layers.
-        section: of the configuration.
+    Norms are selected by rules (`partition_type` `norm`, and `whole` for unsharded modules between them). Without rules
+    they are found in models whose blocks consist of norms and layers of one list, with a final norm. Each norm is
+    assumed to precede tensor-parallel layers.
 
     Raises:
         ConfigError: the model has no such blocks.
@@ -166,7 +150,6 @@ def tokens_of(model: nn.Module, cuts: dict[str, ShardSpec], section: TensorParal
 
 
 def _blocks(model: nn.Module, cuts: dict[str, ShardSpec]) -> tuple[str, list[str]]:
-    """Return the list of blocks with divided rows: its path and the names in it."""
     rows = [path for path, cut in cuts.items() if cut.kind == "row"]
     lists: dict[str, list[str]] = {}
     for path, module in model.named_modules():
@@ -184,7 +167,6 @@ def _blocks(model: nn.Module, cuts: dict[str, ShardSpec]) -> tuple[str, list[str
 
 
 def _named(model: nn.Module, rules: list[LayerSpec]) -> dict[str, str]:
-    """Return what rules name, by the module's path or that of its weight; nothing inside of another."""
     found: dict[str, str] = {}
     finds = name_search(model)
     for path, _ in model.named_modules():
@@ -196,7 +178,6 @@ def _named(model: nn.Module, rules: list[LayerSpec]) -> dict[str, str]:
 
 
 def _found(model: nn.Module, prefix: str, cuts: dict[str, ShardSpec]) -> Iterator[tuple[str, str]]:
-    """Find norms, and what is not divided, in a list of blocks and behind it."""
     for number, block in model.get_submodule(prefix).named_children():
         layers = norms = 0
         for name, child in block.named_children():
