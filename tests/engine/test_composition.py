@@ -9,6 +9,7 @@ from torch import nn
 
 import shardwise
 from shardwise.engine.getters import GETTERS, ConfigGetters
+from shardwise.engine.state_getters import StateGetters
 from tests.harness import run_ranks
 
 
@@ -37,7 +38,7 @@ def parts() -> None:
 
 
 def test_an_engine_is_made_of_parts_that_do_not_know_it() -> None:
-    assert shardwise.Engine.__bases__ == (ConfigGetters, nn.Module)
+    assert shardwise.Engine.__bases__ == (ConfigGetters, StateGetters)
     run_ranks(parts, 1)
 
 
