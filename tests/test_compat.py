@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -162,3 +163,20 @@ def test_a_graph_holds_what_is_kept_with_it() -> None:
         assert known() is not None
         del loss
         assert known() is None
+
+
+def test_locals_of_a_running_function_are_read_and_not_kept() -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def running() -> bool:
+        values, name = torch.ones(3), "here"
+        held.append(weakref.ref(values))
+        assert compat.local_of(sys._getframe(), "name") == name and compat.local_of(sys._getframe(), "absent") is None
+        del values
+        return held[0]() is None
+
+    assert running()
+    code = compile("found = local_of(sys._getframe(), 'there'), there", "script.py", "exec")
+    script = {"local_of": compat.local_of, "sys": sys, "there": 5}
+    exec(code, script)  # the locals of a module are its globals, which stay
+    assert script["found"] == (5, 5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -514,12 +515,25 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def local_of(frame: FrameType, name: str) -> Any:
+    """Return a local variable of a running function; None if it has none of this name.
+
+    Because Python before 3.13 leaves a copy of all locals on a frame whose `f_locals` is read, which would keep tensors
+    alive until the function returns, the copy is emptied.
+    """
+    values = frame.f_locals
+    found = values.get(name)
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # else they are the globals
+        values.clear()
+    return found
+
+
 def calls_running(module: torch.nn.Module | None) -> int:
     """Return how many calls of a module are on this thread's stack."""
     calls = 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is module
+        calls += frame.f_code.co_name == "_call_impl" and local_of(frame, "self") is module
         frame = frame.f_back
     return calls
 

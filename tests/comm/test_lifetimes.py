@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.comm import communicator, native
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.rank_status import is_following
+from shardwise.comm.rank_status import Here, is_following
 from shardwise.compat import all_gather_single
 from shardwise.device.recording import recording
 from shardwise.engine.sequence import SharedSequences
@@ -189,3 +190,14 @@ def test_no_activation_that_ranks_exchange_outlives_its_last_reader(stage: int, 
         engine.destroy()
     comms_logger.configure(enabled=False, path="")
     assert alive == [(whole, 0)] * 3
+
+
+def test_a_look_at_the_stack_keeps_no_local_variable_alive() -> None:
+    """The watchdog looks while the script waits in a join, whose callers' frames are examined."""
+    values, main = torch.ones(3), threading.get_ident()
+    alive = weakref.ref(values)
+    looks = threading.Thread(target=lambda: [Here(thread=main)() for _ in range(3)])
+    looks.start()
+    looks.join()
+    del values
+    assert alive() is None

@@ -40,7 +40,7 @@ from shardwise.comm.desync import (
 )
 from shardwise.comm.ledger import Ledger, Record, line_of
 from shardwise.comm.rendezvous import machine
-from shardwise.compat import group_named, launched_of
+from shardwise.compat import group_named, launched_of, local_of
 from shardwise.device.streams import Mark
 
 _DEEP = 400
@@ -188,13 +188,11 @@ class Here:
 
     def __call__(self, quiet: float = 0.0) -> Position:
         """Return the position of this process; `quiet` is as in `oldest_under_way`."""
-        frames = sys._current_frames()
-        frame = None if self._thread is None else frames.get(self._thread)
-        script = _Script.of(frame)
-        thread = self._thread or 0
-        if script.blocked and script.torch is None and (other := _waited_for(frame, frames)):
-            thread, within = other, _Script.of(frames.get(other))
-            script = replace(script, torch=within.torch, line=within.line or script.line)
+        thread, script = _script_of(self._thread or 0)
+        if script.torch is None and script.inner is not None:
+            code, place, call_of = script.inner
+            if not code.co_filename.startswith(_PACKAGE) and _calls_wait(code, place):
+                script = replace(script, torch=_TorchCall.of_work((call_of, place)))
         default = dist.group.WORLD
         rest: dict[str, Any] = {"doing": script.doing, "line": script.line, **self._facts()}
         rest["collectives"] = -1 if default is None else launched_of(default)
@@ -387,12 +385,14 @@ class _Script:
         doing: see `Position`.
         torch: the collective of torch that it is in, whoever has called that.
         blocked: it may wait for another thread that works for it.
+        inner: the innermost function, where in it the thread is, and which call of it that is.
     """
 
     line: str = ""
     doing: str = ""
     torch: _TorchCall | None = None
     blocked: bool = False
+    inner: tuple[CodeType, int, int] | None = None
 
     @classmethod
     def of(cls, frame: FrameType | None) -> _Script:
@@ -419,10 +419,24 @@ class _Script:
         call = None
         if called is not None:
             name = _WAITING.get(called.f_code.co_name, called.f_code.co_name)
-            call = _TorchCall.of(TorchLaunch.of(name, called.f_locals), (id(called), called.f_lasti))
-        elif not frame.f_code.co_filename.startswith(_PACKAGE) and _calls_wait(frame.f_code, frame.f_lasti):
-            call = _TorchCall.of_work((id(frame), frame.f_lasti))
-        return cls(line_of(frame), doing, call, blocked)
+            arguments = (*_SAYING_WHICH, _ALIKE.get(name, "group"))
+            given = {one: value for one in arguments if (value := local_of(called, one)) is not None}
+            call = _TorchCall.of(TorchLaunch.of(name, given), (id(called), called.f_lasti))
+        return cls(line_of(frame), doing, call, blocked, (frame.f_code, frame.f_lasti, id(frame)))
+
+
+def _script_of(thread: int) -> tuple[int, _Script]:
+    """Return the stack of the script of a thread, or of the thread that it waits for, and the number of that thread.
+
+    Because a frame keeps the locals of its function alive, frames are held for less than the interpreter gives a thread
+    at once (5 ms), and no longer than here.
+    """
+    frames = sys._current_frames()
+    script = _Script.of(frames.get(thread))
+    if script.blocked and script.torch is None and (other := _waited_for(frames.get(thread), frames)):
+        within = _Script.of(frames.get(other))
+        return other, replace(script, torch=within.torch, line=within.line or script.line)
+    return thread, script
 
 
 def _waited_for(frame: FrameType | None, frames: Mapping[int, FrameType]) -> int:
@@ -433,13 +447,13 @@ def _waited_for(frame: FrameType | None, frames: Mapping[int, FrameType]) -> int
     for _ in range(_WAITING_FRAMES):
         if frame is None:
             return 0
-        file, name, given = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
         if file.endswith(_AUTOGRAD):
             return _of_autograd(frames)
         if file.endswith(_THREADING) and name == "join":
-            return getattr(given.get("self"), "ident", None) or 0
+            return getattr(local_of(frame, "self"), "ident", None) or 0
         if file.endswith(_FUTURES[0]) and name == "result":
-            return _working_on(given.get("self"), frames)
+            return _working_on(local_of(frame, "self"), frames)
         frame = frame.f_back
     return 0
 
@@ -461,7 +475,7 @@ def _working_on(future: object, frames: Mapping[int, FrameType]) -> int:
         for _ in range(_DEEP):
             if frame is None:
                 break
-            item = frame.f_locals.get("self") if frame.f_code.co_filename.endswith(_FUTURES[1]) else None
+            item = local_of(frame, "self") if frame.f_code.co_filename.endswith(_FUTURES[1]) else None
             if item is not None and getattr(item, "future", None) is future:
                 return thread
             frame = frame.f_back

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.compat import has_values
+from shardwise.compat import has_values, local_of
 from shardwise.errors import UsageError
 from shardwise.parallel.attention import shared_attention
 from shardwise.parallel.eager import share_scores
@@ -182,10 +182,9 @@ def _packing_positions(caller: FrameType) -> torch.Tensor | None:
     It does so given positions, no padding mask and no cache. A rank's positions do not show packing if they belong to
     one sample.
     """
-    given = caller.f_locals
-    if given.get("past_key_values") is not None or given.get("mask_factory_function") is None:
+    if local_of(caller, "past_key_values") is not None or local_of(caller, "mask_factory_function") is None:
         return None
-    positions = given.get("position_ids")
+    positions = local_of(caller, "position_ids")
     return positions if isinstance(positions, torch.Tensor) else None
 
 
