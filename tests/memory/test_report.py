@@ -191,14 +191,14 @@ def test_autocast(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_optimizers_of_whole_tensors(stage: int) -> None:
-    """Because a loaded machine lets threads of Gloo keep messages a little longer, the best of some runs counts."""
-    for attempt in range(5):
+    """Because threads of a transport hold messages longer while they get no core, the best of three runs counts."""
+    for attempt in range(3):
         try:
             for before, after in run_ranks(report, 2, stage, "bf16", optimizer="Adafactor"):
                 check(before, after, f"stage {stage}")
             return
         except AssertionError:
-            if attempt == 4:
+            if attempt == 2:
                 raise
 
 

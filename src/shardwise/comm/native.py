@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.ledger import Record
-from shardwise.compat import all_gather_single, launch_together, reduce_scatter_single
+from shardwise.compat import all_gather_single, launch_together, reduce_scatter_single, storage_users
 from shardwise.device import recording
 from shardwise.device.summing import sum_rows
 from shardwise.errors import PeerLostError
@@ -82,6 +83,30 @@ class Works:
         if self._finish is not None:
             self._finish()
         self._works, self._finish, self.scratch = [], None, ()
+
+
+Users = Sequence[tuple[torch.Tensor, int]]
+"""Tensors of one collective, and how many objects refer to the memory of each when the collective is launched."""
+
+_RELEASE_S = 0.02
+"""Longest wait of the host for references of a transport."""
+
+
+def users_of(*tensors: torch.Tensor) -> Users:
+    """Return the users of tensors on a CPU; of other devices, and where torch does not tell, nothing."""
+    return [(tensor, users) for tensor in tensors if tensor.is_cpu and (users := storage_users(tensor)) is not None]
+
+
+def await_release(users: Users) -> None:
+    """Wait until a collective that has ended refers to none of some tensors, which nothing else may have come to use.
+
+    Because a thread of Gloo drops its references a little after it has reported the end, memory would outlive the
+    collective for as long as that thread gets no core.
+    """
+    end = time.monotonic() + _RELEASE_S
+    for tensor, before in users:
+        while (storage_users(tensor) or 0) > before and time.monotonic() < end:
+            time.sleep(0)
 
 
 _thread = threading.local()

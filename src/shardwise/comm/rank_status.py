@@ -432,7 +432,9 @@ def _script_of(thread: int) -> tuple[int, _Script]:
     at once (5 ms), and no longer than here.
     """
     frames = sys._current_frames()
-    script = _Script.of(frames.get(thread))
+    own = threading.get_ident()
+    del frames[own]  # which has this dictionary among its locals: a cycle, collected much later
+    script = _Script.of(sys._getframe() if thread == own else frames.get(thread))
     if script.blocked and script.torch is None and (other := _waited_for(frames.get(thread), frames)):
         within = _Script.of(frames.get(other))
         return other, replace(script, torch=within.torch, line=within.line or script.line)

@@ -17,6 +17,7 @@ from torch import nn
 from typing_extensions import override
 
 from shardwise.comm.domain import Domains
+from shardwise.comm.native import await_release, users_of
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use
@@ -397,7 +398,9 @@ class WholeUpdate(UpdatePart):
         received = torch.empty(sum(sizes_in), dtype=dtype, device=section.device)
         for message in (sent, received):
             self._accountant.hold(Category.BUFFERS, message)
+        users = users_of(received, sent)
         section.domain.ranks.all_to_all(received, sent, sizes_in, sizes_out, label).wait()
+        await_release(users)
         for run, part in zip(into, received.split([run.numel() for run in into]), strict=True):
             run.copy_(part)
 
