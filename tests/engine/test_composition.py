@@ -31,7 +31,7 @@ def parts() -> None:
     held = [value for value in vars(engine).values() if type(value).__module__.startswith("shardwise.engine")]
     assert {type(part).__name__ for part in held} == {
         *("TrainStep", "Batches", "Checkpoints", "Interchange", "FaultTolerance", "MemoryReporting", "Activations"),
-        *("StepEvents", "Profiling", "Timelines", "Following", "OwnSequences"),
+        *("Observers", "Profiling", "Timelines", "Following", "OwnSequences"),
     }
     assert not any(isinstance(value, shardwise.Engine) for part in held for value in vars(part).values())
     engine.destroy()
