@@ -189,9 +189,12 @@ def test_autocast(stage: int) -> None:
         check(before, after, f"stage {stage}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_optimizers_of_whole_tensors(stage: int) -> None:
-    """Because threads of a transport hold messages longer while they get no core, the best of three runs counts."""
+    """Because a message of an exchange is now and then held longer (about one run of twelve, for a reason that is not
+    known yet), the best of three runs counts.
+    """
     for attempt in range(3):
         try:
             for before, after in run_ranks(report, 2, stage, "bf16", optimizer="Adafactor"):
