@@ -95,7 +95,7 @@ def train(folder: Path) -> None:
             for tensor in found:
                 assert tensor is not None, name
                 said.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        rescues = engine.sharded.gatherer.rescues
+        rescues = engine.sharded.unsharder.late
         engine.destroy()
         gc.collect()
         size = resident()

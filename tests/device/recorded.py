@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.device.recording import Recorder, Trace, current, recording
-from shardwise.zero.passes.gather import Gatherer
+from shardwise.zero.passes.unshard import Unsharder
 from shardwise.zero.units.unit import Unit
 from tests.models import Case
 from tests.zero.training import DTYPES, Setting, start
@@ -49,32 +49,34 @@ class RecordedChannel:
     def check_present(self) -> None:
         pass
 
-    def attend(self) -> None:
+    def raise_helper_error(self) -> None:
         pass
 
 
 @contextlib.contextmanager
 def _noted(recorder: Recorder) -> Iterator[None]:
     """Write down what `check_progress` has to know of helpers."""
-    launch_to, parked = Gatherer._launch_to, Gatherer.parked
+    launch_to, parked = Unsharder._launch_to, Unsharder.blocked
 
-    def noted_launch(self: Gatherer, place: int) -> int:
+    def noted_launch(self: Unsharder, place: int) -> int:
         launched = 0
-        while self._next <= place:
-            recorder.say("launch", self._passes_back if self.phase.value == "backward" else -1, self._next)
-            launched += launch_to(self, self._next)
+        while self.order.next <= place:
+            recorder.say(
+                "launch", self._backward_passes if self.order.phase.value == "backward" else -1, self.order.next
+            )
+            launched += launch_to(self, self.order.next)
             recorder.say("launched")
         return launched
 
     @contextlib.contextmanager
-    def noted_park(self: Gatherer) -> Iterator[None]:
+    def noted_park(self: Unsharder) -> Iterator[None]:
         if PARKS:
-            recorder.say("park", self._passes_back if self.phase.value == "backward" else 0)
+            recorder.say("park", self._backward_passes if self.order.phase.value == "backward" else 0)
         with parked(self):
             yield
         recorder.say("unpark")
 
-    with mock.patch.object(Gatherer, "_launch_to", noted_launch), mock.patch.object(Gatherer, "parked", noted_park):
+    with mock.patch.object(Unsharder, "_launch_to", noted_launch), mock.patch.object(Unsharder, "blocked", noted_park):
         yield
 
 
@@ -120,14 +122,14 @@ def record(
         engine = start(case, setting)
         if any(unit.sharded for unit in engine.sharded.units):
             channel: Any = RecordedChannel(recorder)
-            engine.sharded.channel = engine.sharded.gatherer._channel = channel
+            engine.sharded.channel = engine.sharded.unsharder.peers = channel
         for step in range(steps):
             for micro in range(setting.accumulation):
                 engine.backward(loss(engine, step * setting.accumulation + micro, rank))
                 engine.step()
             between(engine)
         engine.sharded.finish_gathers()
-        engine.sharded.channel = engine.sharded.gatherer._channel = None
+        engine.sharded.channel = engine.sharded.unsharder.peers = None
         with recorder.silent():
             engine.destroy()
     return recorder.trace

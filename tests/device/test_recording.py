@@ -29,8 +29,9 @@ from shardwise.registry import declare_part
 from shardwise.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from shardwise.zero.model import ShardedModel
 from shardwise.zero.passes import gradients
-from shardwise.zero.passes.gather import Gatherer
+from shardwise.zero.passes.order import UnitOrder
 from shardwise.zero.passes.reduce import Reducer
+from shardwise.zero.passes.unshard import Unsharder
 from shardwise.zero.units.unit import FlatParamStorage, Unit
 from tests.device import recorded
 from tests.device.recorded import record, record_all
@@ -177,7 +178,10 @@ def ordered_by(who: str) -> Iterator[None]:
     A rank that is recorded hears nothing of the others.
     """
     blocks = property(lambda self: False) if who == "host" else Reducer.on_device
-    with mock.patch.object(Gatherer, "take_ahead", lambda self: False), mock.patch.object(Reducer, "on_device", blocks):
+    with (
+        mock.patch.object(Unsharder, "take_ahead", lambda self: False),
+        mock.patch.object(Reducer, "on_device", blocks),
+    ):
         yield
 
 
@@ -401,36 +405,36 @@ def gathers_do_not_wait_for_the_step() -> Iterator[None]:
         if self.channel is not None:
             self.channel.shards_written(self.domain.gathers.mark())
 
-    begin = Gatherer.begin_forward
+    begin = Unsharder.begin_forward
 
-    def begin_forward(self: Gatherer) -> None:
+    def begin_forward(self: Unsharder) -> None:
         with mock.patch.object(CollectiveQueue, "follow", lambda self: None):
             begin(self)
 
-    release = Unit.release
+    reshard = Unit.reshard
 
-    def released(self: Unit, heir: Unit | None = None) -> None:
+    def resharded(self: Unit, heir: Unit | None = None) -> None:
         # Else what is released says that the step has come before it.
         with mock.patch.object(CollectiveQueue, "follow", lambda self: None):
-            release(self, heir)
+            reshard(self, heir)
 
     with (
         mock.patch.object(ShardedModel, "_shards_written", shards_written),
-        mock.patch.object(Gatherer, "begin_forward", begin_forward),
-        mock.patch.object(Unit, "release", released),
+        mock.patch.object(Unsharder, "begin_forward", begin_forward),
+        mock.patch.object(Unit, "reshard", resharded),
     ):
         yield
 
 
 @plant("early")
 def memory_is_gathered_into_while_it_is_still_computed_with() -> Iterator[None]:
-    release = Unit.release
+    reshard = Unit.reshard
 
-    def released(self: Unit, heir: Unit | None = None) -> None:
+    def resharded(self: Unit, heir: Unit | None = None) -> None:
         with mock.patch.object(CollectiveQueue, "follow", lambda self: None):
-            release(self, heir)
+            reshard(self, heir)
 
-    with mock.patch.object(Unit, "release", released):
+    with mock.patch.object(Unit, "reshard", resharded):
         yield
 
 
@@ -553,19 +557,19 @@ def test_an_answer_behind_what_the_peer_computes_is_found() -> None:
 
 def test_streams_that_wait_for_reductions_are_found() -> None:
     """Gathers run behind a wait for a reduction, in which a peer that waits for the gather cannot take part."""
-    with ordered_by("device"), mock.patch.object(Reducer, "waits_for_peers", lambda self, index: False):
+    with ordered_by("device"), mock.patch.object(UnitOrder, "must_not_wait", lambda self, unit: False):
         (found,) = checking.check_progress(record_all(MANY, SETTINGS["bf16"].with_stage(3), loss=routed))
     assert found.kind == "stuck"
 
 
 def test_gathers_that_no_helper_launches_are_found() -> None:
     @contextlib.contextmanager
-    def alone(self: Gatherer) -> Iterator[None]:
+    def alone(self: Unsharder) -> Iterator[None]:
         yield
 
     with (
         ordered_by("host"),
-        mock.patch.object(Gatherer, "parked", alone),
+        mock.patch.object(Unsharder, "blocked", alone),
         mock.patch.object(recorded, "PARKS", False),
     ):
         (found,) = checking.check_progress(record_all(MANY, SETTINGS["bf16"].with_stage(3), loss=routed))

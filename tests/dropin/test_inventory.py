@@ -163,7 +163,7 @@ def subject(path: str) -> Any:
     """Something that has the members of a class."""
     if path == PARAMETER:
         parameter = torch.nn.Parameter(torch.zeros(2))
-        released.withhold(parameter)
+        released.guard(parameter)
         return parameter
     parent, _, name = path.rpartition(".")
     if name == "DeepSpeedEngine":

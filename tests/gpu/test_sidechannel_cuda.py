@@ -66,13 +66,13 @@ def test_a_shard_is_fetched_while_the_peers_stream_waits(monkeypatch: pytest.Mon
     def begin(comm: Any) -> SideChannel:
         with torch.cuda.stream(streams[comm.rank]):
             channel = SideChannel(comm, [units[comm.rank]])  # type: ignore[list-item]
-            channel.attend()
+            channel.raise_helper_error()
             return channel
 
     asking, answering = group.run(begin)
     with torch.cuda.stream(streams[1]):
         torch.cuda._sleep(1 << 34)  # as behind a gather that the rank which asks has still to launch
-        answering.attend()
+        answering.raise_helper_error()
     with torch.cuda.stream(streams[0]):
         asking.fetch(units[0])
     streams[0].synchronize()

@@ -136,7 +136,7 @@ def train(family: str, stage: int, built_sharded: bool = False, checkpointing: s
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
-    assert engine.sharded.gatherer.rescues == 0
+    assert engine.sharded.unsharder.late == 0
     engine.destroy()
     return losses
 

@@ -87,7 +87,7 @@ def teacher(bare: bool) -> list[bool]:
         first.sum().backward()
     handle.remove()
     second.sum().backward()
-    released = engine.sharded.gatherer.phase.value == "idle"
+    released = engine.sharded.model_pass.phase.value == "idle"
     with shardwise.zero.GatheredParameters(list(model.parameters())):
         expected = (torch.ones(2, 4) @ model[1].weight) @ model[0].weight
         close = torch.allclose(x.grad, expected)
@@ -185,7 +185,7 @@ def interrupted(stage: int, ranks: list[int]) -> tuple[Any, int]:
                     engine.module.blocks[0].up.weight.sum()
         engine.backward(GPT.loss(engine, data(step)))
         engine.step()
-    result = masters(engine.module), engine.sharded.gatherer.rescues
+    result = masters(engine.module), engine.sharded.unsharder.late
     engine.destroy()
     return result
 

@@ -138,7 +138,7 @@ def passes_inside() -> list[Any]:
     changed = float(case.loss(engine, batch).detach())
     engine.step()
     released = engine.sharded.accountant.live
-    result = [losses == [expected] * 2, norm > 0, changed != expected, released, engine.sharded.gatherer.rescues]
+    result = [losses == [expected] * 2, norm > 0, changed != expected, released, engine.sharded.unsharder.late]
     engine.destroy()
     return result
 

@@ -151,11 +151,11 @@ def copied(stage: int) -> list[Any]:
         copies = [way() for way in ways]
         values = {name: value.clone() for name, value in model.state_dict().items()}
     for other in copies:
-        passes = engine.sharded.gatherer._passes
+        passes = engine.sharded.model_pass.usage.passes
         other(torch.ones(2, 3)).mean().backward()
         assert all(type(p) is nn.Parameter and p.grad is not None for p in other.parameters())
         assert all(torch.equal(value, values[name]) for name, value in other.state_dict().items())
-        assert engine.sharded.gatherer._passes == passes
+        assert engine.sharded.model_pass.usage.passes == passes
     for way in (copy.deepcopy, saved):
         with pytest.raises(UsageError, match="save_checkpoint"):
             way(engine)

@@ -207,7 +207,7 @@ def one_rank() -> list[bool]:
     units = engine.sharded.units
     seen = [not section.full.numel() for unit in units for section in unit.sections]
     with shardwise.zero.GatheredParameters(list(engine.module.parameters())):
-        seen += [unit.state.value == "gathered" for unit in units]
+        seen += [unit.state.value == "unsharded" for unit in units]
     seen += [not section.full.numel() for unit in units for section in unit.sections]
     engine.destroy()
     seen += [bool(parameter.isfinite().all()) for parameter in engine.module.parameters()]

@@ -99,7 +99,7 @@ def refused() -> tuple[str, str]:
     comm.barrier()
     helped = ""
     try:
-        channel.attend()
+        channel.raise_helper_error()
     except UsageError as error:
         helped = str(error)
     channel.close()
@@ -128,7 +128,7 @@ def garbled() -> str:
     while comm.rank == 1 and not found and time.monotonic() < deadline:
         time.sleep(0.01)
         try:
-            channel.attend()
+            channel.raise_helper_error()
         except UsageError as error:
             found = str(error)
     comm.barrier()
@@ -230,7 +230,7 @@ def fetch_in_two_steps(accumulation: int) -> list[list[float]]:
         channel.shards_written(engine.sharded.domain.gathers.mark())
         dist.send(word, 1)
         dist.barrier()
-    unit.release()
+    unit.reshard()
     engine.sharded.channel.close()
     engine.job.destroy()
     return found
@@ -260,7 +260,7 @@ def fail_to_help() -> tuple[str, list[int]]:
         if asked == [2]:
             raise torch.OutOfMemoryError("no memory for the gather")
 
-    channel.on_want = no_memory
+    channel.on_want(no_memory)
     dist.barrier()
     message = ""
     if dist.get_rank() == 0:
@@ -289,14 +289,14 @@ def test_help_is_given_on_the_stream_of_the_pass() -> None:
     with recording() as recorder:
         channel = SideChannel.__new__(SideChannel)
         channel._streams, channel._error = streams_of(CPU), None
-        channel.on_want = lambda number, place: seen.append(recorder.stream)
+        channel.on_want(lambda number, place: seen.append(recorder.stream))
         seen: list[str] = []
         peer = SimpleNamespace(rank=1)
         for stream in ("first", "second"):
             with recorder.using(stream):
-                channel.attend()
+                channel.raise_helper_error()
             channel._answer(peer, sidechannel._WANT, 1, 1, b"")  # type: ignore[arg-type]
-        channel.attend()
+        channel.raise_helper_error()
     assert seen == ["first", "second"]
 
 
@@ -373,12 +373,12 @@ def fetch_wide(mib: int) -> tuple[bool, float, float]:
     for section in unit.sections:
         section.allocate()
     engine.sharded.channel.fetch(unit)
-    unit.fill_done()
+    unit.on_unsharded()
     dist.barrier()
     added = resident("VmHWM") - before
     (section,) = unit.sections
     right = torch.equal(section.full, torch.arange(section.full.numel(), dtype=torch.float32))
-    unit.release()
+    unit.reshard()
     engine.destroy()
     return right, added / 2**20, unit.nbytes / 2**20
 
@@ -434,7 +434,7 @@ def double(stage: int, empty: bool) -> tuple[str, int]:
             engine.empty_partition_cache()
         engine.backward(loss)
         engine.step()
-    rescues = engine.sharded.gatherer.rescues
+    rescues = engine.sharded.unsharder.late
     values = digest(list(masters(engine.module).values()))
     engine.destroy()
     return values, rescues
@@ -490,21 +490,21 @@ def repeat() -> tuple[int, int]:
     engine, *_ = shardwise.initialize(model=Repeated(), config=config)
     sharded = engine.sharded
     most = 0
-    launch = Unit.start_gather
+    launch = Unit.unshard
 
     def counted(unit: Unit, *purpose: Any) -> None:
         nonlocal most
         launch(unit, *purpose)
-        most = max(most, sum(unit.numel for unit in sharded.units if unit.state is not UnitState.RELEASED))
+        most = max(most, sum(unit.numel for unit in sharded.units if unit.state is not UnitState.SHARDED))
 
-    with mock.patch.object(Unit, "start_gather", counted):
+    with mock.patch.object(Unit, "unshard", counted):
         loss = engine(torch.randn(2, 16))
     engine.backward(loss)
     engine.step()
     for _ in range(2):
         engine.backward(engine(torch.randn(2, 16)))
         engine.step()
-    rescues = sharded.gatherer.rescues
+    rescues = sharded.unsharder.late
     engine.destroy()
     return rescues, most
 

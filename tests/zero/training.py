@@ -214,7 +214,7 @@ def train(case: Case, setting: Setting, steps: int) -> Outcome:
             engine.step()
         outcome.losses.append(float(loss.detach()))
         outcome.norms.append(engine.get_global_grad_norm())
-        outcome.rescues.append(engine.sharded.gatherer.rescues)
+        outcome.rescues.append(engine.sharded.unsharder.late)
     outcome.masters = masters(engine.module)
     outcome.parameters = parameters_digest(engine.module)
     outcome.buffers = digest(list(engine.module.buffers()))

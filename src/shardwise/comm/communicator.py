@@ -6,7 +6,7 @@ read each other's memory (`shardwise.comm.intra_node_transport`).
 Different kinds of collective (gathers, reductions, small sums) may be launched in different interleavings on different
 ranks: each has a process group. Those of scripts and checkpoints ("explicit") share that of the small sums and are
 launched in one order with them. Within one kind the order must be the same on all ranks; that is what
-`shardwise.zero.passes.gather` and `shardwise.zero.passes.reduce` guarantee.
+`shardwise.zero.passes.unshard` and `shardwise.zero.passes.reduce` guarantee.
 
 A backend serves one type of device: NCCL refuses tensors of the CPU. Every tensor handed in therefore lies on the
 communicator's device, and what is made here is made there.

@@ -478,7 +478,7 @@ class Engine(ConfigGetters, StateGetters):
         """
         self.sharded.hooks.settle()
         for unit in self.sharded.units:
-            unit.release()
+            unit.reshard()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
 

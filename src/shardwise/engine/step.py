@@ -597,7 +597,7 @@ class TrainStep:
         signals = self._signals.facts(self._job.rank)
         inputs, self._inputs = self._inputs, None
         compared = [] if inputs is None else inputs.facts()
-        ahead = float(sharded.gatherer.take_ahead())
+        ahead = float(sharded.unsharder.take_ahead())
         facts = [*self._window.facts(), reported, wrong, ahead, *losses, *signals, *compared]
         sums = norm = None
         if formed is not None and probe is None:

@@ -103,16 +103,16 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     model.update.check_agreed(f"parameter {model.registry[index].name!r}")
     model.share_changes()
     (unit,) = model.units_of([model.registry.parameters[index]])
-    model.gatherer.let_go([unit])
-    unit.finish_gather()
-    if unit.state is not UnitState.RELEASED:
+    model.unsharder.reshard_kept([unit])
+    unit.wait_for_unshard()
+    if unit.state is not UnitState.SHARDED:
         model.values_of(index).copy_(flat)
         unit.store_shard()
     with _lent(model, index, written=True):
         stepped = _as_stepped(model, index, value)
         for start, stop, master in model.update.master_pieces(index):
             master.copy_(stepped[start:stop])
-    if unit.state is UnitState.RELEASED:
+    if unit.state is UnitState.SHARDED:
         model.publish([unit])
 
 

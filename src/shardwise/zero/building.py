@@ -171,7 +171,7 @@ class UnitBuilder:
         for parameter in unit.parameters:
             parameter.grad = None  # left by earlier training: the first gradient would be added to it
             released.adopt(parameter, self._owner)
-        unit.release()
+        unit.reshard()
         return unit
 
     def prepare_gathers(self, sharded: Sequence[Unit]) -> None:

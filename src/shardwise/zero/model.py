@@ -46,14 +46,18 @@ from shardwise.zero.parameters.guards import Guards
 from shardwise.zero.parameters.init import PartStore
 from shardwise.zero.parameters.memoryguard import MemoryGuard
 from shardwise.zero.parameters.unsharded_access import Shown, Wholes
+from shardwise.zero.passes.calls import UnitCalls
 from shardwise.zero.passes.driver import Alone, Driver
-from shardwise.zero.passes.gather import Gatherer, Phase, Touch, backward_order
 from shardwise.zero.passes.hooks import Hooks
-from shardwise.zero.passes.nopeers import NoPeers
+from shardwise.zero.passes.model_pass import Call, Pass, backward_order
+from shardwise.zero.passes.order import Phase, UnitOrder
+from shardwise.zero.passes.peer_shards import NoPeers, PeerShards
 from shardwise.zero.passes.plain import PlainGradients
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.passes.sums import GradientSums
+from shardwise.zero.passes.unshard import Unsharder
+from shardwise.zero.passes.usage import UnitUsage
 from shardwise.zero.states import MovingStates
 from shardwise.zero.units import released
 from shardwise.zero.units.global_ids import GlobalTensorIds
@@ -196,19 +200,19 @@ class ShardedModel:
             self.units.append(builder.build(index, spec, sections, sharded=sharded_unit))
         sharded = [unit for unit in self.units if unit.sharded]
         builder.prepare_gathers(sharded)
-        self.channel: SideChannel | NoPeers | None = None
+        self.channel: PeerShards | None = None
         if sharded:
             alone = self.comm.imagined or self.comm.world == 1
             self.channel = NoPeers() if alone else SideChannel(self.comm, sharded)
-        self.gatherer = Gatherer(
-            self.units,
-            self.registry,
+        order, usage, calls = UnitOrder(self.units), UnitUsage(self.units), UnitCalls(self.units)
+        unsharder = Unsharder(
+            order,
+            usage,
             self.channel,
             domain.gathers,
-            self.presence,
             prefetch=plan.prefetch,
             prefetch_elements=plan.prefetch_elements,
-            backward=self.update is not None,
+            backward_follows=self.update is not None,
         )
         self.reducer: Reducer | None = None
         self.sums: GradientSums | None = None
@@ -225,17 +229,18 @@ class ShardedModel:
                 prescale=prescale,
                 compressor=compressor,
                 keeps_gradients=self.keeps_gradients,
-                gatherer=self.gatherer,
+                order=order,
+                calls=calls,
+                unsharder=unsharder,
                 update=self.update,
                 driver=self._driver,
-                presence=self.presence,
             )
-            self.gatherer.reducer = self.reducer
             self.sums = GradientSums(self.units, self.numbering, self.comm, device, accountant, self.reducer)
             self.update.bind(self.reducer.own_gradient, self._values_have_changed)
         if self.channel is not None:
-            self.channel.on_want = self.gatherer.wanted
-        self.hooks = Hooks(module, self.units, self.gatherer)
+            self.channel.on_want(unsharder.on_peer_blocked)
+        self.model_pass = Pass(order, usage, calls, unsharder, self.reducer, self.registry, self.presence)
+        self.hooks = Hooks(module, self.units, self.model_pass)
         self.plain = None if plain is None else PlainGradients(self.units, self.comm, accountant, averages=plain)
         layout = self._optimizer_layout()
         self.guards = Guards(module, self.registry, optimizer, self._absent, layout, drops=plain is None)
@@ -249,13 +254,23 @@ class ShardedModel:
             for section in unit.sections
             for slot in section.layout.slots
         }
-        self._set_order(forward, backward)
+        self.model_pass.set_order(forward, backward)
         self._connect(domains)
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
         self.copied: Copied | None = None
         give_back_freed_memory()  # of the whole parameters, between the shards
+
+    @property
+    def unsharder(self) -> Unsharder:
+        """Unshards the units in passes."""
+        return self.model_pass.unsharder
+
+    @property
+    def order(self) -> tuple[list[int], list[int]]:
+        """Indices of all units in the forward and in the backward order."""
+        return self.model_pass.order.indices
 
     @property
     def driver(self) -> Driver:
@@ -370,10 +385,10 @@ class ShardedModel:
     def _absent(self, parameter: nn.Parameter) -> bool:
         """Whether the values of a parameter are on other ranks and using it would raise."""
         tensor = self.registry.find(parameter)
-        if tensor is None or self.gatherer.phase is not Phase.IDLE:
+        if tensor is None or self.model_pass.phase is not Phase.IDLE:
             return False
         self.presence.require(f"parameter {tensor.name!r} cannot be used", values=True)
-        return self.gatherer.absent(self._section_of[tensor.index][0])
+        return self.unsharder.is_resharded(self._section_of[tensor.index][0])
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
@@ -403,7 +418,7 @@ class ShardedModel:
         if self.plain is not None:
             self.plain.end()
         if reducer is not None and reducer.passes == passes:
-            reducer.pass_over()
+            self.model_pass.join_backward()
 
     # -- stepping ----------------------------------------------------------------------------------------------------
 
@@ -471,7 +486,7 @@ class ShardedModel:
             UsageError: parameters are gathered for evaluation, have been frozen, unfrozen or added, or are others than
                 they were.
         """
-        if self.gatherer.suspended:
+        if self.unsharder.suspended:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
             )
@@ -499,7 +514,7 @@ class ShardedModel:
             return
         for unit in self.units:
             if not unit.sharded and any(tensor.index in changed for tensor in unit.tensors):
-                unit.finish_gather()
+                unit.wait_for_unshard()
                 with self.lent([unit]):
                     self.update.refresh(unit, self.guards.loaded)
         self.guards.note()
@@ -516,7 +531,7 @@ class ShardedModel:
         The gradients may be overwritten.
         """
         assert self.update is not None
-        self.gatherer.let_go()
+        self.unsharder.reshard_kept()
         self.finish_gathers()
         self.share_changes()
         with self.accountant.owning(Category.OTHER), self.guards.stepping(), named("step"):
@@ -527,7 +542,7 @@ class ShardedModel:
         self._values_have_changed()
         if self.comm.world > 1:
             for unit in self.units:
-                unit.spread()
+                unit.all_gather_update()
         self._shards_written()
 
     def _shards_written(self) -> None:
@@ -549,14 +564,14 @@ class ShardedModel:
         Raises:
             DesyncError: the same on every rank, if they differ: what rank 0 has used, and the first rank that differs.
         """
-        taken = self.comm.fingerprints(str(self.gatherer.branches), "strict_sync")
-        self.gatherer.branches = 0
+        taken = self.comm.fingerprints(str(self.model_pass.usage.branches), "strict_sync")
+        self.model_pass.usage.branches = 0
         others = [rank for rank, branches in enumerate(taken) if branches != taken[0]]
         if others:
             names = [unit.name for unit in self.units]
             used = []
             for rank in (0, others[0]):
-                trace = self.comm.share_object(self.gatherer.trace, "strict_sync.trace", src=rank)
+                trace = self.comm.share_object(self.model_pass.usage.first_uses, "strict_sync.trace", src=rank)
                 assert isinstance(trace, list)
                 used.append([names[index] for index in trace])
             if used[0] == used[1]:
@@ -589,25 +604,18 @@ class ShardedModel:
             self.reducer.compressor.end_step(applied)
         if not self._order_agreed:
             self._order_agreed = True
-            traced = [self.gatherer.traced_order(), self.gatherer.traced_backward(), self.gatherer.untracked]
+            usage = self.model_pass.usage
+            traced = [usage.forward_order(), usage.backward_order(), sorted(usage.untracked)]
             order = self.comm.share_object(traced, "unit_order")
             assert isinstance(order, list)
-            self._set_order(*order[:2])
-            self.gatherer.launch_at_once(order[2])
-            if self.reducer is not None:
-                self.reducer.order_is_traced = True
-
-    def _set_order(self, forward: Sequence[int], backward: Sequence[int]) -> None:
-        self.order = (list(forward), list(backward))
-        self.gatherer.set_order(forward, backward)
-        if self.reducer is not None:
-            self.reducer.set_order(forward, backward)
-            self.reducer.find_alone()
+            self.model_pass.order.traced = True
+            self.model_pass.set_order(*order[:2])
+            self.unsharder.launch_first(order[2])
 
     def finish_gathers(self) -> None:
         """Wait for updated parameters that are still on their way."""
         for unit in self.units:
-            unit.finish_gather()
+            unit.wait_for_unshard()
 
     # -- access of single parameters ---------------------------------------------------------------------------------
 
@@ -627,14 +635,11 @@ class ShardedModel:
         unit, section = self._section_of[index]
         gradients = self.reducer.gradients[unit.index]
         if self.reducer.partial:
-            slot = next(slot for slot in section.layout.slots if slot.index == index)
-            place = unit.sections.index(section)
-            held = gradients.buffers.get(place)
-            return (
-                []
-                if not isinstance(held, torch.Tensor) or index not in gradients.written  # sums are never in pieces
-                else [(0, slot.numel, held[slot.offset : slot.offset + slot.numel])]
-            )
+            number, slot = next((n, s) for n, s in enumerate(section.layout.slots) if s.index == index)
+            held = gradients.buffers.get(unit.sections.index(section))
+            if held is None or held.flat is None or not held.present[number]:
+                return []
+            return [(0, slot.numel, held.flat[slot.offset : slot.offset + slot.numel])]
         parts: list[tuple[tuple[int, int], torch.Tensor]] = []
         if gradients.accumulated:
             parts.append((section.own_range, section.own_gradient))
@@ -790,15 +795,15 @@ class ShardedModel:
         Args:
             units: whose values have been written; None: all.
         """
-        self.gatherer.let_go()
+        self.unsharder.reshard_kept()
         for unit in self.units if units is None else units:
-            unit.finish_gather()
+            unit.wait_for_unshard()
             with self.lent([unit]):
                 if self.update is not None:
                     self.update.publish(unit)
-                unit.spread("explicit", everything=True)
-                unit.finish_gather()
-            if unit.sharded and unit.state is not UnitState.RELEASED:
+                unit.all_gather_update("explicit", everything=True)
+                unit.wait_for_unshard()
+            if unit.sharded and unit.state is not UnitState.SHARDED:
                 self.domain.gathers.follow()
                 unit.gather_whole("explicit").wait()
                 unit.rounded = False
@@ -929,12 +934,12 @@ class ShardedModel:
         self.hooks.settle()
         self.presence.require("parameters cannot be gathered", values=True)
         wanted = self.units_of(parameters)
-        self.gatherer.let_go(wanted)
+        self.unsharder.reshard_kept(wanted)
         changed: list[Unit] = []
         try:
             for unit in wanted:
-                unit.finish_gather()
-                if unit.state is UnitState.RELEASED:
+                unit.wait_for_unshard()
+                if unit.state is UnitState.SHARDED:
                     self._fill_now(unit, kind)
                     unit.pins += 1
                     changed.append(unit)
@@ -955,14 +960,14 @@ class ShardedModel:
                 section.free()
             raise
         unit.rounded = False
-        unit.fill_done()
-        unit.expose()
+        unit.on_unsharded()
+        unit.unguard()
 
     def let_go(self, gathered: Sequence[Unit]) -> None:
         """Release what `gather_parts` returned."""
         for unit in gathered:
             unit.pins -= 1
-            unit.release()
+            unit.reshard()
 
     def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
         """End a `gather_parts`.
@@ -998,11 +1003,11 @@ class ShardedModel:
     def whole(self) -> Iterator[None]:
         """Gather everything once: passes inside need no communication, so that their number may differ by rank."""
         gathered = self.gather_parts(self.registry.parameters)
-        self.gatherer.suspended = True
+        self.unsharder.suspended = True
         try:
             yield
         finally:
-            self.gatherer.suspended = False
+            self.unsharder.suspended = False
             self.let_go(gathered)
 
     # -- state off the device for a while ----------------------------------------------------------------------------
@@ -1021,12 +1026,12 @@ class ShardedModel:
         self.hooks.settle()
         if self.update is not None:
             self.update.check_movable("engine.offload_states()")
-        if self.gatherer.phase is not Phase.IDLE or self.gatherer.suspended or any(unit.pins for unit in self.units):
+        if self.model_pass.phase is not Phase.IDLE or self.unsharder.suspended or any(unit.pins for unit in self.units):
             raise UsageError(
                 "engine.offload_states(): a pass is under way, or parameters are gathered (GatheredParameters, "
                 "engine.gathered()). Call it between steps, outside of such blocks"
             )
-        self.gatherer.let_go()
+        self.unsharder.reshard_kept()
         self.finish_gathers()
         self.await_copies()
         if OffloadStateTypeEnum.lp_params in kinds:
@@ -1061,15 +1066,19 @@ class ShardedModel:
     @property
     def in_pass(self) -> bool:
         """See `shardwise.zero.units.released.Owner`."""
-        return self.gatherer.phase is not Phase.IDLE
+        return self.model_pass.phase is not Phase.IDLE
 
-    def touch(self, parameter: nn.Parameter, what: str) -> Touch | None:
+    def touch(self, parameter: nn.Parameter, what: str) -> Call | None:
         """See `shardwise.zero.units.released.Owner`."""
-        return self.gatherer.touch(parameter, what)
+        tensor = self.registry.find(parameter)
+        assert tensor is not None
+        return self.model_pass.touch(self.unit_of(tensor.index), tensor, what)
 
     def end_touch(self, parameter: nn.Parameter, token: Any, result: object) -> None:
         """See `shardwise.zero.units.released.Owner`."""
-        self.gatherer.end_touch(parameter, token, result)
+        tensor = self.registry.find(parameter)
+        assert tensor is not None
+        self.model_pass.end_touch(self.unit_of(tensor.index), token, result)
 
     def kept(self, parameter: nn.Parameter) -> int:
         """See `shardwise.zero.units.released.Owner`."""
@@ -1119,12 +1128,12 @@ class ShardedModel:
                 self.channel.close()  # the peers are told
             raise
         self.hooks.remove()
+        self.model_pass.close()
         self.guards.remove()
         if self.plain is not None:
             self.plain.remove()
         self._give_optimizer_back()
         if self.reducer is not None:
-            self.reducer.remove()
             self.reducer.clear()
         while self.units and not apart:
             unit = self.units[0]
@@ -1168,7 +1177,7 @@ class ShardedModel:
                     raise
                 failure = error  # a peer is here already, and has left out what is to be ended
         if self.channel is not None:
-            phase = self.gatherer.phase.value
+            phase = self.model_pass.phase.value
             try:
                 apart = self.channel.end_together(where, phase, cut_short=failure is not None)
             except (DesyncError, PeerLostError) as error:
@@ -1197,14 +1206,9 @@ class ShardedModel:
     def _cut_references(self) -> None:
         """Leave no cycle that holds the model: memory is given back at once, not when Python looks for cycles."""
         if self.channel is not None:
-            self.channel.on_want = _ignore
+            self.channel.on_want(None)
         self.driver = Alone()
-        self.gatherer.close()
         self._states.close()
         self.reducer = None
         self.channel = self.sums = None
         self._section_of = {}
-
-
-def _ignore(*_: Any) -> None:
-    """Nobody listens."""

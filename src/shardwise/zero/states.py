@@ -165,8 +165,8 @@ class MovingStates:
             sections = gradients.unit.sections
             for place, buffer in gradients.buffers.items():
                 # The accumulator itself may be the buffer.
-                if isinstance(buffer, torch.Tensor) and buffer is not sections[place].gradient:
-                    yield _Part(buffer, gradients.loans.home)
+                if buffer.flat is not None and buffer.flat is not sections[place].gradient:
+                    yield _Part(buffer.flat, gradients.loans.home)
 
     def _free_spent_gradients(self) -> None:
         """Give memory back that only waits for the next window."""

@@ -116,7 +116,7 @@ class PartStore:
         keep_elsewhere(parameter, self)
         parameter.data = released.blank_of(parameter)
         released.adopt(parameter, self)
-        released.withhold(parameter)
+        released.guard(parameter)
 
     def narrow(self, parameter: nn.Parameter, part: Region) -> None:
         """See `shardwise.registry.Keeper`: each rank keeps its elements of the whole tensor until they are needed."""
@@ -236,7 +236,7 @@ class PartStore:
         keep_elsewhere(other, self)
         self.names[other] = self.names.get(parameter, "")
         released.adopt(other, self)
-        released.withhold(other)
+        released.guard(other)
         return other
 
     def kept(self, parameter: nn.Parameter) -> int:
@@ -305,7 +305,7 @@ class PartStore:
             narrowed = parameter in self._narrowed
             if src is None or narrowed:
                 parameter.data = released.blank_of(parameter)
-                released.withhold(parameter)
+                released.guard(parameter)
             else:
                 self.split(parameter, self.comm.group_rank(src))
             if src is not None and narrowed:

@@ -1,18 +1,19 @@
-"""Forward calls as autograd sees them: when their backward begins and when it is complete.
+"""Forward calls in autograd's graph: when the backward pass of a call begins, and when it is complete.
 
-A sharded unit must be whole from the moment its outputs are differentiated until the last node of the call's graph has
-run, whether its parameters are trained, frozen or used detached. The graph is asked for that: nodes carry a sequence
-number, and those made during the call lie between its outputs and the first nodes that are older than it. Nothing is
-inserted into the graph, so that gradients are added up in the same order as without sharding, to the bit.
+A sharded unit must be unsharded from the moment at which outputs of its call are differentiated until the last node of
+the call's graph has run, whether its parameters are trained, frozen or detached. Nodes of a graph have sequence
+numbers: the nodes of a call lie between its outputs and the first nodes that are older than the call. Because nothing
+is inserted into the graph, gradients are summed in the same order as without sharding, bit by bit.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch.autograd.graph import Node
 
 from shardwise.compat import (
@@ -24,12 +25,14 @@ from shardwise.compat import (
     number_of,
 )
 from shardwise.trees import tensors_in
+from shardwise.zero.passes.order import Phase
+from shardwise.zero.units.unit import Unit
 
 
 class Use:
-    """One forward call of a unit's module whose backward is still to come; dies with its autograd graph.
+    """A forward call whose graph may be differentiated. Hooks of the graph's nodes keep it alive; it keeps no node.
 
-    Made when the call begins. Hooks of the graph's nodes hold it; it holds none of them.
+    Created when the call begins.
 
     Args:
         done: called whenever a backward pass has run the whole graph of the call.
@@ -44,14 +47,14 @@ class Use:
         self._task: int | None = None
 
     def follow(self, outputs: Any, before: Callable[[], None]) -> bool:
-        """Watch the graph that the call has made.
+        """Register hooks in the graph of the call.
 
         Args:
-            outputs: what the call has returned.
-            before: called before a backward pass runs a node that has made one of them.
+            outputs: outputs of the call.
+            before: called before a backward pass runs a node that has computed an output.
 
         Returns:
-            Whether the call has made a graph at all.
+            True if the outputs have a graph that the call has made.
         """
         roots = {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}
         roots = {node for node in roots if number_of(node) >= self._start}
@@ -63,7 +66,7 @@ class Use:
         return bool(roots)
 
     def _last(self, roots: Iterable[Node]) -> Iterable[Node]:
-        """Yield the nodes that no other node of the call comes after: when they have run, all others have."""
+        """Yield the nodes of the call that a backward pass runs last: all others have run before them."""
         start, known = self._start, set(roots)
         pending = list(known)
         while pending:
@@ -92,10 +95,10 @@ class Use:
 
 
 class AtEnd:
-    """A callback at the end of the backward pass that autograd is in now.
+    """A callback at the end of autograd's current backward pass.
 
     Args:
-        end: called when the pass has ended, unless an exception ends it.
+        end: called at the end of the pass, unless an exception ends the pass.
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
@@ -105,5 +108,114 @@ class AtEnd:
 
     @property
     def dropped(self) -> bool:
-        """Whether the pass has ended: autograd holds the callback no longer than that."""
+        """True if the pass has ended: autograd keeps the callback until then."""
         return self._callback() is None
+
+
+class UnitCalls:
+    """Forward calls of the units of one pass that a backward pass may differentiate.
+
+    Args:
+        units: all units of the pass.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._uses: dict[int, weakref.WeakSet[Use]] = {unit.index: weakref.WeakSet() for unit in units}
+        self._recomputed: dict[int, int] = {}  # calls without a graph in a forward pass: re-entrant checkpoints
+        self._used: set[int] = set()
+        self._tracked: set[int] = set()
+        self._to_track: set[int] | None = None
+
+    def enter(self, unit: Unit, phase: Phase, *, builds_graph: bool) -> None:
+        """Record that a module of the unit is called."""
+        index = unit.index
+        if phase is Phase.FORWARD and builds_graph:
+            self._used.add(index)
+            if not torch.is_grad_enabled():
+                self._recomputed[index] = self._recomputed.get(index, 0) + 1
+        elif phase is Phase.BACKWARD and self._recomputed.get(index) and torch.is_grad_enabled():
+            self._recomputed[index] -= 1
+
+    def differentiated(self, unit: Unit, phase: Phase) -> bool:
+        """Return True if the graph of a call that begins now may be differentiated.
+
+        In a backward pass a call is a recomputation. Its graph is used only if the call in the forward pass had none,
+        as under re-entrant checkpointing.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        return phase is Phase.FORWARD or (phase is Phase.BACKWARD and unit.index in self._recomputed)
+
+    def tracks(self, unit: Unit) -> bool:
+        """Return True if calls of the unit are tracked through the backward pass.
+
+        Calls of sharded units are, because the units must be unsharded then. Calls of others are tracked until a graph
+        has shown that none of their gradients comes from a re-entrant checkpoint.
+        """
+        return unit.sharded or self._to_track is None or unit.index in self._to_track
+
+    def track_only(self, nested: Collection[int]) -> None:
+        """Learn from a backward pass which units may get gradients from nested passes."""
+        self._to_track = set(nested) if self._to_track is None else self._to_track | set(nested)
+
+    def begin(self, units: Sequence[Unit], done: Callable[[Unit], None]) -> Use:
+        """Track a call of a module of some units.
+
+        The units are in use until a backward pass has run the graph of the call, or the graph is freed.
+
+        Args:
+            units: see above.
+            done: called for each unit when a backward pass has run the graph.
+        """
+
+        def ended(use: Use) -> None:
+            for unit in units:
+                self._uses[unit.index].discard(use)
+                done(unit)
+
+        use = Use(ended)
+        for unit in units:
+            self._uses[unit.index].add(use)
+            self._tracked.add(unit.index)
+        return use
+
+    def end(self, units: Sequence[Unit], use: Use, outputs: Any, before: Callable[[Unit], None]) -> None:
+        """Record that the tracked call has returned.
+
+        Args:
+            units: as given to `begin`.
+            use: of the call.
+            outputs: of the call.
+            before: called for each unit before outputs are differentiated.
+        """
+        reference = weakref.ref(use)
+
+        @never_compiled
+        def wanted() -> None:
+            for unit in units:
+                call = reference()
+                if call is not None:  # again, if the graph was retained
+                    self._uses[unit.index].add(call)
+                before(unit)
+
+        if not use.follow(outputs, wanted):
+            for unit in units:
+                self._uses[unit.index].discard(use)
+
+    def used(self, unit: Unit) -> bool:
+        """Return True if the unit has computed outputs that may be differentiated."""
+        return unit.index in self._used
+
+    def in_use(self, unit: Unit) -> bool:
+        """Return True if a tracked call of the unit is still to be differentiated."""
+        return bool(self._uses[unit.index])
+
+    def settled(self, unit: Unit) -> bool:
+        """Return True if calls of the unit are tracked and all of them have been differentiated."""
+        return unit.index in self._tracked and not self._recomputed.get(unit.index) and not self._uses[unit.index]
+
+    def end_backward(self) -> None:
+        """End a backward pass. Graphs that the pass has not used may still be differentiated."""
+        self._recomputed.clear()
+        self._used = {index for index, uses in self._uses.items() if uses}
+        self._tracked &= self._used

@@ -12,8 +12,8 @@ from torch.autograd.graph import get_gradient_edge
 from shardwise.compat import number_of_pass, will_run, without_overrides
 from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Loans
-from shardwise.zero.passes.gather import Gatherer
-from shardwise.zero.units.joined import GradientList
+from shardwise.zero.passes.calls import UnitCalls
+from shardwise.zero.units.gradient_buffers import GradientBuffer
 from shardwise.zero.units.unit import Unit
 
 
@@ -25,7 +25,7 @@ class UnitGradients:
     Args:
         unit: the unit.
         level: of the unit's domain, to which every micro-batch is reduced; 0: gradients are reduced once per step.
-        gatherer: knows of the unit's forward calls.
+        calls: forward calls that a backward pass may differentiate.
         accountant: is told of what is added up here.
 
     Attributes:
@@ -38,26 +38,24 @@ class UnitGradients:
         task: number of the backward pass of which gradients need nothing to be looked at any more; -1: there is none.
     """
 
-    def __init__(self, unit: Unit, level: int, gatherer: Gatherer, accountant: Accountant) -> None:
+    def __init__(self, unit: Unit, level: int, calls: UnitCalls, accountant: Accountant) -> None:
         self.unit = unit
         self.domain = unit.domain
         self.comm = unit.domain.dimensions[0]
         self.level = level
-        self._gatherer = gatherer
+        self._calls = calls
         self._accountant = accountant
         self.loans = Loans(unit.trainable[0].gradient_loans.home, accountant, unit.name)
         self._lent: Sequence[Loans] = ()
         self._borrowed = [section.gradient_loans for section in unit.trainable if self.loans.away]
         self.resting = self.loans.away
         self.parameters = sum(len(section.layout.slots) for section in unit.trainable)
-        self.buffers: dict[int, torch.Tensor | GradientList] = {}
+        self.buffers: dict[int, GradientBuffer] = {}
         self._ends: list[dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]] = [{}, {}]
         self._window = 0
         self._watched: list[set[torch.dtype]] = [set(), set()]
         self.sums: dict[int, torch.Tensor] = {}  # over some of the ranks, by place of the section
-        self.joined: set[int] = set()  # places of the sections whose gradients were joined
-        self.written: set[int] = set()
-        self.seen: set[int] = set()  # of what has been written before
+        self.seen: set[int] = set()  # parameters whose gradients have been collected since the last step, and freed
         self.expected: set[int] = set()
         self._tasks: set[int] = set()
         self.task = -1
@@ -125,37 +123,27 @@ class UnitGradients:
         for loans in (self.loans, *self._borrowed):
             loans.settle()
 
-    def put(self, gradients: GradientList, number: int, grad: torch.Tensor) -> None:
-        """Collect the gradient of parameter `number` of a section."""
-        kept = gradients.put(number, grad)
-        if self._accountant.trackers:
-            self._accountant.hold(Category.BUFFERS, kept)
-        else:
-            # Because they come and go together, their bytes are counted as a sum, which costs less.
-            size = kept.nbytes
-            gradients.counted += size
-            self._accountant.add(Category.BUFFERS, size)
-
-    def uncount(self, gradients: GradientList) -> None:
-        """Have the accountant forget the bytes of gradients that are freed."""
-        size, gradients.counted = gradients.counted, 0
-        if size:
-            self._accountant.remove(Category.BUFFERS, size)
-
     def free(self) -> None:
         """Drop what has been collected."""
         if self.loans.away:
             for buffer in self.buffers.values():
-                if isinstance(buffer, torch.Tensor):
-                    self.loans.forget(buffer)
+                if buffer.flat is not None:
+                    self.loans.forget(buffer.flat)
             self.rest()
         for buffer in self.buffers.values():
-            if type(buffer) is GradientList:
-                self.uncount(buffer)
-        self.seen |= self.written
+            buffer.free()
+        self.seen |= self.present()
         self.buffers = {}
-        self.joined = set()
-        self.written = set()
+
+    def present(self) -> set[int]:
+        """Return the parameters, by index, of which gradients have been collected."""
+        sections = self.unit.sections
+        return {
+            slot.index
+            for place, buffer in self.buffers.items()
+            for slot, present in zip(sections[place].layout.slots, buffer.present, strict=True)
+            if present
+        }
 
     def borrow_sums(self) -> None:
         """Have the accumulated gradients on the device, until `return_sums`: a reduction adds to them."""
@@ -180,7 +168,7 @@ class UnitGradients:
     @property
     def complete(self) -> bool:
         """Whether no more gradients of this pass can come."""
-        return not self.expected and (not self.nested or self._gatherer.settled(self.unit))
+        return not self.expected and (not self.nested or self._calls.settled(self.unit))
 
     def watch(self, values: torch.Tensor) -> None:
         """Remember the least and the largest of what is to be sent: one is not finite if any value is not.

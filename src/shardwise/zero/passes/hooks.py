@@ -1,12 +1,11 @@
-"""Hooks on the user's modules: they tell the gatherer what the model is doing, and nothing else.
+"""Hooks on the modules of a model chunk, which call its pass.
 
-The outermost hooked call opens a forward pass and closes it, also when it raises. A module that is home to a unit
-enters and leaves it. Hooks lie outside of the modules' forward, so that a compiled module stays one region.
+The outermost hooked call begins a forward pass and ends it, also when it raises. Hooks lie outside of `forward`, so
+that a compiled module stays one region.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -17,38 +16,35 @@ from torch import nn
 from shardwise.compat import backward_pass, calls_running, transforming
 from shardwise.device.ranges import named
 from shardwise.trees import tensors_in
-from shardwise.zero.passes.calls import Use
-from shardwise.zero.passes.gather import Gatherer, Phase
+from shardwise.zero.passes.model_pass import Call, Pass
 from shardwise.zero.passes.modulehook import ModuleHook
+from shardwise.zero.passes.order import Phase
 from shardwise.zero.units.unit import Unit
 
 
-class _Call(NamedTuple):
-    """A call of a home module that is running."""
+class _Running(NamedTuple):
+    """A running call of a module."""
 
     module: nn.Module
-    use: Use | None
-    watched: list[Unit]
-    opened: bool
-    """Whether what autograd saves is watched on behalf of this call."""
+    call: Call
     range: AbstractContextManager[Any]
-    """Around what it computes."""
+    """Profiler range of the computation."""
 
 
 class Hooks:
-    """Installs and removes the hooks of one engine.
+    """Registers and removes the hooks of one model chunk.
 
     Args:
-        root: the user's model.
-        units: all units.
-        gatherer: opened, asked and closed by the hooks.
+        root: the module whose call is a forward pass.
+        units: all units of the chunk.
+        model_pass: called by the hooks.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[Unit], gatherer: Gatherer) -> None:
+    def __init__(self, root: nn.Module, units: Sequence[Unit], model_pass: Pass) -> None:
         self.root = root
-        self.gatherer = gatherer
+        self._pass = model_pass
         self._outermost: nn.Module | None = None
-        self._calls: list[_Call] = []
+        self._running: list[_Running] = []
         self._handles: list[Any] = []
         self._sharded = any(unit.sharded for unit in units)
         homes: dict[nn.Module, list[Unit]] = {root: []}
@@ -62,95 +58,85 @@ class Hooks:
         name = " ".join(unit.name for unit in units)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            gatherer = self.gatherer
-            if self._passes_by():
+            if self._bypassed():
                 for unit in units:
-                    unit.finish_gather()
+                    unit.wait_for_unshard()
                 return
             self._open(module)
-            for unit in units:
-                gatherer.enter(unit)
-            use = None
-            watched = [unit for unit in units if gatherer.watches(unit) and gatherer.differentiated(unit)]
-            if watched:
-                use = gatherer.begin_use(watched)
-            opened = any(unit.sharded for unit in watched) and gatherer.saved.open()
+            call = self._pass.pre_forward(units)
             computing = named("forward", name)
             computing.__enter__()
-            self._calls.append(_Call(module, use, watched, opened, computing))
+            self._running.append(_Running(module, call, computing))
 
         def after(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-            gatherer = self.gatherer
-            if self._passes_by():
+            if self._bypassed():
                 return
             call = self._returned(module)
-            outermost = self._outermost is module and not self._calls
-            if call.use is not None:
-                gatherer.end_use(call.watched, call.use, outputs)
+            outermost = self._outermost is module and not self._running
             if outermost and torch.is_grad_enabled():
+                start = self._pass.start_backward
                 for node in {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}:
-                    node.register_prehook(lambda _: gatherer.start_backward())
-            for unit in units:
-                gatherer.leave(unit)
+                    node.register_prehook(lambda _: start())
+            self._pass.post_forward(units, call, outputs)
             if outermost:
                 self._close()
 
         self._handles.append(module.register_forward_pre_hook(ModuleHook(before), prepend=True, with_kwargs=True))
         self._handles.append(module.register_forward_hook(ModuleHook(after), with_kwargs=True, always_call=True))
 
-    def _passes_by(self) -> bool:
-        """Whether a call is none of the engine's: a transform of torch.func differentiates by itself, whole parameters
-        are there, and nothing is accumulated into them. Where units are sharded the calls are followed all the same.
+    def _bypassed(self) -> bool:
+        """Return True for a call under a transform of torch.func of a model that is not sharded.
+
+        The transform differentiates by itself, and accumulates nothing into parameters.
         """
         return transforming() and not self._sharded
 
     def _open(self, module: nn.Module) -> None:
-        gatherer = self.gatherer
-        if gatherer.phase is Phase.BACKWARD or module is self._outermost:
+        model_pass = self._pass
+        if model_pass.phase is Phase.BACKWARD or module is self._outermost:
             self.settle(entered=module)
-        if gatherer.phase is Phase.IDLE:
-            gatherer.check_forward()
-            self._calls.clear()
+        if model_pass.phase is Phase.IDLE:
+            model_pass.begin_forward()
+            self._running.clear()
             self._outermost = module
-            gatherer.begin_forward()
 
-    def _returned(self, module: nn.Module) -> _Call:
-        """Take the innermost call of a module off the list, with calls inside of it that were interrupted."""
-        for place in reversed(range(len(self._calls))):
-            if self._calls[place].module is module:
-                returned = self._calls[place:]
-                del self._calls[place:]
-                for call in returned:
-                    if call.opened:
-                        self.gatherer.saved.close()
-                for call in reversed(returned):
-                    call.range.__exit__(None, None, None)
-                return returned[0]
-        return _Call(module, None, [], False, contextlib.nullcontext())
+    def _returned(self, module: nn.Module) -> Call:
+        """Remove the innermost call of a module from the list, and the calls inside of it that were interrupted."""
+        for place in reversed(range(len(self._running))):
+            if self._running[place].module is module:
+                returned = self._running[place:]
+                del self._running[place:]
+                for running in returned:
+                    if running.call.saves:
+                        self._pass.saved.close()
+                for running in reversed(returned):
+                    running.range.__exit__(None, None, None)
+                return returned[0].call
+        return Call((), None, saves=False)
 
     def _close(self) -> None:
         self._outermost = None
-        self._calls.clear()
-        self.gatherer.end_forward()
+        self._running.clear()
+        self._pass.end_forward()
 
     def settle(self, entered: nn.Module | None = None) -> None:
-        """End a pass that an exception has cut short: its collectives take place, its gradients stay partial.
+        """End a pass that an exception has ended early: its collectives take place, its gradients stay partial.
 
-        Called by whatever comes next, not where the exception is raised: that must not wait for other ranks.
+        The next use of the model calls this, not the code that catches the exception, which must not wait for peers.
 
         Args:
-            entered: the module whose call has just begun, if that is what comes next.
+            entered: the module whose call has just begun, if that is the next use.
         """
-        gatherer = self.gatherer
-        if gatherer.phase is Phase.IDLE or backward_pass() is not None:
+        phase = self._pass.phase
+        if phase is Phase.IDLE or backward_pass() is not None:
             return
-        if gatherer.phase is Phase.BACKWARD:
-            gatherer.cut_backward_short()
+        if phase is Phase.BACKWARD:
+            self._pass.end_backward()
         elif calls_running(self._outermost) <= (entered is self._outermost):
             self._close()  # PyTorch calls no hook after a KeyboardInterrupt
 
     def remove(self) -> None:
-        """Take all hooks off the model."""
+        """Remove all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

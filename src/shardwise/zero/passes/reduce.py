@@ -19,31 +19,28 @@ they are.
 
 from __future__ import annotations
 
-import bisect
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from shardwise.comm.collective_queue import Launch, Work, WorkChain
 from shardwise.comm.compression import Compressor, Flat, Reduction, is_active
 from shardwise.comm.domain import Domain
-from shardwise.compat import never_compiled, number_of_pass
-from shardwise.device.ranges import Stretches, named, watched
+from shardwise.compat import number_of_pass
+from shardwise.device.ranges import Stretches, named
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.utils.logging import logger
-from shardwise.zero.passes.calls import AtEnd
+from shardwise.zero.passes.calls import UnitCalls
 from shardwise.zero.passes.driver import Driver
-from shardwise.zero.passes.gather import Gatherer
 from shardwise.zero.passes.gradients import UnitGradients
-from shardwise.zero.units.joined import GradientList
+from shardwise.zero.passes.order import UnitOrder
+from shardwise.zero.passes.unshard import Unsharder
+from shardwise.zero.units.gradient_buffers import FlatGradient, GradientBuffer, GradientList
 from shardwise.zero.units.peaks import ReductionSizes, reduced_alone
 from shardwise.zero.units.plan import Plan
-from shardwise.zero.units.presence import Presence
 from shardwise.zero.units.unit import FlatParamStorage, Unit
 from shardwise.zero.updates.update import Update
 
@@ -60,10 +57,11 @@ class Reducer:
         prescale: factor applied before sending.
         keeps_gradients: leave accumulators their memory between steps.
         compressor: reduces with loss, once it has started.
-        gatherer: the other half of the passes.
-        update: steps what is reduced here.
-        driver: knows where in a window a pass is.
-        presence: knows whether state has been moved off the device.
+        order: orders of the units, shared with the unsharder.
+        calls: forward calls that a backward pass may differentiate.
+        unsharder: the other half of the pass.
+        update: steps the parameters with the reduced gradients.
+        driver: knows the position of a pass in its accumulation window.
 
     Attributes:
         watching: keep whether this rank's gradients were finite when they were sent, of the unit that is reduced last;
@@ -72,7 +70,6 @@ class Reducer:
         alone: units whose reduction is waited for before another unit's gradients are collected, where several
             micro-batches make a step (see `shardwise.zero.units.peaks.reduced_alone`).
         local: whether gradients of this window are only added up locally, for an optimizer that communicates itself.
-        order_is_traced: the orders in force are those of a pass that has been run, not of registration.
     """
 
     def __init__(
@@ -86,10 +83,11 @@ class Reducer:
         prescale: float = 1.0,
         keeps_gradients: bool = False,
         compressor: Compressor | None = None,
-        gatherer: Gatherer,
+        order: UnitOrder,
+        calls: UnitCalls,
+        unsharder: Unsharder,
         update: Update,
         driver: Driver,
-        presence: Presence,
     ) -> None:
         self.domain = domain
         self.accountant = accountant
@@ -100,53 +98,33 @@ class Reducer:
         self.prescale = prescale
         self._keeps_gradients = keeps_gradients
         self.compressor = compressor if domain.world > 1 else None
-        self.gatherer, self.update, self.driver = gatherer, update, driver
-        self._presence = presence
+        self.order, self._calls, self._unsharder = order, calls, unsharder
+        self.update, self.driver = update, driver
         self.local = False
-        self.order_is_traced = False
         self._own: dict[int, torch.Tensor] = {}
         self.boundary = True
         self.partial = False
-        self.active = False
-        self._at_end: AtEnd | None = None
         self.passes = 0
         self.brought = False  # whether the backward pass has brought gradients
         self.gradients = {
-            u.index: UnitGradients(u, plan.levels(u.domain).gradients, gatherer, accountant)
-            for u in units
-            if u.trainable
+            u.index: UnitGradients(u, plan.levels(u.domain).gradients, calls, accountant) for u in units if u.trainable
         }
         self.watching = False
         self.watches_all = not domain.ranks.streams.beside
         self.alone: Collection[int] = frozenset()
-        self._order: list[UnitGradients] = []
-        self._places: dict[int, int] = {}
-        self._launched: list[int] = []
-        order = [unit.index for unit in units]
-        self.set_order(order, order[::-1])
         # What needs numbers of other ranks on the host, or launches more when it is waited for, blocks the host.
         self._blocks_host = self.compressor is not None or any(unit.codes is not None for unit in units)
-        self._next = 0
         self._in_flight: deque[_Flight] = deque()
         self._onward: tuple[UnitGradients, WorkChain, Sequence[FlatParamStorage]] | None = None
         self._replicating: list[Work] = []
         self._returned: UnitGradients | None = None  # what has just been given back, and may still be being stored
         self._stretches = Stretches("backward")
-        self._hooks: list[Any] = []
-        for gradients in self.gradients.values():
-            unit = gradients.unit
-            for section in unit.trainable:
-                for number, slot in enumerate(section.layout.slots):
-                    hook = self._make_hook(gradients, section, number)
-                    parameter = unit.registry.parameters[slot.index]
-                    self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        self.follow_order()
 
-    def set_order(self, order: Sequence[int], backward: Sequence[int]) -> None:
-        """Adopt the agreed orders in which all units are gathered forward and backward (between passes only)."""
-        self._order = [self.gradients[index] for index in reversed(order) if index in self.gradients]
-        self._places = {index: place for place, index in enumerate(backward)}
-        # A unit is reduced after the gathers up to its own place: so far they have come when the reduction is launched.
-        self._launched = list(accumulate((self._places[g.unit.index] for g in self._order), max))
+    def follow_order(self) -> None:
+        """Take the order of reductions over from `order`, which has changed (between passes only)."""
+        self._queue = [self.gradients[index] for index in self.order.reductions]
+        self.find_alone()
 
     @property
     def reducing(self) -> bool:
@@ -160,13 +138,12 @@ class Reducer:
 
     @property
     def on_device(self) -> bool:
-        """Whether the device alone orders reductions and the memory that they read: the host waits for none.
+        """Whether the device orders reductions and the memory that they read, so that the host waits for none.
 
-        The computing stream waits for the reduction before the last one when the next one is launched. A gather of
-        this rank that is launched later may run behind that wait. So that no two ranks wait for each other, a rank
-        that needs a unit too far ahead of its own reductions does not wait for the gather (`waits_for_peers`).
+        The launch of a reduction makes the computing stream wait for the reduction before the last one. An all-gather
+        that this rank launches later may run after that wait: see `UnitOrder.must_not_wait`.
         """
-        return self.domain.async_reductions and self.order_is_traced and not self._blocks_host
+        return self.domain.async_reductions and self.order.traced and not self._blocks_host
 
     def block_host(self) -> None:
         """Have the host wait for reductions from now on, because ranks run units in different orders (all ranks call).
@@ -180,63 +157,26 @@ class Reducer:
             )
         self._blocks_host = True
 
-    def waits_for_peers(self, index: int) -> bool:
-        """Return whether the gather of a unit may run, on another rank, behind a reduction still to be launched here.
+    def begin(self, *, differentiates: bool) -> None:
+        """Begin a backward pass (all ranks call).
 
-        Where the device orders reductions, gather p is launched on every rank before reduction r, the first one with
-        `_launched[r] >= p`. Computing streams wait then for reductions up to r - 2 at most. So a rank that has launched
-        these may wait for the gather: each collective waits for earlier ones only.
+        Args:
+            differentiates: False: the loss of this rank does not depend on the model, so its gradients are zeros.
         """
-        if not (self.on_device and self.reducing):
-            return False
-        first = bisect.bisect_left(self._launched, self._places.get(index, -1))
-        return self._next < first - 1
-
-    def lags_behind(self, index: int) -> bool:
-        """Whether a peer may wait for a reduction still to come here without having launched the gather of a unit."""
-        # Peers that have come as far may also wait for the further collectives of a lossy reduction under way.
-        under_way = any(not flight.own_only for flight in self._in_flight)
-        if self.on_device or not self.reducing or (self._next >= len(self._order) and not under_way):
-            return False
-        return self._launched[min(self._next, len(self._launched) - 1)] < self._places.get(index, -1)
-
-    def begin(self) -> None:
-        """Start a backward pass; called by the first hook that autograd runs, any number of times."""
-        if self.active:
-            if self._at_end is None or not self._at_end.dropped:
-                return
-            self.end()  # an exception has cut an earlier pass short, and nothing has settled it
-        self._presence.require("a backward pass cannot begin")
-        self._at_end = AtEnd(self.end)
-        self._start()
-
-    def _start(self, *, outside: bool = False) -> None:
-        self.active = True
         self.brought = False
         self.boundary = self.driver.reduces_now()
         self._settle_local()
-        self._next = 0
+        self.order.reduced = 0
+        self.order.reduces, self.order.on_device = self.reducing, self.on_device
         for gradients in self.gradients.values():
-            gradients.begin(used=self.gatherer.used(gradients.unit), outside=outside)
+            gradients.begin(used=self._calls.used(gradients.unit), outside=not differentiates)
         self.driver.backward_begins()
-        self.gatherer.begin_backward()
-        if watched() and not outside:
-            self._stretch()
 
-    def pass_over(self) -> None:
-        """Take part in a backward pass of the others: the loss of this rank does not depend on the model."""
-        self._presence.require("a backward pass cannot begin")
-        self._start(outside=True)
-        self.end()
-
-    @never_compiled
     def end(self) -> None:
-        """End a backward pass: reduce what is left, with zeros for what this rank has not used.
+        """End a backward pass: reduce the units that are left, with zeros for gradients that this rank lacks.
 
-        A pass that an exception has cut short is ended in the same way, because the others wait for its collectives.
+        A pass that an exception has ended early is ended in the same way, because peers wait for its collectives.
         """
-        if not self.active:
-            return
         self._stretches.end()
         if self.reducing:
             self._sweep()
@@ -247,58 +187,29 @@ class Reducer:
                 gradients.rest()
             for gradients in self.gradients.values():
                 gradients.settle()
-        self.gatherer.watch_from_now_on({index for index, gradients in self.gradients.items() if gradients.nested})
-        self.active = False
+        self._calls.track_only({index for index, gradients in self.gradients.items() if gradients.nested})
         self.passes += 1
-        self.gatherer.end_backward()
-        self.driver.backward_ended(self.brought)
 
     def _sweep(self) -> None:
-        while self._next < len(self._order):
-            self._launch(self._order[self._next])
+        while self.order.reduced < len(self._queue):
+            self._launch(self._queue[self.order.reduced])
         if self.on_device:
-            self.gatherer.launch_rest()
+            self._unsharder.launch_rest()
         self._land(0, blocking=not self.domain.async_reductions)
         self._finish_onward()
-        with self.gatherer.parked():
+        with self._unsharder.blocked():
             for handle in self._replicating:
                 handle.wait()
         self._replicating = []
         self._settle_returned()
         self.partial = False
 
-    def _make_hook(
-        self, gradients: UnitGradients, section: FlatParamStorage, number: int
-    ) -> Callable[[nn.Parameter], None]:
-        place = gradients.unit.sections.index(section)
-        index = section.layout.slots[number].index
+    def first_of_pass(self, gradients: UnitGradients, index: int) -> None:
+        """Prepare for the first gradient of a unit in a backward pass: that of parameter `index`.
 
-        # There are many parameters: what is usual comes first, and asks for as little as it can.
-        @never_compiled
-        def arrived(parameter: nn.Parameter) -> None:
-            grad = parameter.grad
-            if grad is None:
-                return
-            parameter.grad = None
-            if gradients.task != number_of_pass():
-                self._first_of_pass(gradients, index)
-            buffer = gradients.buffers.get(place)
-            if type(buffer) is GradientList and not grad.is_sparse:
-                gradients.put(buffer, number, grad)
-                gradients.written.add(index)
-            else:
-                self._collect(gradients, place, section, number, grad)
-            del grad
-            expected = gradients.expected
-            expected.discard(index)
-            if not expected:
-                self.advance(gradients.unit)
-
-        return arrived
-
-    def _first_of_pass(self, gradients: UnitGradients, index: int) -> None:
-        """A backward pass is about to bring the first gradient of a unit: that of parameter `index`."""
-        self.begin()
+        Raises:
+            UsageError: the unit has been reduced in this pass.
+        """
         self.brought = True
         if gradients.resting:
             gradients.bring()
@@ -312,22 +223,6 @@ class Reducer:
         gradients.look_ahead()
         gradients.task = number_of_pass()
 
-    def _collect(
-        self, gradients: UnitGradients, place: int, section: FlatParamStorage, number: int, grad: torch.Tensor
-    ) -> None:
-        """Add one parameter's gradient to what is there of it."""
-        if grad.is_sparse:
-            grad = grad.coalesce().to_dense()  # equal rows are summed in one order
-        slot = section.layout.slots[number]
-        buffer = self._buffer(gradients, place, section)
-        if isinstance(buffer, GradientList):
-            gradients.put(buffer, number, grad)
-        elif slot.index in gradients.written:
-            buffer[slot.offset : slot.offset + slot.numel].add_(grad.reshape(-1))
-        else:
-            buffer[slot.offset : slot.offset + slot.numel].copy_(grad.reshape(-1))
-        gradients.written.add(slot.index)
-
     def _collected_as(self, section: FlatParamStorage) -> tuple[bool, torch.dtype]:
         """Return whether the gradients of one pass are reduced by themselves, and the dtype in which they are kept."""
         # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
@@ -340,43 +235,49 @@ class Reducer:
         """Whether this backward pass is the only one of its window."""
         return self.boundary and not self.partial and self.driver.begins_window()
 
-    def _buffer(self, gradients: UnitGradients, place: int, section: FlatParamStorage) -> torch.Tensor | GradientList:
-        """Return what collects a section's gradients; if it is a flat buffer, it is new with undefined content.
-
-        See `_fill_gaps`.
-        """
+    def buffer_for(self, gradients: UnitGradients, place: int, section: FlatParamStorage) -> GradientBuffer:
+        """Return the buffer that collects a flat parameter's gradients."""
         known = gradients.buffers.get(place)
         if known is not None:
             return known
         alone, dtype = self._collected_as(section)
-        buffer: torch.Tensor | GradientList
+
+        def make() -> torch.Tensor:
+            flat = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
+            self._hold(flat)
+            return flat
+
+        buffer: GradientBuffer
         if not (alone or gradients.accumulated or section.gradient_loans.away) and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet. One copy of a unit's
             # gradients costs less than one of each where the host launches them; elsewhere it only takes memory.
-            joined = self._launches and section.domain.world == 1 and self._single and not self.local
-            buffer = GradientList(section.places, dtype) if joined else section.whole_gradient
+            if self._launches and section.domain.world == 1 and self._single and not self.local:
+                buffer = GradientList(section.places, dtype, lambda: section.whole_gradient, self.accountant)
+            else:
+                buffer = FlatGradient(section.places, section.whole_gradient)
         else:
             if self._waits_alone(gradients):
-                # A lossy reduction may wait for peers that wait for gathers.
-                self.gatherer.launch_through(gradients.unit)
-                if self._next < len(self._order):
-                    self.gatherer.launch_through(self._order[self._next].unit)
+                # A lossy reduction may wait for peers that wait for all-gathers.
+                self._unsharder.launch_through(gradients.unit)
+                if self.order.reduced < len(self._queue):
+                    self._unsharder.launch_through(self._queue[self.order.reduced].unit)
                 self._land(0)
             if alone and self.domain.async_reductions:
-                buffer = GradientList(section.places, dtype)
+                buffer = GradientList(section.places, dtype, make, self.accountant)
+            elif alone:
+                buffer = FlatGradient(section.places, make())
             else:
-                buffer = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
-                if alone:
-                    self.accountant.hold(Category.BUFFERS, buffer)
-                else:
-                    gradients.keep(buffer)
+                buffer = FlatGradient(
+                    section.places, torch.empty(section.layout.numel, dtype=dtype, device=section.device)
+                )
+                gradients.keep(buffer.flat)
         gradients.buffers[place] = buffer
         return buffer
 
     def find_alone(self) -> None:
         """Decide on `alone`, for the orders and the dtypes in force."""
         queue = []
-        for gradients in self._order if self._every_pass else ():
+        for gradients in self._queue if self._every_pass else ():
             sections, inner = gradients.unit.trainable, gradients.comm
             sent = sum(s.layout.numel * (self.wire_of(s) or s.layout.dtype).itemsize for s in sections)
             received = inner.received(sent)
@@ -409,7 +310,7 @@ class Reducer:
             formerly: in the window before.
         """
         own = self.gradients[index].was_finite(formerly=formerly)
-        if own is None and self._order[-1].was_finite(formerly=formerly) is False:
+        if own is None and self._queue[-1].was_finite(formerly=formerly) is False:
             return False
         return own
 
@@ -417,7 +318,7 @@ class Reducer:
         # Of a single rank, whatever is not finite was so before it was added up.
         if not self.watching or self.domain.world == 1:
             return False
-        return self.watches_all or gradients is self._order[-1]
+        return self.watches_all or gradients is self._queue[-1]
 
     def _waits_alone(self, gradients: UnitGradients) -> bool:
         """Whether memory for gradients of a unit is taken only when reductions under way have ended; see `alone`."""
@@ -436,63 +337,39 @@ class Reducer:
             gradients.watch(buffer)
         return buffer
 
-    def _fill_gaps(self, gradients: UnitGradients, section: FlatParamStorage, buffer: torch.Tensor) -> None:
-        """Put zeros where no gradient has arrived: absent parameters, and between parameters."""
-        # Zeroing the whole buffer beforehand would write every byte once more.
-        for start, stop in section.layout.gaps:
-            buffer[start:stop].zero_()
-        if len(gradients.written) < gradients.parameters:
-            for slot in section.layout.slots:
-                if slot.index not in gradients.written:
-                    buffer[slot.offset : slot.offset + slot.numel].zero_()
-
-    def _flatten(self, gradients: UnitGradients) -> None:
-        """Copy gradients together, in one call, that lie where autograd has put them."""
-        for place, there in gradients.buffers.items():
-            if isinstance(there, GradientList):
-                section = gradients.unit.sections[place]
-                if section.domain.world == 1:
-                    flat = section.whole_gradient
-                else:
-                    flat = torch.empty(section.layout.numel, dtype=there.dtype, device=section.device)
-                    self.accountant.hold(Category.BUFFERS, flat)
-                there.places.join(there.tensors, flat)
-                gradients.uncount(there)
-                gradients.buffers[place] = flat
-                gradients.joined.add(place)
-
     def _stretch(self) -> None:
         """Tell whoever looks which unit is differentiated now: the next one whose gradients are not complete."""
-        coming = next((gradients.unit.name for gradients in self._order if not gradients.complete), None)
+        coming = next((gradients.unit.name for gradients in self._queue if not gradients.complete), None)
         if coming is None:
             self._stretches.end()
         elif coming != self._stretches.unit:
             self._stretches.begin(coming)
 
-    def advance(self, unit: Unit) -> None:
-        """Something has happened that may complete the gradients of a unit."""
+    def progress(self, unit: Unit) -> bool:
+        """Record that gradients of a unit may be complete; return True if they are, or the unit has none."""
         gradients = self.gradients.get(unit.index)
-        if gradients is not None:
-            gradients.look_ahead()
-        if gradients is None or gradients.complete:
-            self.gatherer.finish_backward(unit)
-            if gradients is not None and gradients.loans.away and not self.reducing:
-                gradients.rest()
-            self._pump()
-            if self._stretches.unit is not None:
-                self._stretch()
+        if gradients is None:
+            return True
+        gradients.look_ahead()
+        return gradients.complete
 
-    def _pump(self) -> None:
-        """Launch the reductions whose turn it is and whose gradients are complete."""
-        while self.reducing and self._next < len(self._order) and self._order[self._next].complete:
-            self._launch(self._order[self._next])
+    def launch_complete(self, unit: Unit) -> None:
+        """Launch the next reductions whose gradients are complete, after those of a unit have become complete."""
+        gradients = self.gradients.get(unit.index)
+        if gradients is not None and gradients.loans.away and not self.reducing:
+            gradients.rest()
+        while self.reducing and self.order.reduced < len(self._queue) and self._queue[self.order.reduced].complete:
+            self._launch(self._queue[self.order.reduced])
+        if self._stretches.unit is not None:
+            self._stretch()
 
     def _launch(self, gradients: UnitGradients) -> None:
-        self.gatherer.launch_through(gradients.unit)
-        # Not in `_buffer`, on the stream of reductions: memory that they read belongs to the computing stream.
+        self._unsharder.launch_through(gradients.unit)
+        # Before the stream of reductions is current, because their input belongs to the computing stream.
         lacks = any(s.layout.trainable and n not in gradients.buffers for n, s in enumerate(gradients.unit.sections))
         self._land(0 if lacks and self._waits_alone(gradients) else self._ahead)
-        self._flatten(gradients)
+        for buffer in gradients.buffers.values():
+            buffer.complete()
         if not self._exchanges and self._in_place(gradients):
             with named("reduce", gradients.unit.name):
                 self._complete_in_place(gradients)
@@ -508,7 +385,9 @@ class Reducer:
             not gradients.loans.away
             and self._prescale(unit.domain) == 1.0
             and all(
-                section.gradient is not None and gradients.buffers.get(place) is section.gradient
+                section.gradient is not None
+                and place in gradients.buffers
+                and gradients.buffers[place].flat is section.gradient
                 for place, section in enumerate(unit.sections)
                 if section.layout.trainable
             )
@@ -516,31 +395,20 @@ class Reducer:
 
     def _complete_in_place(self, gradients: UnitGradients) -> None:
         """Do what remains of a reduction where there is nobody to reduce with."""
-        self._next += 1
+        self.order.reduced += 1
         gradients.reduced, gradients.accumulated, gradients.task = True, True, -1
-        for place, buffer in gradients.buffers.items():
-            if place not in gradients.joined:
-                assert isinstance(buffer, torch.Tensor)
-                self._fill_gaps(gradients, gradients.unit.sections[place], buffer)
         gradients.free()
 
     def _start_reduction(self, gradients: UnitGradients) -> None:
-        self._next += 1
+        self.order.reduced += 1
         gradients.reduced, gradients.task = True, -1
         gradients.bring()
         unit = gradients.unit
-        buffers: dict[int, torch.Tensor] = {}
-        for place, section in enumerate(unit.sections):
-            if section.layout.trainable:
-                self._buffer(gradients, place, section)
-        self._flatten(gradients)
-        for place, section in enumerate(unit.sections):
-            if section.layout.trainable:
-                buffer = gradients.buffers[place]
-                assert isinstance(buffer, torch.Tensor)
-                if place not in gradients.joined:
-                    self._fill_gaps(gradients, section, buffer)
-                buffers[place] = self._prepare(gradients, section, buffer)
+        buffers = {
+            place: self._prepare(gradients, section, self.buffer_for(gradients, place, section).complete())
+            for place, section in enumerate(unit.sections)
+            if section.layout.trainable
+        }
         sent = [*buffers.values()]
         with self.accountant.owning(Category.BUFFERS):
             if self.compressor is not None and is_active(self.compressor):
@@ -550,6 +418,7 @@ class Reducer:
             del buffers
             handle = gradients.domain.reduce(launches, self._hold)
         self._in_flight.append(_Flight(gradients, handle, own_only, sent if self.domain.async_reductions else ()))
+        self.order.lossy_in_flight += not own_only
 
     def _lossily(self, compressor: Compressor, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor]) -> Launch:
         unit = gradients.unit
@@ -633,9 +502,10 @@ class Reducer:
         while len(self._in_flight) > most:
             flight = self._in_flight.popleft()
             gradients, handle, own_only = flight.gradients, flight.handle, flight.own_only
+            self.order.lossy_in_flight -= not own_only
             name = gradients.unit.name
             category = Category.OTHER if own_only else Category.BUFFERS
-            with self.gatherer.parked(), self.accountant.owning(category), named("wait for reduction", name):
+            with self._unsharder.blocked(), self.accountant.owning(category), named("wait for reduction", name):
                 if isinstance(handle, WorkChain):
                     handle.wait_first()
                 elif blocking:
@@ -656,7 +526,7 @@ class Reducer:
             return
         gradients, chain, own_only = self._onward
         self._onward = None
-        with self.gatherer.parked(), named("wait for reduction", gradients.unit.name):
+        with self._unsharder.blocked(), named("wait for reduction", gradients.unit.name):
             chain.wait()
         self._replicate(gradients, own_only)
 
@@ -673,7 +543,7 @@ class Reducer:
         if not gradients.lends:
             self._replicating += links
             return
-        with self.gatherer.parked():
+        with self._unsharder.blocked():
             for link in links:
                 if self.on_device:
                     link.wait()
@@ -702,10 +572,10 @@ class Reducer:
         if self.partial:
             for gradients in self.gradients.values():
                 gradients.reduced = False
-            self._next = 0
+            self.order.reduced = 0
             self._sweep()
         if any(gradients.sums for gradients in self.gradients.values()):
-            for gradients in self._order:
+            for gradients in self._queue:
                 if not gradients.sums:
                     continue  # of a domain that has nothing beyond the ranks that have been summed over
                 self._land(self._ahead, blocking=not self.domain.async_reductions)
@@ -738,9 +608,7 @@ class Reducer:
             gradients.bring()
             for place, section in enumerate(gradients.unit.sections):
                 if section.layout.trainable:
-                    buffer = self._buffer(gradients, place, section)
-                    assert isinstance(buffer, torch.Tensor)  # sums are never in a GradientList
-                    self._fill_gaps(gradients, section, buffer)
+                    buffer = self.buffer_for(gradients, place, section).complete()
                     if self.prescale != 1.0:
                         buffer.mul_(self.prescale)
                     self._own[id(section)] = buffer
@@ -754,9 +622,10 @@ class Reducer:
         return [
             gradients.unit.registry[slot.index].name
             for gradients in self.gradients.values()
+            for present in [gradients.seen | gradients.present()]
             for section in gradients.unit.trainable
             for slot in section.layout.slots
-            if slot.index not in gradients.seen and slot.index not in gradients.written
+            if slot.index not in present
         ]
 
     def clear(self) -> None:
@@ -772,12 +641,6 @@ class Reducer:
             if not self._keeps_gradients:
                 for section in gradients.unit.trainable:
                     section.free_gradient()
-
-    def remove(self) -> None:
-        """Take the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
 
 
 class _Flight(NamedTuple):

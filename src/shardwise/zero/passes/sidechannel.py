@@ -45,6 +45,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from shardwise.comm import p2p
 from shardwise.comm.communicator import Communicator
@@ -54,6 +55,7 @@ from shardwise.comm.rank_status import Waiting
 from shardwise.compat import default_store
 from shardwise.device.streams import Mark, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
+from shardwise.zero.passes.peer_shards import PeerShards
 from shardwise.zero.units.unit import Unit
 
 CHUNK = 1 << 20
@@ -83,7 +85,7 @@ _CHECK = "Did a rank get fewer batches, or skip a forward pass, backward() or st
 _open: weakref.WeakSet[SideChannel] = weakref.WeakSet()
 
 
-class SideChannel:
+class SideChannel(PeerShards):
     """Serves this rank's shards and wishes of others; see the module docstring.
 
     Args:
@@ -93,7 +95,7 @@ class SideChannel:
 
     def __init__(self, comm: Communicator, units: Sequence[Unit]) -> None:
         self.comm = comm
-        self.on_want: Callable[[int, int], None] = lambda number, place: None
+        self._on_want: Callable[[int, int], None] | None = None
         self._units = {unit.index: unit for unit in units}
         self._error: Exception | None = None
         self._asking = threading.Lock()
@@ -121,7 +123,12 @@ class SideChannel:
 
     # -- the pass --------------------------------------------------------------------------------------------------
 
-    def attend(self) -> None:
+    @override
+    def on_want(self, handler: Callable[[int, int], None] | None) -> None:
+        self._on_want = handler
+
+    @override
+    def raise_helper_error(self) -> None:
         """Note the stream of the calling thread, on which help is launched from now on.
 
         Raises:
@@ -131,6 +138,7 @@ class SideChannel:
         if self._error is not None:
             raise self._error
 
+    @override
     def shards_written(self, mark: Mark) -> None:
         """Note that the shards have new values, or will have when the device gets to a mark.
 
@@ -144,6 +152,7 @@ class SideChannel:
             if self._held:
                 self._alarm.send(b"\1")
 
+    @override
     def check_present(self) -> None:
         """Raise if a gather that is to be launched now would not be answered.
 
@@ -157,6 +166,7 @@ class SideChannel:
                 f"{rank} {end['text']}. {_CHECK}"
             )
 
+    @override
     def fetch(self, unit: Unit) -> None:
         """Fill the whole values of a unit (its memory is allocated) from all shards.
 
@@ -180,12 +190,14 @@ class SideChannel:
                 with self._expecting(peer, f"fetch {unit.name!r}", begin):
                     self._receive_parts(peer, parts, deadline)
 
+    @override
     def want(self, number: int, place: int) -> None:
         """Tell the peers that backward pass `number` waits for the gather at `place` of its order."""
         self._tell(_WANT, number, place)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
+    @override
     def end_together(self, where: str, phase: str, *, cut_short: bool) -> str:
         """Wait until all ranks have called this; return what keeps them from going on together, or nothing.
 
@@ -262,6 +274,7 @@ class SideChannel:
                 return f"rank {self.comm.rank} {own['text']}, and rank {rank} {found['text']}. {_CHECK}"
         return None
 
+    @override
     def close(self) -> None:
         """Stop answering."""
         _open.discard(self)
@@ -434,8 +447,10 @@ class SideChannel:
                     )
                 peer.give(sum(section.shard.nbytes for section in unit.sections), self._chunks(unit, second))
             elif kind == _WANT:
-                with self._stream.use():
-                    self.on_want(first, second)
+                handler = self._on_want
+                if handler is not None:
+                    with self._stream.use():
+                        handler(first, second)
             elif kind == _END:
                 with self._changed:
                     self._ended[peer.rank] = json.loads(text)

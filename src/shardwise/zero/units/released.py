@@ -323,7 +323,7 @@ def owner_of(parameter: torch.Tensor) -> Owner | None:
     return _owners.get(parameter)
 
 
-def withhold(parameter: nn.Parameter) -> None:
+def guard(parameter: nn.Parameter) -> None:
     """Mark the values as not there."""
     parameter.__class__ = _withheld(type(parameter))
 
@@ -339,7 +339,7 @@ Classes = list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]]
 
 
 def classes_of(parameters: Iterable[nn.Parameter]) -> Classes:
-    """Look the own classes of parameters up, for `withhold_all` and `restore_all`, which are called again and again."""
+    """Look the own classes of parameters up, for `guard_all` and `unguard_all`, which are called again and again."""
     found = [(p, _classes.get(p, nn.Parameter) if is_released(p) else type(p)) for p in parameters]
     return [(parameter, own, _withheld(own)) for parameter, own in found]
 
@@ -360,13 +360,13 @@ def _withheld(own: type[nn.Parameter]) -> type[nn.Parameter]:
     return made
 
 
-def withhold_all(classes: Classes) -> None:
+def guard_all(classes: Classes) -> None:
     """`withhold` several parameters."""
     for parameter, _, withheld in classes:
         parameter.__class__ = withheld
 
 
-def restore_all(classes: Classes) -> None:
+def unguard_all(classes: Classes) -> None:
     """`restore` several parameters."""
     for parameter, own, _ in classes:
         parameter.__class__ = own

@@ -39,20 +39,20 @@ from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, Loans, StateHome, borrowed
 from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units import released
-from shardwise.zero.units.joined import GradientPlaces
+from shardwise.zero.units.gradient_buffers import GradientPlaces
 from shardwise.zero.units.layout import FlatParam, GroupRange
 from shardwise.zero.units.plan import Levels
 
 
 class UnitState(Enum):
-    """Where a unit's whole values are."""
+    """Whether a unit's parameters are unsharded."""
 
-    RELEASED = "released"
-    """Only this rank's range exists; `full` is empty."""
-    GATHERING = "gathering"
-    """`full` has memory and is being filled; the parameters must not be read yet."""
-    GATHERED = "gathered"
-    """`full` is valid on this rank; parameters are plain parameters."""
+    SHARDED = "sharded"
+    """Only this rank's range has memory; `full` is empty."""
+    UNSHARDING = "unsharding"
+    """`full` has memory, and an all-gather fills it. The parameters must not be read yet."""
+    UNSHARDED = "unsharded"
+    """`full` is valid; parameters are plain parameters."""
 
 
 class UnshardReason(Enum):
@@ -348,7 +348,7 @@ class FlatParamStorage:
         self.full = torch.empty(self.layout.numel, dtype=self.layout.dtype, device=self.device)
         self._accountant.hold(Category.GATHERED, self.full)
 
-    def hand_on(self, heir: FlatParamStorage) -> None:
+    def pass_memory_to(self, heir: FlatParamStorage) -> None:
         """Let a section that is gathered next have the memory of this one, if it is as large and nobody refers to it.
 
         New memory costs the processor the time to clear it. (The allocators of devices keep memory themselves.)
@@ -357,8 +357,8 @@ class FlatParamStorage:
         if alike and self.full.numel() and not is_shared(self.full):
             heir._inherited = self.full.data  # with a count of changes of its own
 
-    def renounce(self) -> None:
-        """Give back what `hand_on` has left, if it has not been used."""
+    def drop_inherited(self) -> None:
+        """Give back what `pass_memory_to` has left, if it has not been used."""
         self._inherited = None
 
     def keep_second(self, world: int, rank: int) -> None:
@@ -550,8 +550,8 @@ class Unit:
         self.sharded = any(section.sharded for section in self.sections)
         self.level = max((section.levels.parameters for section in self.sections), default=0)
         self.domain = domain
-        self.state = UnitState.GATHERED
-        self.exposed = True
+        self.state = UnitState.UNSHARDED
+        self.unguarded = True
         self.pins = 0
         self.take_over: Callable[[Unit], None] | None = None
         self.await_copies: Callable[[], None] | None = None
@@ -625,13 +625,13 @@ class Unit:
             for parameter, blank in self._blanks:
                 parameter.data = blank
 
-    def start_gather(self, purpose: UnshardReason = UnshardReason.PLAIN) -> None:
+    def unshard(self, purpose: UnshardReason = UnshardReason.PLAIN) -> None:
         """Launch the gather of the whole values of a sharded unit; the parameters are withheld until it ends."""
         with named("gather", self.name):
             self._handle = self._launch(purpose)
-        self.state = UnitState.GATHERING
+        self.state = UnitState.UNSHARDING
 
-    def spread(self, kind: str = "gather", *, everything: bool = False) -> None:
+    def all_gather_update(self, kind: str = "gather", *, everything: bool = False) -> None:
         """Launch the gather of what has been written on this rank, by the optimizer or from a checkpoint.
 
         Whole values are valid when the gather has ended. Those of a sharded unit are released; its shard is valid then.
@@ -648,23 +648,23 @@ class Unit:
         shards = [(section.shard_loans, True) for section in sections if section.shard_loans.away]
         if shards:
             with borrowed(shards):
-                self._spread(sections, kind)
-                self.finish_spread()
+                self._all_gather_update(sections, kind)
+                self.wait_for_update()
         else:
-            self._spread(sections, kind)
+            self._all_gather_update(sections, kind)
 
-    def _spread(self, sections: Sequence[FlatParamStorage], kind: str) -> None:
+    def _all_gather_update(self, sections: Sequence[FlatParamStorage], kind: str) -> None:
         level = self.level
         moves = [(s.shard, s.written, s.written_level) for s in sections]
         self.domain.gathers.follow()  # the current stream has written, and has read what was there before
         if self.sharded:
             self._refreshing = self.domain.gather(moves, level, self.name, kind)
         else:
-            self.conceal()
+            self.guard()
             self._handle = self.domain.gather(moves, level, self.name, kind)
-            self.state = UnitState.GATHERING
+            self.state = UnitState.UNSHARDING
 
-    def finish_spread(self) -> None:
+    def wait_for_update(self) -> None:
         """Wait until the shard is valid."""
         if self._refreshing is not None:
             with named("wait for gather", self.name):
@@ -679,13 +679,13 @@ class Unit:
 
     def _launch(self, purpose: UnshardReason, *, aside: bool = False) -> Work:
         """Launch the gather that a purpose asks for; `aside`: into memory that is given back when it has ended."""
-        self.finish_spread()
+        self.wait_for_update()
         self.rounded = self.codes is not None and purpose is not UnshardReason.PLAIN
         # What is released after a forward pass is what it has computed with.
         self._second_follows = self.second is not None and purpose is UnshardReason.FORWARD
         self._source = source = self._source_for(purpose)
         full = [section.full for section in self.sections]
-        if source.fills and (aside or self.state is UnitState.RELEASED):
+        if source.fills and (aside or self.state is UnitState.SHARDED):
             with self.domain.gathers.aside():
                 for section in self.sections:
                     section.allocate()
@@ -700,13 +700,13 @@ class Unit:
 
         On a device it runs behind what `CollectiveQueue.follow` has been told of, not behind the current stream.
         """
-        self.finish_spread()
+        self.wait_for_update()
         return self.domain.gathers.start(self.exact.launches(self.name, kind))
 
-    def finish_gather(self) -> None:
-        """Wait for the gather. Afterwards the values are valid; those of sharded units still have to be exposed."""
-        if self.state is not UnitState.GATHERING:
-            self.finish_spread()
+    def wait_for_unshard(self) -> None:
+        """Wait for the gather. Afterwards the values are valid; those of sharded units still have to be unguarded."""
+        if self.state is not UnitState.UNSHARDING:
+            self.wait_for_update()
             if self._arrived is not None:
                 self._arrived.wait()  # the stream that goes on now may be another than the one that has waited
             return
@@ -718,7 +718,7 @@ class Unit:
                     section.allocate()
             self._complete()
         arrived = self._handle if self.domain.async_gathers else None
-        self.fill_done()
+        self.on_unsharded()
         self._arrived = arrived
 
     def _complete(self) -> None:
@@ -726,7 +726,7 @@ class Unit:
         if not self._source.fills:
             self.domain.gathers.follow()  # to which the memory of what has been gathered belongs
 
-    def join_gather(self, purpose: UnshardReason) -> None:
+    def join_unshard(self, purpose: UnshardReason) -> None:
         """Take part in a gather of the others though the whole values are here already, or have been."""
         if self.domain.async_gathers and self.codes is None:
             self._launch(purpose, aside=True)
@@ -743,29 +743,29 @@ class Unit:
         if self.codes is not None and purpose is not UnshardReason.PLAIN:
             self.codes.round()
             self.rounded = True
-        self.fill_done()
+        self.on_unsharded()
 
-    def fill_done(self) -> None:
+    def on_unsharded(self) -> None:
         """Declare the whole values valid."""
         self._handle = self._arrived = None
         if self.sharded:
             self.attach()
-        self.state = UnitState.GATHERED
+        self.state = UnitState.UNSHARDED
         self.note()
         if not self.sharded:
-            self.expose()
+            self.unguard()
 
-    def expose(self) -> None:
+    def unguard(self) -> None:
         """Let the parameters be plain parameters: whoever uses them now need not be noticed."""
-        if not self.exposed:
-            self.exposed = True
-            released.restore_all(self._classes)
+        if not self.unguarded:
+            self.unguarded = True
+            released.unguard_all(self._classes)
 
-    def conceal(self) -> None:
+    def guard(self) -> None:
         """Withhold the parameters, so that their use is noticed; the values stay where they are."""
-        if self.exposed and not self.pins:
-            self.exposed = False
-            released.withhold_all(self._classes)
+        if self.unguarded and not self.pins:
+            self.unguarded = False
+            released.guard_all(self._classes)
 
     def owner_of(self, tensor: torch.Tensor) -> FlatParamStorage | None:
         """Return the section in the memory of whose whole values a tensor lies."""
@@ -778,73 +778,73 @@ class Unit:
         """Whether a tensor lies in the memory of the whole values."""
         return self.owner_of(tensor) is not None
 
-    def release(self, heir: Unit | None = None) -> None:
+    def reshard(self, heir: Unit | None = None) -> None:
         """Let go of the memory of the whole values (sharded units only).
 
         Args:
             heir: the unit that is gathered next; may have it.
         """
-        if not self.sharded or self.state is UnitState.RELEASED or self.pins:
+        if not self.sharded or self.state is UnitState.SHARDED or self.pins:
             return
-        if self.state is UnitState.GATHERING and self._may_forget:
+        if self.state is UnitState.UNSHARDING and self._may_forget:
             self._handle = None  # nothing has used the memory, and it belongs to the stream of the gather
             self.domain.gathers.leave()
             for section in self.sections:
                 section.free()
-            self.state = UnitState.RELEASED
+            self.state = UnitState.SHARDED
             return
-        self.finish_gather()
+        self.wait_for_unshard()
         self._keep_changes()
         if self._second_follows:
             self._second_follows = False
             self._store_second()
-        self.conceal()
+        self.guard()
         self._detach()
         self.domain.gathers.follow()  # to which the memory belongs: it takes it again behind what has used it
         if heir is not None and not self.domain.async_gathers:
             for section, other in zip(self.sections, heir.sections, strict=False):
-                section.hand_on(other)
+                section.pass_memory_to(other)
         for section in self.sections:
             # The script may still compute with a view that it has kept; its last reference gives the memory back.
             if self.domain.async_gathers and section.full.numel() and is_shared(section.full):
                 self.domain.ranks.streams.keep(section.full)
             section.free()
         self._arrived = None
-        self.state = UnitState.RELEASED
+        self.state = UnitState.SHARDED
 
     @property
     def _may_forget(self) -> bool:
         """Whether a gather that is under way need not be waited for before its memory is given back."""
         return self.domain.async_gathers and self._source.fills and not self._second_follows
 
-    def renounce(self) -> None:
+    def drop_inherited(self) -> None:
         """Give back memory that another unit has left, if it has not been used."""
         for section in self.sections:
-            section.renounce()
+            section.drop_inherited()
 
     def hide(self) -> None:
         """Take the parameters of a unit that stays gathered out of its memory, which is to go: their use is noticed.
 
         See `show`.
         """
-        self.finish_gather()
+        self.wait_for_unshard()
         self._arrived = None  # it may refer to the memory
-        self.conceal()
+        self.guard()
         self._detach()
-        self.state = UnitState.RELEASED
+        self.state = UnitState.SHARDED
 
     def show(self) -> None:
         """Put the parameters into the memory again that the sections have now, and that has their values."""
         self.attach()
-        self.state = UnitState.GATHERED
-        self.expose()
+        self.state = UnitState.UNSHARDED
+        self.unguard()
 
-    def wait_concealed(self) -> None:
+    def keep_unsharded(self) -> None:
         """Keep the whole values for the next pass, as if they had been released and gathered again."""
-        self.finish_gather()
+        self.wait_for_unshard()
         self._keep_changes()
         self.note()
-        self.conceal()
+        self.guard()
 
     def note(self) -> None:
         """Take the whole values of a sharded unit as they are now for unchanged."""
@@ -940,7 +940,7 @@ class Unit:
 
     def look_ahead(self) -> None:
         """Begin to bring the shard, if the gather that is launched next would wait for it."""
-        if self.state is UnitState.RELEASED and (self.level or self.domain.async_gathers):
+        if self.state is UnitState.SHARDED and (self.level or self.domain.async_gathers):
             for section in self.sections:
                 section.shard_loans.look_ahead(section.shard)
 

@@ -1,0 +1,118 @@
+"""Order of the units of a pass, and the position of the current pass in it.
+
+Each forward pass and each backward pass unshards every sharded unit exactly once, in an order that all ranks have
+agreed on, whether this rank uses the unit or not. Each reducing backward pass reduces every trained unit exactly once.
+So all ranks launch the same all-gathers and the same reduce-scatters in the same order, whatever branches their data
+takes.
+
+All-gathers and reduce-scatters are two sequences, and a rank may wait in either. Two rules prevent ranks from waiting
+for each other across the sequences:
+
+1. A unit is reduced after the launch of all all-gathers up to its own position in the backward order.
+2. A rank may need an all-gather far ahead of its own reductions. If the host waits for reductions, the rank reports the
+   position to its peers (`UnitOrder.lags_behind`); peers that wait in a reduction launch the all-gather. If the device
+   orders reductions, the rank does not wait for the all-gather (`UnitOrder.must_not_wait`), but copies the shards.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from enum import Enum
+from itertools import accumulate
+
+from shardwise.zero.units.unit import Unit
+
+
+class Phase(Enum):
+    """What the pass does now."""
+
+    IDLE = "idle"
+    """Between passes. All units are resharded, except the unit that is kept for the backward pass."""
+    FORWARD = "forward"
+    """Inside the outermost forward call."""
+    BACKWARD = "backward"
+    """Between the first gradient hook and the final callback of autograd."""
+
+
+class UnitOrder:
+    """Orders and positions that the unsharder and the reducer of one pass share; see the module docstring.
+
+    Args:
+        units: all units of the pass, in registration order.
+
+    Attributes:
+        indices: indices of all units in the forward and in the backward order.
+        forward: sharded units in the order of first use in the forward pass.
+        backward: sharded units in the reverse order of last use in the forward pass.
+        reductions: indices of trained units in the order in which they are reduced: the reverse of the forward order.
+        traced: the orders are those of a forward pass, not of registration.
+        phase: what the pass does now.
+        builds_graph: whether the current or last forward pass records a graph for autograd.
+        sequence: units that the current pass unshards, in order; without units that the script keeps unsharded.
+        position: index of each unit in `sequence`, by unit index.
+        next: number of all-gathers of `sequence` that have been launched.
+        reduces: whether the current backward pass reduces gradients.
+        on_device: whether the device orders reductions, so that the host does not wait for them.
+        reduced: number of reductions that the current backward pass has launched.
+        lossy_in_flight: number of lossy reductions in flight, which may launch further collectives.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = {unit.index: unit for unit in units}
+        self.traced = False
+        self.phase = Phase.IDLE
+        self.builds_graph = False
+        self.sequence: list[Unit] = []
+        self.position: dict[int, int] = {}
+        self.next = 0
+        self.reduces = self.on_device = False
+        self.reduced = self.lossy_in_flight = 0
+        order = list(self._units)
+        self.set(order, order[::-1])
+
+    def set(self, forward: Sequence[int], backward: Sequence[int]) -> None:
+        """Set the orders of all units that all ranks have agreed on (between passes only)."""
+        self.indices = list(forward), list(backward)
+        units = self._units
+        self.forward = [units[index] for index in forward if units[index].sharded]
+        self.backward = [units[index] for index in backward if units[index].sharded]
+        self.reductions = [index for index in reversed(forward) if units[index].trainable]
+        self._places = {unit.index: place for place, unit in enumerate(self.backward)}
+        # By reduction: the last place in the backward order whose all-gather has been launched before it. Units that
+        # are not sharded launch no all-gather.
+        self._launched = list(accumulate((self._places.get(index, -1) for index in self.reductions), max))
+
+    def begin(self, phase: Phase) -> None:
+        """Begin a pass at its first unit."""
+        self.phase = phase
+        order = self.backward if phase is Phase.BACKWARD else self.forward
+        self.sequence = [unit for unit in order if not unit.pins]
+        self.position = {unit.index: place for place, unit in enumerate(self.sequence)}
+        self.next = 0
+
+    @property
+    def following(self) -> Unit | None:
+        """The unit whose all-gather is launched next; None at the end of the pass."""
+        return self.sequence[self.next] if self.next < len(self.sequence) else None
+
+    def lags_behind(self, unit: Unit) -> bool:
+        """Return True if a peer may wait in a reduction to come here without having launched the unit's all-gather."""
+        if self.on_device or not self.reduces:
+            return False
+        # A peer that has come as far may also wait for the further collectives of a lossy reduction.
+        if self.reduced >= len(self.reductions) and not self.lossy_in_flight:
+            return False
+        return self._launched[min(self.reduced, len(self._launched) - 1)] < self._places.get(unit.index, -1)
+
+    def must_not_wait(self, unit: Unit) -> bool:
+        """Return True if the unit's all-gather may run, on another rank, after a reduction to be launched here.
+
+        If the device orders reductions, each rank launches the all-gather at place p before reduction r, the first with
+        `_launched[r] >= p`. At that time its computing stream waits for reductions up to r - 2 at most. So a rank that
+        has launched these may wait for the all-gather: each collective waits for earlier ones only.
+        """
+        if not (self.on_device and self.reduces):
+            return False
+        first = bisect.bisect_left(self._launched, self._places.get(unit.index, -1))
+        return self.reduced < first - 1
