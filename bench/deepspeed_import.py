@@ -354,10 +354,10 @@ def differing(engine: Any, entry: str, name: str, values: torch.Tensor) -> tuple
     tensor = next((t for t in sharded.registry if name in (t.name, *t.aliases)), None)
     if tensor is None:
         return 0, 0  # an expert of other ranks
-    divided = tensor.box is not None and sharded.box_of(tensor) is not None
+    divided = tensor.box is not None and sharded.state.box_of(tensor) is not None
     flat = (tensor.cut(values) if divided else values).reshape(-1)
     index = tensor.index
-    runs = sharded.value_runs().get(index, ()) if entry == "parameter" else sharded.update.state_pieces(index, entry)
+    runs = sharded.state.value_runs().get(index, ()) if entry == "parameter" else sharded.update.state_pieces(index, entry)
     compared = different = 0
     for start, stop, view in runs:
         own = view.detach().to(flat.dtype)  # fewer digits where DeepSpeed only tells of 16-bit values

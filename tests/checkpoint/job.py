@@ -161,7 +161,7 @@ class Run:
         engine = self.engine
         sharded = engine.sharded
         found: dict[str, Any] = {}
-        for index, runs in sharded.value_runs().items():
+        for index, runs in sharded.state.value_runs().items():
             name = sharded.registry[index].name
             for start, stop, view in runs:
                 found[f"{name}[{start}:{stop}]"] = view.clone()

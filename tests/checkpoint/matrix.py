@@ -264,7 +264,7 @@ def whole(engine: Any) -> str:
 def held(engine: Any) -> str:
     """Return a fingerprint of the master weights and optimizer state on this rank, as they are cut here."""
     sharded, found = engine.sharded, []
-    for index, runs in sorted(sharded.value_runs().items()):
+    for index, runs in sorted(sharded.state.value_runs().items()):
         found += [(f"{index} {start}", view) for start, _, view in runs]
         for key in sorted(sharded.update.state(index)):
             found += [(f"{index} {key} {start}", view) for start, _, view in sharded.update.state_pieces(index, key)]
@@ -337,7 +337,7 @@ def unlike(engine: Any, content: Content) -> list[str]:
         if mine.dtype != theirs.dtype or not torch.equal(mine.reshape(-1), theirs.reshape(-1)):
             found.append(what)
 
-    for index, runs in sharded.value_runs().items():
+    for index, runs in sharded.state.value_runs().items():
         name = sharded.registry[index].name
         values = _part(sharded, index, content.tensors["parameter", name, None])
         for start, stop, view in runs:
@@ -360,7 +360,7 @@ def unlike(engine: Any, content: Content) -> list[str]:
 
 def _part(sharded: Any, index: int, values: Any) -> torch.Tensor:
     """Return the elements of a whole tensor of which this rank has runs."""
-    box = sharded.box_of(sharded.registry[index])
+    box = sharded.state.box_of(sharded.registry[index])
     return (values if box is None else cut(values, box)).reshape(-1)
 
 

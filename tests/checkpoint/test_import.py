@@ -76,7 +76,7 @@ def load_all(path: str, stage: int, dtype: str) -> dict[str, list[str]]:
         differing = run.engine.load_weights(place)
         values = expected()
         bad = [f"reported {differing}"] if any(differing) else []
-        for index, runs in run.engine.sharded.value_runs().items():
+        for index, runs in run.engine.sharded.state.value_runs().items():
             tensor = run.engine.sharded.registry[index]
             for start, stop, view in runs:
                 # All digits: masters are fp32 where the module computes in bf16.
@@ -256,7 +256,7 @@ def growth(path: str, width: int) -> int:
     before = _status("VmRSS")
     engine.load_weights(f"{path}/large")
     peak = _status("VmHWM") - before
-    for runs in engine.sharded.value_runs().values():
+    for runs in engine.sharded.state.value_runs().values():
         assert all(bool((view == 1.5).all()) for _, _, view in runs)
     engine.destroy()
     return peak

@@ -459,7 +459,7 @@ def read_bytes(path: str, stage: int, load: bool) -> dict[str, int]:
         for key in ("exp_avg", "exp_avg_sq"):
             assert bool(state[key].isfinite().all()), "between parameters there are zeros"
     sharded = engine.sharded
-    runs = sharded.value_runs()
+    runs = sharded.state.value_runs()
     counts["held"] = sum(view.nbytes for own in runs.values() for _, _, view in own)
     counts["state"] = sum(
         view.nbytes

@@ -21,7 +21,7 @@ def spoil(run: Run, state: bool = False) -> None:
     """Make one value of rank 1's part NaN: a weight, or a moment."""
     sharded = run.engine.sharded
     if torch.distributed.get_rank() == 1:
-        index, runs = next((i, r) for i, r in sharded.value_runs().items() if r and sharded.registry[i].trainable)
+        index, runs = next((i, r) for i, r in sharded.state.value_runs().items() if r and sharded.registry[i].trainable)
         view = sharded.update.state_pieces(index, "exp_avg")[0][2] if state else runs[0][2]
         view[0] = float("nan")
 

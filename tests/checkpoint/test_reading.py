@@ -74,7 +74,7 @@ def state_of(engine: Any) -> list[torch.Tensor]:
 
 def held(engine: Any) -> list[torch.Tensor]:
     """Return copies of the values and the optimizer's state on this rank."""
-    values = [view for runs in engine.sharded.value_runs().values() for _, _, view in runs]
+    values = [view for runs in engine.sharded.state.value_runs().values() for _, _, view in runs]
     return [tensor.clone() for tensor in [*values, *state_of(engine)]]
 
 
@@ -92,7 +92,7 @@ def load(path: str, trained: bool) -> dict[str, Any]:
                 values = whole.read(whole.find(name, kind)).view(-1)
                 key = kind.partition("/")[2]
                 update = engine.sharded.update
-                pieces = update.state_pieces(index, key) if key else engine.sharded.value_runs()[index]
+                pieces = update.state_pieces(index, key) if key else engine.sharded.state.value_runs()[index]
                 wrong += [(kind, name) for first, end, view in pieces if not torch.equal(view, values[first:end])]
     # What was there is still referred to here: other tensors would lie elsewhere.
     kept = bool(before) and [t.data_ptr() for t in before] == [t.data_ptr() for t in state_of(engine)]

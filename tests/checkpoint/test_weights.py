@@ -123,7 +123,7 @@ def load_plain(stage: int, dtype: str, wrapped: bool) -> list[float]:
     run.step()
     run.engine.load_module_state_dict({"module": source} if wrapped else source)
     gaps = []
-    for index, runs in run.engine.sharded.value_runs().items():
+    for index, runs in run.engine.sharded.state.value_runs().items():
         tensor = run.engine.sharded.registry[index]
         for start, stop, view in runs:
             expected = source[tensor.name].reshape(-1)[start:stop].to(view.dtype)

@@ -53,7 +53,7 @@ def build(stage: int, config: dict[str, Any], client: bool) -> Any:
 
 def known(engine: Any) -> list[Any]:
     """Everything that a step changes."""
-    values = [value.clone() for runs in engine.sharded.value_runs().values() for _, _, value in runs]
+    values = [value.clone() for runs in engine.sharded.state.value_runs().values() for _, _, value in runs]
     state = [value.clone() for s in engine.optimizer.state.values() for value in s.values() if torch.is_tensor(value)]
     counters = [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples]
     return [values, state, counters, engine.get_lr(), engine.lr_scheduler.state_dict(), engine.cur_scale]

@@ -76,7 +76,7 @@ def spoilt_at(stage: int, how: str, late: bool, config: dict[str, Any], steps: i
                 engine.step()
             except NonFiniteError as error:
                 seen.append(str(error))
-            values = [v for runs in engine.sharded.value_runs().values() for _, _, v in runs]
+            values = [v for runs in engine.sharded.state.value_runs().values() for _, _, v in runs]
             finite = all(bool(torch.isfinite(value).all()) for value in values)
             seen.append((engine.was_step_applied(), engine.skipped_steps, finite, same(before, known(engine)[:3])))
         engine.destroy()

@@ -324,7 +324,7 @@ def trained(stage: int, watch: dict[str, Any]) -> list[Any]:
     before = engine.ledger.sequence
     for number in range(2):
         window(engine, value=1.0 + number)
-    values = [(n, values.clone()) for runs in engine.sharded.value_runs().values() for n, _, values in runs]
+    values = [(n, values.clone()) for runs in engine.sharded.state.value_runs().values() for n, _, values in runs]
     launched = engine.ledger.sequence - before
     small = engine.ledger.totals["all_reduce"].count
     engine.destroy()

@@ -20,6 +20,7 @@ from torch import nn
 import shardwise
 from shardwise.utils import safe_get_full_fp32_param, safe_get_full_grad
 from shardwise.zero.model import ShardedModel
+from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.units import released
 from tests.models import CASES, Case
 
@@ -124,11 +125,11 @@ def masters(model: nn.Module) -> Tensors:
     update = sharded.update
     sharded.take_changes()
     pieces: dict[str, tuple[torch.dtype, Sequence[Run]]] = {}
-    with sharded.lent(written=False):
+    with sharded.state.lent(written=False):
         for tensor in sharded.registry:
             if tensor.trainable and update is not None:
                 dtype = torch.promote_types(sharded.section_of(tensor.index).master_dtype, torch.float32)
-                pieces[tensor.name] = dtype, sharded.own_runs(tensor.index, update.master_pieces(tensor.index))
+                pieces[tensor.name] = dtype, sharded.state.own_runs(tensor.index, update.master_pieces(tensor.index))
         found = _assemble(sharded, pieces, whole=not sharded.plan.shard_optimizer)
     if found:
         _compare_one(model, found, safe_get_full_fp32_param)
@@ -144,9 +145,11 @@ def gradients(model: nn.Module) -> Tensors:
     sharded = sharded_of(model)
     sharded.hooks.settle()
     pieces: dict[str, tuple[torch.dtype, Sequence[Run]]] = {}
-    with sharded.lent(written=False):
+    with sharded.state.lent(written=False):
         for tensor in sharded.registry:
-            runs = sharded.gradient_runs(tensor.index) if tensor.trainable and sharded.update is not None else None
+            runs = (
+                sharded.state.gradient_runs(tensor.index) if tensor.trainable and sharded.update is not None else None
+            )
             if runs is not None:
                 pieces[tensor.name] = sharded.section_of(tensor.index).accumulate_dtype, runs
         found = _assemble(sharded, pieces, whole=False)
@@ -161,8 +164,8 @@ def gradients(model: nn.Module) -> Tensors:
 def sharded_of(model: nn.Module) -> ShardedModel:
     """What the engine of a model has made of it."""
     owner = released.owner_of(next(model.parameters()))
-    assert isinstance(owner, ShardedModel)
-    return owner
+    assert isinstance(owner, ParameterOwner)
+    return owner.model
 
 
 def _assemble(

@@ -89,7 +89,7 @@ class BackgroundSaves:
             # The memory table counts device memory; the snapshot is in host memory.
             counter = functools.partial(self._sharded.accountant.add, Category.OTHER) if device.type == "cpu" else None
             self.saving = Background(device, int(ranks), counter, told, limit)
-        report = save_in_background(self._sharded, request, state, self.saving)
+        report = save_in_background(self._sharded.state, request, state, self.saving)
         self._sharded.copied = self.saving.copied
         report.waited = waited
         report.blocked = time.monotonic() - begun - waited
@@ -126,7 +126,7 @@ class BackgroundSaves:
 
 def saved_bytes(sharded: ShardedModel, state: int) -> int:
     """Return the planned bytes of this rank's part of a checkpoint. `state`: bytes of this rank's optimizer state."""
-    values, ranges = sharded.value_runs(), sharded.saved_ranges()
+    values, ranges = sharded.state.value_runs(), sharded.state.saved_ranges()
     size = trained = saved = 0
     for tensor in sharded.registry:
         runs = values.get(tensor.index, [])

@@ -165,7 +165,7 @@ class Checkpoints:
         if background:
             self.background.start(request, state, begun_at, waited)
             return True
-        self._last = path = save(self._sharded, request, state)
+        self._last = path = save(self._sharded.state, request, state)
         if self._job.rank == 0 and self.background.shows_statistics:
             logger.info("%s", statistics(path, size_of(path), time.monotonic() - begun_at - waited))
         return True
@@ -304,13 +304,13 @@ class Checkpoints:
             if with_scheduler and self._step.lr_scheduler is not None:
                 check_schedule(saved, self._step.lr_scheduler)
 
-        found = find(self._sharded, parent, tag, options, opener(self._sharded), check)
+        found = find(self._sharded.state, parent, tag, options, opener(self._sharded), check)
         if found is None:
             return None, None
         saved, matched = found
         self._notes = ()
         with saved:
-            loaded = read(self._sharded, saved, matched, options)
+            loaded = read(self._sharded.state, saved, matched, options)
             if custom_load_fn is not None:
                 load_custom(self._sharded, self._job, custom_load_fn, saved.module_values())
         self._step.drop_gradients()
@@ -356,7 +356,7 @@ class Checkpoints:
             )
 
     def _tell_of_window(self) -> None:
-        if self._sharded.holds_gradients and self._job.rank == 0:
+        if self._sharded.state.holds_gradients and self._job.rank == 0:
             warn_once(
                 "save_checkpoint(): in the middle of an accumulation window. Checkpoints hold no gradients: those of "
                 "the window so far are not in it, and going on from it begins the window anew, with the micro-batches "
@@ -391,7 +391,7 @@ class Checkpoints:
                 "rng": rng.capture(self._sharded.device),
                 "loader": None if loader is None else loader.state_dict(),
                 "compression": self._kept(),
-                "optimizer": self._sharded.rank_state(),
+                "optimizer": self._sharded.state.rank_state(),
                 **({} if self._step.watch is None else {"watch": self._step.watch.state()}),
             },
             scheduler=None if scheduler is None else scheduler.state_dict(),
@@ -399,7 +399,9 @@ class Checkpoints:
             counters={
                 **{name: getattr(self._step, name) for name in _COUNTERS},
                 # Training resumed in the middle of a window restarts the window.
-                "micro_steps": self._step.window_began if self._sharded.holds_gradients else self._step.micro_steps,
+                "micro_steps": self._step.window_began
+                if self._sharded.state.holds_gradients
+                else self._step.micro_steps,
                 _WINDOW: self._batches.steps,
             },
         )
@@ -410,7 +412,7 @@ class Checkpoints:
         own = None if loaded.rank is None else loaded.rank.get("optimizer")
         if own is None and (same or loaded.first.get("optimizer") is None):
             return
-        if not same or not self._sharded.load_rank_state(own):
+        if not same or not self._sharded.state.load_rank_state(own):
             self._log(
                 f"{loaded.path}: what each rank has not sent yet (the errors of compressed communication, and steps of "
                 f"its own since the last average) is dropped, because it belongs to {len(loaded.manifest.ranks)} ranks "

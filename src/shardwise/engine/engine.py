@@ -442,7 +442,7 @@ class Engine(ConfigGetters, StateGetters):
             UsageError: the engine has been destroyed.
         """
         self.sharded.check_there("engine.gathered()", values=True)
-        return self.sharded.whole()
+        return self.sharded.owner.whole()
 
     def compile(
         self,

@@ -104,7 +104,7 @@ class FaultTolerance:
         if section.memory_copies is not None:
             wanted = section.memory_copies
             self.copies = InMemoryCheckpoints(
-                self._sharded,
+                self._sharded.state,
                 os.path.join(self._memory_directory(wanted.directory), f"engine{next(_engines)}"),
                 wanted.every,
                 wanted.replicas,
@@ -301,7 +301,7 @@ class FaultTolerance:
         return made
 
     def _to_copy(self) -> tuple[TrainingState, dict[str, Any]]:
-        if self._sharded.holds_gradients:
+        if self._sharded.state.holds_gradients:
             raise UsageError(
                 "copy_to_memory(): gradients of an unfinished accumulation window are held, and copies do not hold "
                 "gradients. Copy after the engine.step() that ends a window (every "

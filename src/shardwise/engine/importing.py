@@ -33,7 +33,7 @@ def opener(model: ShardedModel) -> Callable[[str], Checkpoint]:
 def _wholes(model: ShardedModel) -> dict[str, Whole]:
     found = {}
     for tensor in model.registry:
-        parts = sorted((p.ranks, p.box) for p in model.parts_of(tensor.index) if p.name == tensor.name)
+        parts = sorted((p.ranks, p.box) for p in model.state.parts_of(tensor.index) if p.name == tensor.name)
         whole = Whole(tensor.global_shape, [(box, ranks) for ranks, box in parts])
         found.update(dict.fromkeys((tensor.name, *tensor.aliases), whole))
     return found

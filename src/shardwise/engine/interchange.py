@@ -85,7 +85,7 @@ class Interchange:
             )
         self._sharded.hooks.settle()
         accountant = self._sharded.accountant
-        export_model(self._sharded, request, lambda tensor: accountant.hold(Category.BUFFERS, tensor))
+        export_model(self._sharded.state, request, lambda tensor: accountant.hold(Category.BUFFERS, tensor))
 
     def load_weights(
         self,
@@ -123,7 +123,7 @@ class Interchange:
         """
         self._sharded.check_there("engine.load_weights()")
         self._sharded.hooks.settle()
-        found = load_weights(self._sharded, path, tag=tag, strict=strict, rename=rename)
+        found = load_weights(self._sharded.state, path, tag=tag, strict=strict, rename=rename)
         self._step.drop_gradients()
         if self._sharded.compressor is not None:
             self._sharded.compressor.clear()  # its residuals belong to gradients at other weights
@@ -164,7 +164,7 @@ class Interchange:
         self._sharded.check_there("engine.save_16bit_model()", values=True)
         parent = check_directory(save_dir, "save_dir")
         weights.write_weights(
-            self._sharded,
+            self._sharded.state,
             parent,
             weights.check_file_name(save_filename),
             exclude_frozen=exclude_frozen_parameters,
@@ -193,7 +193,7 @@ class Interchange:
         self._sharded.check_there("engine.module_state_dict()", values=True)
         if keep_vars:
             raise UsageError("module_state_dict(keep_vars=True): values are gathered copies; use keep_vars=False")
-        found = weights.state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters)
+        found = weights.state_dict(self._sharded.state, exclude_frozen=exclude_frozen_parameters)
         destination = {} if destination is None else destination
         destination.update((prefix + name, value) for name, value in found.items())
         return destination
@@ -201,7 +201,7 @@ class Interchange:
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Return the unsharded state dict on rank 0, None on other ranks (called by trainers)."""
         self._sharded.check_there("engine._consolidated_16bit_state_dict()", values=True)
-        found = weights.state_dict(self._sharded, exclude_frozen=exclude_frozen_parameters, to_first=True)
+        found = weights.state_dict(self._sharded.state, exclude_frozen=exclude_frozen_parameters, to_first=True)
         return found if self._job.rank == 0 else None
 
     def load_module_state_dict(
@@ -233,18 +233,18 @@ class Interchange:
             load_custom(self._sharded, self._job, custom_load_fn, values)
         else:
             may_lack = frozenset(allowed_missing_keys or ())
-            weights.load_state_dict(self._sharded, values, strict=strict, may_lack=may_lack)
+            weights.load_state_dict(self._sharded.state, values, strict=strict, may_lack=may_lack)
 
 
 def load_custom(sharded: ShardedModel, job: Communicator, function: CustomLoad, values: Mapping[str, Any]) -> None:
     """Fill the gathered parameters with the script's `function`; rank 0's values are used."""
     parameters = sharded.registry.parameters
-    gathered = sharded.gather(parameters)
+    gathered = sharded.owner.gather(parameters)
     try:
         with phase(job, "custom_load_fn"), torch.no_grad():
             function(src=values, dst=sharded.module)
     except BaseException:
-        sharded.put_back(parameters, gathered, None)
+        sharded.owner.put_back(parameters, gathered, None)
         raise
     ranks = sharded.comm
-    sharded.put_back(parameters, gathered, ranks.members[0])
+    sharded.owner.put_back(parameters, gathered, ranks.members[0])

@@ -12,7 +12,7 @@ from shardwise.comm.domain import Domains
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.utils.logging import warn_once
-from shardwise.zero.model import ShardedModel
+from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.parameters.init import PartStore, shard_module
 from shardwise.zero.units.leaves import get_z3_leaf_modules, set_z3_leaf_module
 from shardwise.zero.units.released import owner_of
@@ -55,13 +55,13 @@ def check_one_device(model: nn.Module) -> None:
 
 def close_former_engine(model: nn.Module) -> None:
     """Close the engine that the model belonged to, if any; trainers wrap a model again."""
-    for former in {id(o): o for o in map(owner_of, model.parameters()) if isinstance(o, ShardedModel)}.values():
+    for former in {id(o): o for o in map(owner_of, model.parameters()) if isinstance(o, ParameterOwner)}.values():
         warn_once(
             "the model already belonged to an engine, which is closed; its optimizer state is dropped. Call "
             "engine.destroy() to do so explicitly"
         )
-        former.close(_WRAPPED_AGAIN)
-        former.comm.destroy()
+        former.model.close(_WRAPPED_AGAIN)
+        former.model.comm.destroy()
 
 
 def fill_meta_parameters(model: nn.Module, domains: Domains) -> None:

@@ -34,8 +34,8 @@ def explain_overflow(
     finite: bool | None = True
     if index is not None:
         if sharded.numbering.counts[index]:
-            with sharded.lent([sharded.unit_of(index)], written=False):
-                found = Found.of([values for _, _, values in sharded.gradient_runs(index) or ()])
+            with sharded.state.lent([sharded.unit_of(index)], written=False):
+                found = Found.of([values for _, _, values in sharded.state.gradient_runs(index) or ()])
         finite = sharded.reducer.was_finite(sharded.unit_of(index).index)
     told = job.exchange((lost, finite, *_known(sharded, index), *astuple(found)), "overflow")
     return replace(

@@ -95,7 +95,7 @@ def offload_states(
     """
     engine.sharded.check_open("engine.offload_states()")
     check_device(device)
-    engine.sharded.offload_states(kinds_of(include), pinned=pin_memory, wait=not non_blocking)
+    engine.sharded.moving.offload(kinds_of(include), pinned=pin_memory, wait=not non_blocking)
 
 
 def reload_states(engine: Moving, non_blocking: bool = False) -> None:
@@ -108,7 +108,7 @@ def reload_states(engine: Moving, non_blocking: bool = False) -> None:
         UsageError: the engine has been destroyed.
     """
     engine.sharded.check_open("engine.reload_states()")
-    engine.sharded.reload_states(wait=not non_blocking)
+    engine.sharded.moving.reload(wait=not non_blocking)
 
 
 def give_methods(optimizer: torch.optim.Optimizer, engine: Any) -> None:
@@ -144,4 +144,4 @@ def get_state_devices(model: Moving, state: OffloadStateTypeEnum | str) -> set[t
     """
     (kind,) = kinds_of([state])
     devices = {Tier.DEVICE: model.device, Tier.HOST: torch.device("cpu")}
-    return {devices[tier] for tier in model.sharded.state_tiers(kind) if tier in devices}
+    return {devices[tier] for tier in model.sharded.moving.tiers(kind) if tier in devices}

@@ -18,6 +18,7 @@ import torch
 
 from shardwise.errors import UsageError
 from shardwise.zero.model import ShardedModel
+from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.units import released
 from shardwise.zero.units.unit import UnitState
 
@@ -29,16 +30,16 @@ _KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 def _find(parameter: torch.Tensor) -> tuple[ShardedModel, int] | None:
     owner = released.owner_of(parameter)
-    if not isinstance(owner, ShardedModel) or owner.update is None:
+    if not isinstance(owner, ParameterOwner) or owner.model.update is None:
         return None
-    owner.hooks.settle()
-    tensor = owner.registry.find(parameter)
-    return None if tensor is None or not tensor.trainable else (owner, tensor.index)
+    owner.model.hooks.settle()
+    tensor = owner.model.registry.find(parameter)
+    return None if tensor is None or not tensor.trainable else (owner.model, tensor.index)
 
 
 def _lent(model: ShardedModel, index: int, *, written: bool = False) -> AbstractContextManager[None]:
     """Have what the engine keeps of a parameter on the device inside of the block; it may be `written`."""
-    return model.lent([model.unit_of(index)], written=written)
+    return model.state.lent([model.unit_of(index)], written=written)
 
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
@@ -67,7 +68,7 @@ def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype:
         comm.sum_large(flat, tensor.name)
         return flat[:numel].view(tensor.global_shape)
     whole = model.section_of(index).levels.optimizer == 0
-    return _assemble(model, index, model.own_runs(index, runs), dtype, whole)
+    return _assemble(model, index, model.state.own_runs(index, runs), dtype, whole)
 
 
 def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -106,14 +107,14 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
     model.unsharder.reshard_kept([unit])
     unit.wait_for_unshard()
     if unit.state is not UnitState.SHARDED:
-        model.values_of(index).copy_(flat)
+        model.state.values_of(index).copy_(flat)
         unit.store_shard()
     with _lent(model, index, written=True):
         stepped = _as_stepped(model, index, value)
         for start, stop, master in model.update.master_pieces(index):
             master.copy_(stepped[start:stop])
     if unit.state is UnitState.SHARDED:
-        model.publish([unit])
+        model.state.publish([unit])
 
 
 def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -127,7 +128,7 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
         return None
     model, index = found
     with _lent(model, index):
-        runs = model.gradient_runs(index)
+        runs = model.state.gradient_runs(index)
         if runs is None:
             return None
         whole = _assemble(model, index, runs, model.section_of(index).accumulate_dtype, whole=False)
@@ -259,7 +260,7 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
     model.share_changes()
     with _lent(model, index, written=True):
         _fill(model, index, [master for _, _, master in model.update.master_pieces(index)], value)
-    model.publish(model.units_of([parameter]))
+    model.state.publish(model.units_of([parameter]))
 
 
 def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -317,7 +318,7 @@ def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str
             return _joined(model, runs, runs[0].dtype)
     if model.update.master_ranges(index):
         return None
-    with model.lent(written=False):
+    with model.state.lent(written=False):
         return _empty_state(model, optim_state_key)
 
 
@@ -364,7 +365,7 @@ def _local_gradient(model: ShardedModel, index: int, what: str) -> list[torch.Te
     assert model.reducer is not None
     if model.reducer.unfinished:
         raise UsageError(f"{what}: gradients of this window are not reduced yet; call it after the last micro-batch")
-    runs = model.gradient_runs(index)
+    runs = model.state.gradient_runs(index)
     return None if runs is None else [values for _, _, values in runs]
 
 

@@ -10,15 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from shardwise.boxes import Region
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
 from shardwise.comm.desync import Word, inside_of
@@ -29,27 +27,27 @@ from shardwise.errors import ConflictError, DesyncError, OffloadError, PeerLostE
 from shardwise.memory import (
     Accountant,
     Category,
-    Tier,
     give_back_freed_memory,
     module_bytes,
     resident_bytes,
     virtual_bytes,
 )
-from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, borrowed, in_turn
+from shardwise.memory.places import ALL_AT_HAND, Homes
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
-from shardwise.registry import HeldPart, LogicalTensor, Registry
-from shardwise.utils.logging import logger, warn_once
+from shardwise.registry import Registry
+from shardwise.utils.logging import logger
 from shardwise.zero.building import UnitBuilder
+from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.parameters.guards import Guards
 from shardwise.zero.parameters.init import PartStore
 from shardwise.zero.parameters.memoryguard import MemoryGuard
-from shardwise.zero.parameters.unsharded_access import Shown, Wholes
+from shardwise.zero.parameters.unsharded_access import Wholes
 from shardwise.zero.passes.calls import UnitCalls
 from shardwise.zero.passes.driver import Alone, Driver
 from shardwise.zero.passes.hooks import Hooks
-from shardwise.zero.passes.model_pass import Call, Pass, backward_order
+from shardwise.zero.passes.model_pass import Pass, backward_order
 from shardwise.zero.passes.order import Phase, UnitOrder
 from shardwise.zero.passes.peer_shards import NoPeers, PeerShards
 from shardwise.zero.passes.plain import PlainGradients
@@ -58,14 +56,15 @@ from shardwise.zero.passes.sidechannel import SideChannel
 from shardwise.zero.passes.sums import GradientSums
 from shardwise.zero.passes.unshard import Unsharder
 from shardwise.zero.passes.usage import UnitUsage
+from shardwise.zero.state import ShardedState
 from shardwise.zero.states import MovingStates
 from shardwise.zero.units import released
 from shardwise.zero.units.global_ids import GlobalTensorIds
-from shardwise.zero.units.layout import ShardSlice, lay_out
+from shardwise.zero.units.layout import lay_out
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.units.plan import Plan
-from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
-from shardwise.zero.units.unit import FlatParamStorage, Unit, UnitState
+from shardwise.zero.units.presence import Presence
+from shardwise.zero.units.unit import FlatParamStorage, Unit
 from shardwise.zero.updates.comm_optimizer import CommUpdate
 from shardwise.zero.updates.owner_sharded import WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
@@ -80,17 +79,6 @@ _DESTROYED = (
     "the engine has been destroyed, and its model is a plain one again; pass the model to shardwise.initialize() for a "
     "new engine"
 )
-
-
-class Gathered(NamedTuple):
-    """What `ShardedModel.gather` has gathered: units, and parameters that are whole tensors meanwhile.
-
-    `versions` are the version counters of the latter.
-    """
-
-    units: list[Unit]
-    shown: list[Shown]
-    versions: list[int]
 
 
 class ShardedModel:
@@ -188,7 +176,7 @@ class ShardedModel:
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
         builder = UnitBuilder(
-            self, self.registry, plan, policy, domains, device, accountant, self.update, self.owners, self.homes
+            self.owner, self.registry, plan, policy, domains, device, accountant, self.update, self.owners, self.homes
         )
         builder.choose_places(specs)
         whole = builder.stay_whole(specs, layouts, (forward, backward))
@@ -218,7 +206,7 @@ class ShardedModel:
         self.sums: GradientSums | None = None
         if self.update is not None:
             for unit in sharded:
-                unit.take_over = self._take_over
+                unit.take_over = self.take_over
                 unit.await_copies = self.await_copies
             self.reducer = Reducer(
                 self.units,
@@ -236,17 +224,16 @@ class ShardedModel:
                 driver=self._driver,
             )
             self.sums = GradientSums(self.units, self.numbering, self.comm, device, accountant, self.reducer)
-            self.update.bind(self.reducer.own_gradient, self._values_have_changed)
+            self.update.bind(self.reducer.own_gradient, self.values_changed)
         if self.channel is not None:
             self.channel.on_want(unsharder.on_peer_blocked)
         self.model_pass = Pass(order, usage, calls, unsharder, self.reducer, self.registry, self.presence)
         self.hooks = Hooks(module, self.units, self.model_pass)
         self.plain = None if plain is None else PlainGradients(self.units, self.comm, accountant, averages=plain)
         layout = self._optimizer_layout()
-        self.guards = Guards(module, self.registry, optimizer, self._absent, layout, drops=plain is None)
+        self.guards = Guards(module, self.registry, optimizer, self.is_absent, layout, drops=plain is None)
         self.places = MemoryGuard(module, self.registry, self.units)
-        gradients = [] if self.reducer is None else self.reducer.gradients.values()
-        self._states = MovingStates(self.units, self.update, gradients, device, accountant, self.presence)
+        self.moving = MovingStates(self)
         self._trainable = [p for p, t in zip(self.registry.parameters, self.registry, strict=True) if t.trainable]
         self._section_of = {
             slot.index: (unit, section)
@@ -261,6 +248,16 @@ class ShardedModel:
         self._order_agreed = self.stepped = False
         self.copied: Copied | None = None
         give_back_freed_memory()  # of the whole parameters, between the shards
+
+    @property
+    def owner(self) -> ParameterOwner:
+        """Unshards parameters for the script."""
+        return ParameterOwner(self)  # not kept, because it refers to the model
+
+    @property
+    def state(self) -> ShardedState:
+        """Reads and writes values, gradients and optimizer state."""
+        return ShardedState(self)
 
     @property
     def unsharder(self) -> Unsharder:
@@ -382,7 +379,7 @@ class ShardedModel:
                     "them"
                 )
 
-    def _absent(self, parameter: nn.Parameter) -> bool:
+    def is_absent(self, parameter: nn.Parameter) -> bool:
         """Whether the values of a parameter are on other ranks and using it would raise."""
         tensor = self.registry.find(parameter)
         if tensor is None or self.model_pass.phase is not Phase.IDLE:
@@ -515,7 +512,7 @@ class ShardedModel:
         for unit in self.units:
             if not unit.sharded and any(tensor.index in changed for tensor in unit.tensors):
                 unit.wait_for_unshard()
-                with self.lent([unit]):
+                with self.state.lent([unit]):
                     self.update.refresh(unit, self.guards.loaded)
         self.guards.note()
 
@@ -539,19 +536,19 @@ class ShardedModel:
         if not self.stepped:
             self.stepped = True
             give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone
-        self._values_have_changed()
+        self.values_changed()
         if self.comm.world > 1:
             for unit in self.units:
                 unit.all_gather_update()
-        self._shards_written()
+        self.shards_written()
 
-    def _shards_written(self) -> None:
+    def shards_written(self) -> None:
         """Let gathers, and peers that ask for shards, get the new values."""
         self.domain.gathers.follow()
         if self.channel is not None:
             self.channel.shards_written(self.domain.gathers.mark())
 
-    def _values_have_changed(self) -> None:
+    def values_changed(self) -> None:
         """Tell autograd, which may have saved parameters, that the engine has written new values into them."""
         for unit in self.units:
             unit.second_valid = False
@@ -617,61 +614,9 @@ class ShardedModel:
         for unit in self.units:
             unit.wait_for_unshard()
 
-    # -- access of single parameters ---------------------------------------------------------------------------------
-
     def section_of(self, index: int) -> FlatParamStorage:
         """Return the section that holds a parameter."""
         return self._section_of[index][1]
-
-    def values_of(self, index: int) -> torch.Tensor:
-        """Return the 1-D view of a gathered parameter in its unit's memory."""
-        _, section = self._section_of[index]
-        slot = next(slot for slot in section.layout.slots if slot.index == index)
-        return section.full[slot.offset : slot.offset + slot.numel]
-
-    def gradient_runs(self, index: int) -> list[tuple[int, int, torch.Tensor]] | None:
-        """Return (start, stop, values) whose sum over ranks is the accumulated gradient, or None if there is none."""
-        assert self.reducer is not None
-        unit, section = self._section_of[index]
-        gradients = self.reducer.gradients[unit.index]
-        if self.reducer.partial:
-            number, slot = next((n, s) for n, s in enumerate(section.layout.slots) if s.index == index)
-            held = gradients.buffers.get(unit.sections.index(section))
-            if held is None or held.flat is None or not held.present[number]:
-                return []
-            return [(0, slot.numel, held.flat[slot.offset : slot.offset + slot.numel])]
-        parts: list[tuple[tuple[int, int], torch.Tensor]] = []
-        if gradients.accumulated:
-            parts.append((section.own_range, section.own_gradient))
-        if gradients.sums:  # over ranks of the inner dimensions
-            ends = section.layout.range_of(section.domain.place, gradients.level)
-            parts.append((ends, gradients.sums[unit.sections.index(section)]))
-        if not parts:
-            return None
-        return [
-            (p.start, p.stop, values[p.offset : p.offset + p.stop - p.start])
-            for ends, values in parts
-            for p in section.layout.pieces(*ends)
-            if p.index == index
-        ]
-
-    def own_runs(
-        self, index: int, runs: Iterable[tuple[int, int, torch.Tensor]]
-    ) -> list[tuple[int, int, torch.Tensor]]:
-        """Return the parts of what the optimizer has of a parameter that no other rank has (all, if each has all).
-
-        Args:
-            index: the parameter.
-            runs: start, stop and values of each.
-        """
-        section = self.section_of(index)
-        if section.levels.optimizer in (0, section.domain.depth):
-            return list(runs)
-        own = [p for p in section.layout.pieces(*section.own_range) if p.index == index]
-        cuts = [(max(p.start, start), min(p.stop, stop), start, v) for start, stop, v in runs for p in own]
-        return [(low, high, v[low - start : high - start]) for low, high, start, v in cuts if low < high]
-
-    # -- what a lossy reduction keeps ----------------------------------------------------------------------------------
 
     @property
     def compressor(self) -> Compressor | None:
@@ -705,404 +650,17 @@ class ShardedModel:
         """Return the unit that a parameter belongs to."""
         return self._section_of[index][0]
 
-    # -- checkpoints (shardwise.checkpoint.protocols.ShardedModel) -----------------------------------------------------
-
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether gradients of an unfinished accumulation window are held."""
-        reducer = self.reducer
-        return reducer is not None and (
-            reducer.partial or any(g.accumulated or g.sums or g.buffers for g in reducer.gradients.values())
-        )
-
-    def rank_state(self) -> dict[str, Any] | None:
-        """Return what the optimizer keeps on this rank alone, for the rank's part of a checkpoint; None if nothing."""
-        return None if self.update is None else self.update.rank_state()
-
-    def load_rank_state(self, state: dict[str, Any] | None) -> bool:
-        """Take over what `rank_state` has returned on this rank; return False if it is of another layout."""
-        return state is None if self.update is None else self.update.load_rank_state(state)
-
-    def value_runs(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
-        """Return (start, stop, 1-D view) of the values that count on this rank, by parameter.
-
-        Masters of trained parameters: what the optimizer steps here. Of the others this rank's range of the parameter.
-        """
-        self.presence.require("the engine's state cannot be read or written")
-        self.take_changes()
-        runs = {}
-        for index, (section, own) in self._own_pieces().items():
-            with self.shown(index):
-                if section.layout.trainable and self.update is not None:
-                    runs[index] = self.update.master_pieces(index)
-                else:
-                    runs[index] = [
-                        (p.start, p.stop, section.own_values[p.offset : p.offset + p.stop - p.start]) for p in own
-                    ]
-        return runs
-
-    def box_of(self, tensor: LogicalTensor) -> Region | None:
-        """Return the box of a tensor that this rank's runs are of; None: all of it.
-
-        Where the optimizer steps whole tensors that is all, on the rank that owns it, whatever part ranks have.
-        """
-        owned = self.update is not None and self.section_of(tensor.index).layout.cut
-        return None if owned else tensor.box
-
-    @contextlib.contextmanager
-    def shown(self, index: int) -> Iterator[None]:
-        """Let views be made of a parameter's values and state inside of the block, without there being any values."""
-        with contextlib.ExitStack() as stack:
-            for loans in self._section_of[index][1].away:
-                stack.enter_context(loans.shown())
-            for loans, _ in self.owners.borrowing() if self.owners is not None else ():
-                stack.enter_context(loans.shown())
-            yield
-
-    def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
-        """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
-        ranges: dict[int, list[tuple[int, int]]] = {}
-        for index, (section, own) in self._own_pieces().items():
-            if not self.numbering.counts[index] and not section.layout.cut:
-                ranges[index] = []  # other ranks have the same
-                continue
-            alone = section.levels.optimizer == section.domain.depth
-            if section.layout.trainable and self.update is not None and alone:
-                ranges[index] = self.update.master_ranges(index)
-            else:
-                ranges[index] = [(piece.start, piece.stop) for piece in own]
-        return ranges
-
-    def parts_of(self, index: int) -> Sequence[HeldPart]:
-        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
-
-        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
-        """
-        return self.wholes.parts_of(index)
-
-    def _own_pieces(self) -> dict[int, tuple[FlatParamStorage, list[ShardSlice]]]:
-        found: dict[int, tuple[FlatParamStorage, list[ShardSlice]]] = {}
-        for unit in self.units:
-            for section in unit.sections:
-                found.update((slot.index, (section, [])) for slot in section.layout.slots)
-                for piece in section.layout.pieces(*section.own_range):
-                    found[piece.index][1].append(piece)
-        return found
-
-    def publish(self, units: Sequence[Unit] | None = None) -> None:
-        """Bring all copies of the values up to date after `value_runs` have been written (all ranks call).
-
-        Args:
-            units: whose values have been written; None: all.
-        """
-        self.unsharder.reshard_kept()
-        for unit in self.units if units is None else units:
-            unit.wait_for_unshard()
-            with self.lent([unit]):
-                if self.update is not None:
-                    self.update.publish(unit)
-                unit.all_gather_update("explicit", everything=True)
-                unit.wait_for_unshard()
-            if unit.sharded and unit.state is not UnitState.SHARDED:
-                self.domain.gathers.follow()
-                unit.gather_whole("explicit").wait()
-                unit.rounded = False
-        self._values_have_changed()
-        self._shards_written()
-
-    @property
-    def away(self) -> bool:
-        """Whether anything has to be lent before it can be read."""
-        return any(section.away for unit in self.units for section in unit.sections) or bool(
-            self.owners is not None and self.owners.borrowing()
-        )
-
-    def bring(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
-        """Read values that may live elsewhere, in their order, some of them at a time; the next are on their way then.
-
-        Args:
-            tensors: views of what this rank keeps, each with what stands for it.
-            use: is called with what stands for those that are there now.
-        """
-        away = [loans for unit in self.units for section in unit.sections for loans in section.away]
-        away += [loans for loans, _ in self.owners.borrowing()] if self.owners is not None else []
-        lenders = {storage: loans for loans in away for storage in loans.storages}
-        groups: list[tuple[list[T], list[Borrowed]]] = []
-        for stands, tensor in tensors:
-            lender = lenders.get(id(tensor.untyped_storage())) if lenders else None
-            if not groups or (lender is not None and groups[-1][1] and groups[-1][1][0][0] is not lender):
-                groups.append(([], []))
-            groups[-1][0].append(stands)
-            if lender is not None and not groups[-1][1]:
-                groups[-1][1].append((lender, False))
-        in_turn(groups, use)
-
-    def lent_in_turn(self) -> Iterator[Collection[int]]:
-        """Yield the parameters, some at a time, of which everything is on the device meanwhile and may be written."""
-        if not self.away or (self.owners is not None and self.owners.borrowing()):
-            with self.lent():  # tensors that are stepped whole are lent together
-                yield range(len(self.registry))
-            return
-        for unit in self.units:
-            with self.lent([unit]):
-                yield {tensor.index for tensor in unit.tensors}
-
-    # -- access ------------------------------------------------------------------------------------------------------
-
-    def lent(self, units: Sequence[Unit] | None = None, *, written: bool = True) -> AbstractContextManager[None]:
-        """Have all that units keep elsewhere on the device inside of the block; it may be written.
-
-        Args:
-            units: whose state; None: of all. Tensors that are stepped whole are lent all or none.
-            written: False: it is only read.
-        """
-        self.presence.require("the engine's state cannot be read or written")
-        wanted: list[Borrowed] = []
-        for unit in self.units if units is None else units:
-            wanted += unit.borrowing()
-            gradients = None if self.reducer is None else self.reducer.gradients.get(unit.index)
-            if gradients is not None and gradients.loans.away:
-                wanted.append((gradients.loans, True))
-        if self.owners is not None:
-            wanted += self.owners.borrowing()
-        return borrowed([(loans, written and writes) for loans, writes in wanted])
-
-    def _take_over(self, unit: Unit) -> None:
+    def take_over(self, unit: Unit) -> None:
+        """Take unsharded values that have been changed in place over into the master weights."""
         assert self.update is not None
         self.await_copies()
-        with self.lent([unit]):
+        with self.state.lent([unit]):
             self.update.refresh(unit)
 
     def units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
         """Return the units of some parameters, each once; tensors that are not the model's are passed over."""
         wanted = {t.index for t in map(self.registry.find, parameters) if t is not None}
         return [unit for unit in self.units if any(tensor.index in wanted for tensor in unit.tensors)]
-
-    def gather(self, parameters: Iterable[nn.Parameter]) -> Gathered:
-        """Let parameters be whole outside of passes (all ranks must call): those that are parts are the whole tensors.
-
-        Raises:
-            UsageError: see `Wholes.assemble`.
-        """
-        parameters = list(parameters)
-        units = self.gather_parts(parameters)
-        try:
-            shown = self.wholes.show(parameters)
-            return Gathered(units, shown, [parameter._version for _, parameter, _ in shown])
-        except BaseException:
-            self.let_go(units)
-            raise
-
-    def discarded(self, gathered: Gathered) -> list[str]:
-        """See `shardwise.zero.units.released.Owner`."""
-        names = [name for unit in gathered.units for name in unit.changed()]
-        for (tensor, parameter, _), version in zip(gathered.shown, gathered.versions, strict=True):
-            if parameter._version != version and tensor.name not in names:
-                names.append(tensor.name)
-        return names
-
-    def put_back(self, parameters: Iterable[nn.Parameter], gathered: Gathered, src: int | None) -> None:
-        """End a `gather`.
-
-        Args:
-            parameters: those that were asked for.
-            gathered: what `gather` returned; released again.
-            src: global rank whose values become everybody's, masters included; None discards changes of what was
-                gathered.
-
-        Raises:
-            UsageError: see `Unit.store_shard`.
-        """
-        parameters = list(parameters)
-        for unit in self.units_of(parameter for _, parameter, _ in gathered.shown):
-            unit.attach()
-        if src is not None and gathered.shown:
-            self.wholes.agree(gathered.shown, self.comm.group_rank(src) if src in self.comm.members else 0)
-            for tensor, _, whole in gathered.shown:
-                self.values_of(tensor.index).copy_(tensor.cut(whole).reshape(-1))
-        self.put_parts_back(parameters, gathered.units, src)
-
-    def gather_parts(self, parameters: Iterable[nn.Parameter], kind: str = "explicit") -> list[Unit]:
-        """Gather the released units of some parameters outside of passes (all ranks must call); return those units.
-
-        Parameters that are parts of tensors stay parts.
-
-        Args:
-            parameters: of the model.
-            kind: with which collectives the gathers are in one order.
-        """
-        self.hooks.settle()
-        self.presence.require("parameters cannot be gathered", values=True)
-        wanted = self.units_of(parameters)
-        self.unsharder.reshard_kept(wanted)
-        changed: list[Unit] = []
-        try:
-            for unit in wanted:
-                unit.wait_for_unshard()
-                if unit.state is UnitState.SHARDED:
-                    self._fill_now(unit, kind)
-                    unit.pins += 1
-                    changed.append(unit)
-        except BaseException:
-            self.let_go(changed)
-            raise
-        return changed
-
-    def _fill_now(self, unit: Unit, kind: str) -> None:
-        self.domain.gathers.follow()
-        with self.domain.gathers.aside():
-            for section in unit.sections:
-                section.allocate()
-        try:
-            unit.gather_whole(kind).wait()
-        except BaseException:
-            for section in unit.sections:
-                section.free()
-            raise
-        unit.rounded = False
-        unit.on_unsharded()
-        unit.unguard()
-
-    def let_go(self, gathered: Sequence[Unit]) -> None:
-        """Release what `gather_parts` returned."""
-        for unit in gathered:
-            unit.pins -= 1
-            unit.reshard()
-
-    def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
-        """End a `gather_parts`.
-
-        Args:
-            parameters: those that were asked for.
-            gathered: what `gather_parts` returned; released again.
-            src: global rank whose values become everybody's, masters included; None discards changes.
-
-        Raises:
-            UsageError: see `Unit.store_shard`.
-        """
-        try:
-            if src is not None:
-                self.presence.require("changed parameters cannot be stored")
-                for unit in self.units_of(parameters):
-                    ranks = unit.domain.ranks
-                    root = ranks.group_rank(src) if src in ranks.members else 0
-                    for section in unit.sections:
-                        ranks.broadcast(section.full, root, f"{unit.name}.modified").wait()
-                    unit.store_shard()
-                    if self.update is not None:
-                        self._take_over(unit)
-                if self.update is not None:
-                    self.update.share_changes()
-        finally:
-            self._shards_written()
-            for unit in gathered:
-                unit.note()  # whatever else has been changed is not to be kept
-            self.let_go(gathered)
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Gather everything once: passes inside need no communication, so that their number may differ by rank."""
-        gathered = self.gather_parts(self.registry.parameters)
-        self.unsharder.suspended = True
-        try:
-            yield
-        finally:
-            self.unsharder.suspended = False
-            self.let_go(gathered)
-
-    # -- state off the device for a while ----------------------------------------------------------------------------
-
-    def offload_states(self, kinds: Collection[OffloadStateTypeEnum], *, pinned: bool, wait: bool) -> None:
-        """Move state that lives on the device to the host, until `reload_states` (all ranks call, between passes).
-
-        Args:
-            kinds: what is moved; what has been moved before, or lives elsewhere anyway, stays there.
-            pinned: page-lock memory of the host.
-            wait: return when the memory of the device is free.
-
-        Raises:
-            UsageError: a pass is under way, parameters are gathered, or the optimizer averages over ranks itself.
-        """
-        self.hooks.settle()
-        if self.update is not None:
-            self.update.check_movable("engine.offload_states()")
-        if self.model_pass.phase is not Phase.IDLE or self.unsharder.suspended or any(unit.pins for unit in self.units):
-            raise UsageError(
-                "engine.offload_states(): a pass is under way, or parameters are gathered (GatheredParameters, "
-                "engine.gathered()). Call it between steps, outside of such blocks"
-            )
-        self.unsharder.reshard_kept()
-        self.finish_gathers()
-        self.await_copies()
-        if OffloadStateTypeEnum.lp_params in kinds:
-            self._meet("offload_states()")
-        self._states.offload(kinds, pinned=pinned, wait=wait)
-        if wait:
-            give_back_freed_memory()  # to whoever has use for it, in this process or in another
-
-    def reload_states(self, *, wait: bool) -> None:
-        """Bring back what `offload_states` has moved (all ranks call).
-
-        Args:
-            wait: return when everything is there; else the device goes on when it is.
-        """
-        parameters = OffloadStateTypeEnum.lp_params in self.presence.away
-        self._states.reload(wait=wait)
-        self._shards_written()
-        if parameters:
-            self._meet("reload_states()")
-
-    def _meet(self, where: str) -> None:
-        """Wait for the other ranks: one that is still in a pass may ask this one for its shards."""
-        if self.channel is not None:
-            self.comm.barrier(where)
-
-    def state_tiers(self, kind: OffloadStateTypeEnum) -> set[Tier]:
-        """Return on what state of a kind lies now; nothing if there is none of it."""
-        return self._states.tiers(kind)
-
-    # -- shardwise.zero.units.released.Owner ---------------------------------------------------------------------------
-
-    @property
-    def in_pass(self) -> bool:
-        """See `shardwise.zero.units.released.Owner`."""
-        return self.model_pass.phase is not Phase.IDLE
-
-    def touch(self, parameter: nn.Parameter, what: str) -> Call | None:
-        """See `shardwise.zero.units.released.Owner`."""
-        tensor = self.registry.find(parameter)
-        assert tensor is not None
-        return self.model_pass.touch(self.unit_of(tensor.index), tensor, what)
-
-    def end_touch(self, parameter: nn.Parameter, token: Any, result: object) -> None:
-        """See `shardwise.zero.units.released.Owner`."""
-        tensor = self.registry.find(parameter)
-        assert tensor is not None
-        self.model_pass.end_touch(self.unit_of(tensor.index), token, result)
-
-    def kept(self, parameter: nn.Parameter) -> int:
-        """See `shardwise.zero.units.released.Owner`."""
-        tensor = self.registry.find(parameter)
-        assert tensor is not None
-        unit, section = self._section_of[tensor.index]
-        if not unit.sharded:
-            return tensor.numel
-        pieces = section.layout.pieces(section.shard_range.start, section.shard_range.stop)
-        return sum(piece.stop - piece.start for piece in pieces if piece.index == tensor.index)
-
-    def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
-        """See `shardwise.zero.units.released.Owner`: a parameter that is not here is not moved, and says so once."""
-        if dtype != parameter.dtype or not self._absent(parameter):
-            return None
-        warn_once(
-            f"{type(self.module).__name__} is moved to {device}: parameters that are sharded stay on {self.device}, "
-            "with the engine. Call engine.destroy(), which makes the model whole, before moving it"
-        )
-        return parameter
-
-    def replace(self, parameter: nn.Parameter, other: nn.Parameter) -> bool:
-        """See `shardwise.zero.units.released.Owner`."""
-        return other is parameter
 
     def close(self, why: str = _DESTROYED) -> None:
         """Take everything off the model and the optimizer, and give all memory back that is not theirs.
@@ -1119,7 +677,7 @@ class ShardedModel:
         """
         if self.closed:
             return
-        self._states.reload(wait=False)
+        self.moving.bring_back()
         self.closed = why
         try:
             apart = self._end_together()
@@ -1137,7 +695,7 @@ class ShardedModel:
             self.reducer.clear()
         while self.units and not apart:
             unit = self.units[0]
-            self.gather_parts(unit.parameters, "gather")  # all ranks have ended all passes
+            self.state.gather_parts(unit.parameters, "gather")  # all ranks have ended all passes
             for parameter in unit.parameters:
                 released.disown(parameter)
                 parameter.data = parameter.data.clone()
@@ -1208,7 +766,7 @@ class ShardedModel:
         if self.channel is not None:
             self.channel.on_want(None)
         self.driver = Alone()
-        self._states.close()
+        self.moving.close()
         self.reducer = None
         self.channel = self.sums = None
         self._section_of = {}

@@ -6,19 +6,23 @@ a script may have views, are let go of instead: what it keeps of them stays as i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from shardwise.memory import Accountant, Category, Tier
+from shardwise.errors import UsageError
+from shardwise.memory import Category, Tier, give_back_freed_memory
 from shardwise.memory.places import ON_DEVICE, StateHome
 from shardwise.memory.stash import Stash
-from shardwise.zero.passes.gradients import UnitGradients
-from shardwise.zero.units.presence import OffloadStateTypeEnum, Presence
+from shardwise.zero.passes.order import Phase
+from shardwise.zero.units.presence import OffloadStateTypeEnum
 from shardwise.zero.units.released import blank
 from shardwise.zero.units.unit import FlatParamStorage, Unit
-from shardwise.zero.updates.update import Update
+
+if TYPE_CHECKING:
+    from shardwise.zero.model import ShardedModel
 
 
 class _Part(NamedTuple):
@@ -35,43 +39,57 @@ class _Part(NamedTuple):
 
 
 class MovingStates:
-    """Moves the state of one engine to the host, and back.
+    """Moves the state of a sharded model to the host, and back.
 
     Args:
-        units: all units.
-        update: steps them; None for a model that is only evaluated.
-        gradients: of the units that are trained.
-        device: where state is used.
-        accountant: is told of the bytes.
-        presence: is told what is away.
+        model: see above.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        update: Update | None,
-        gradients: Collection[UnitGradients],
-        device: torch.device,
-        accountant: Accountant,
-        presence: Presence,
-    ) -> None:
-        self._units = units
-        self._update = update
-        self._gradients = gradients
-        self._device = device
-        self._accountant = accountant
-        self._presence = presence
+    def __init__(self, model: ShardedModel) -> None:
+        self._model: ShardedModel = weakref.proxy(model)  # because the model keeps this object
+        self._gradients = () if model.reducer is None else model.reducer.gradients.values()
+        self._device, self._accountant, self._presence = model.device, model.accountant, model.presence
         self._stash: Stash | None = None
         self._whole: list[tuple[FlatParamStorage, torch.Tensor]] = []
 
     def offload(self, kinds: Collection[OffloadStateTypeEnum], *, pinned: bool, wait: bool) -> None:
-        """Move what is on the device; nothing may be gathered but what always is.
+        """Move state from the device to the host, until `reload` (all ranks call, between passes).
 
         Args:
-            kinds: those that are moved; the others stay where they are.
-            pinned: see `shardwise.memory.stash.Stash`.
-            wait: until that is done; else it has begun.
+            kinds: kinds of state; state that has been moved before, or is offloaded anyway, stays where it is.
+            pinned: page-lock the memory of the host.
+            wait: return when the memory of the device is free; else when the copies have been launched.
+
+        Raises:
+            UsageError: a pass is under way, parameters are gathered, or the optimizer averages over ranks itself.
         """
+        model = self._model
+        model.hooks.settle()
+        if model.update is not None:
+            model.update.check_movable("engine.offload_states()")
+        busy = model.model_pass.phase is not Phase.IDLE or model.unsharder.suspended
+        if busy or any(unit.pins for unit in model.units):
+            raise UsageError(
+                "engine.offload_states(): a pass is under way, or parameters are gathered (GatheredParameters, "
+                "engine.gathered()). Call it between steps, outside of such blocks"
+            )
+        model.unsharder.reshard_kept()
+        model.finish_gathers()
+        model.await_copies()
+        if OffloadStateTypeEnum.lp_params in kinds:
+            self._meet("offload_states()")
+        self._move(kinds, pinned=pinned)
+        if wait:
+            assert self._stash is not None
+            self._stash.synchronize()
+            give_back_freed_memory()
+
+    def _meet(self, where: str) -> None:
+        """Wait for the other ranks: one that is still in a pass may ask this one for its shards."""
+        if self._model.channel is not None:
+            self._model.comm.barrier(where)
+
+    def _move(self, kinds: Collection[OffloadStateTypeEnum], *, pinned: bool) -> None:
         if self._stash is None:
             self._stash = Stash(self._device, self._accountant, pinned=pinned)
         stash = self._stash
@@ -84,15 +102,25 @@ class MovingStates:
                 if home.tier is Tier.DEVICE and tensor.device.type == self._device.type:
                     stash.put(tensor, counted)
             if kind is OffloadStateTypeEnum.lp_params:
-                for unit in self._units:
+                for unit in self._model.units:
                     if not unit.sharded:
                         self._withdraw(unit, stash)
                 self._take_new_views()
-        if wait:
-            stash.synchronize()
 
     def reload(self, *, wait: bool) -> None:
-        """Bring everything back, for the current stream; the host goes on unless it is to `wait`."""
+        """Bring back all state that `offload` has moved (all ranks call).
+
+        Args:
+            wait: return when all copies have ended; else later operations of the current stream wait for them.
+        """
+        parameters = OffloadStateTypeEnum.lp_params in self._presence.away
+        self.bring_back(wait=wait)
+        self._model.shards_written()
+        if parameters:
+            self._meet("reload_states()")
+
+    def bring_back(self, *, wait: bool = False) -> None:
+        """Bring back all state on this rank, like `reload`; no other rank takes part."""
         if self._stash is None:
             return
         self._stash.bring()
@@ -106,7 +134,7 @@ class MovingStates:
             self._whole.pop()
         if OffloadStateTypeEnum.lp_params in self._presence.away:
             self._take_new_views()
-            for unit in self._units:
+            for unit in self._model.units:
                 if not unit.sharded:
                     unit.show()
         if wait:
@@ -115,8 +143,8 @@ class MovingStates:
         self._stash = None
 
     def close(self) -> None:
-        """Forget the engine."""
-        self._units, self._update, self._gradients = [], None, []
+        """Forget the gradients of the closed model."""
+        self._gradients = ()
 
     def tiers(self, kind: OffloadStateTypeEnum) -> set[Tier]:
         """Return on what state of a kind lies now; nothing if there is none of it."""
@@ -127,29 +155,29 @@ class MovingStates:
             elif home.tier is not Tier.DEVICE or tensor.untyped_storage().nbytes():
                 found.add(home.tier)
         if kind is OffloadStateTypeEnum.lp_params:
-            whole = [section for unit in self._units if not unit.sharded for section in unit.sections]
+            whole = [section for unit in self._model.units if not unit.sharded for section in unit.sections]
             found |= {Tier.HOST if kind in self._presence.away else Tier.DEVICE for section in whole}
         return found
 
     def _parts(self, kind: OffloadStateTypeEnum) -> Iterator[_Part]:
         """Yield what there is of a kind, but for whole parameters."""
         if kind is OffloadStateTypeEnum.lp_params:
-            for unit in self._units:
+            for unit in self._model.units:
                 for section in unit.sections:
                     if section.sharded:
                         yield _Part(section.shard, section.shard_loans.home)
                     if section.second is not None:
                         yield _Part(section.second, section.second_loans.home)
         elif kind is OffloadStateTypeEnum.hp_params:
-            for unit in self._units:
+            for unit in self._model.units:
                 for section in unit.trainable:
                     if section.master is not None and not section.master_is_parameter:
                         yield _Part(section.master, section.optimizer_loans.home)
-            if self._update is not None:
-                yield from (_Part(*own) for own in self._update.own_masters())
+            if self._model.update is not None:
+                yield from (_Part(*own) for own in self._model.update.own_masters())
         elif kind is OffloadStateTypeEnum.optim_states:
-            if self._update is not None:
-                yield from (_Part(*own) for own in self._update.own_state())
+            if self._model.update is not None:
+                yield from (_Part(*own) for own in self._model.update.own_state())
         elif kind is OffloadStateTypeEnum.lp_grads:
             for gradients in self._gradients:
                 for section in gradients.unit.trainable:
@@ -184,5 +212,5 @@ class MovingStates:
             section.lie_in(blank(section.full))
 
     def _take_new_views(self) -> None:
-        if self._update is not None:
-            self._update.take_new_views()
+        if self._model.update is not None:
+            self._model.update.take_new_views()

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.zero.model import ShardedModel
+from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.units import released
 from shardwise.zero.units.plan import TABLE
 from shardwise.zero.units.status import ZeroParamStatus
@@ -32,8 +32,8 @@ class _OfStage3:
         keeper = None if parameter is None else released.owner_of(parameter)
         if parameter is None or keeper is None:
             raise AttributeError(f"{owner!r} has no attribute {self.name!r}")
-        if isinstance(keeper, ShardedModel) and not TABLE[keeper.plan.stage].parameters:
-            raise AttributeError(f"a parameter of stage {keeper.plan.stage} has no attribute {self.name!r}")
+        if isinstance(keeper, ParameterOwner) and not TABLE[keeper.model.plan.stage].parameters:
+            raise AttributeError(f"a parameter of stage {keeper.model.plan.stage} has no attribute {self.name!r}")
         return self._answer(parameter, keeper)
 
 

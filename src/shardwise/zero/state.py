@@ -1,0 +1,339 @@
+"""State of a sharded model, as checkpoints and the functions of single parameters read and write it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from shardwise.boxes import Region
+from shardwise.memory.places import Borrowed, borrowed, in_turn
+from shardwise.registry import HeldPart, LogicalTensor
+from shardwise.zero.units.layout import ShardSlice
+from shardwise.zero.units.unit import FlatParamStorage, Unit, UnitState
+from shardwise.zero.updates.update import Update
+
+if TYPE_CHECKING:
+    from shardwise.zero.model import ShardedModel
+
+T = TypeVar("T")
+
+
+class ShardedState:
+    """Reads and writes the values, gradients and optimizer state of a sharded model.
+
+    It has the members of `shardwise.checkpoint.protocols.CheckpointedModel`.
+
+    Args:
+        model: see above.
+    """
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        self.module, self.registry, self.optimizer = model.module, model.registry, model.optimizer
+        self.comm, self.device = model.comm, model.device
+
+    @property
+    def units(self) -> Sequence[Unit]:
+        """All units."""
+        return self._model.units
+
+    @property
+    def update(self) -> Update | None:
+        """The optimizer's state; None without an optimizer."""
+        return self._model.update
+
+    def share_changes(self) -> None:
+        """Take values that the script has changed over into the master weights (all ranks call)."""
+        self._model.share_changes()
+
+    def finish_gathers(self) -> None:
+        """Wait for the all-gathers of updated parameters."""
+        self._model.finish_gathers()
+
+    def values_of(self, index: int) -> torch.Tensor:
+        """Return the 1-D view of a gathered parameter in its unit's memory."""
+        section = self._model.section_of(index)
+        slot = next(slot for slot in section.layout.slots if slot.index == index)
+        return section.full[slot.offset : slot.offset + slot.numel]
+
+    def gradient_runs(self, index: int) -> list[tuple[int, int, torch.Tensor]] | None:
+        """Return (start, stop, values) whose sum over ranks is the accumulated gradient, or None if there is none."""
+        assert self._model.reducer is not None
+        unit, section = self._model.unit_of(index), self._model.section_of(index)
+        gradients = self._model.reducer.gradients[unit.index]
+        if self._model.reducer.partial:
+            number, slot = next((n, s) for n, s in enumerate(section.layout.slots) if s.index == index)
+            held = gradients.buffers.get(unit.sections.index(section))
+            if held is None or held.flat is None or not held.present[number]:
+                return []
+            return [(0, slot.numel, held.flat[slot.offset : slot.offset + slot.numel])]
+        parts: list[tuple[tuple[int, int], torch.Tensor]] = []
+        if gradients.accumulated:
+            parts.append((section.own_range, section.own_gradient))
+        if gradients.sums:  # over ranks of the inner dimensions
+            ends = section.layout.range_of(section.domain.place, gradients.level)
+            parts.append((ends, gradients.sums[unit.sections.index(section)]))
+        if not parts:
+            return None
+        return [
+            (p.start, p.stop, values[p.offset : p.offset + p.stop - p.start])
+            for ends, values in parts
+            for p in section.layout.pieces(*ends)
+            if p.index == index
+        ]
+
+    def own_runs(
+        self, index: int, runs: Iterable[tuple[int, int, torch.Tensor]]
+    ) -> list[tuple[int, int, torch.Tensor]]:
+        """Return the parts of what the optimizer has of a parameter that no other rank has (all, if each has all).
+
+        Args:
+            index: the parameter.
+            runs: start, stop and values of each.
+        """
+        section = self._model.section_of(index)
+        if section.levels.optimizer in (0, section.domain.depth):
+            return list(runs)
+        own = [p for p in section.layout.pieces(*section.own_range) if p.index == index]
+        cuts = [(max(p.start, start), min(p.stop, stop), start, v) for start, stop, v in runs for p in own]
+        return [(low, high, v[low - start : high - start]) for low, high, start, v in cuts if low < high]
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients of an unfinished accumulation window are held."""
+        reducer = self._model.reducer
+        return reducer is not None and (
+            reducer.partial or any(g.accumulated or g.sums or g.buffers for g in reducer.gradients.values())
+        )
+
+    def rank_state(self) -> dict[str, Any] | None:
+        """Return what the optimizer keeps on this rank alone, for the rank's part of a checkpoint; None if nothing."""
+        return None if self._model.update is None else self._model.update.rank_state()
+
+    def load_rank_state(self, state: dict[str, Any] | None) -> bool:
+        """Take over what `rank_state` has returned on this rank; return False if it is of another layout."""
+        return state is None if self._model.update is None else self._model.update.load_rank_state(state)
+
+    def value_runs(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
+        """Return (start, stop, 1-D view) of the values that count on this rank, by parameter.
+
+        Masters of trained parameters: what the optimizer steps here. Of the others this rank's range of the parameter.
+        """
+        self._model.presence.require("the engine's state cannot be read or written")
+        self._model.take_changes()
+        runs = {}
+        for index, (section, own) in self._own_pieces().items():
+            with self.shown(index):
+                if section.layout.trainable and self._model.update is not None:
+                    runs[index] = self._model.update.master_pieces(index)
+                else:
+                    runs[index] = [
+                        (p.start, p.stop, section.own_values[p.offset : p.offset + p.stop - p.start]) for p in own
+                    ]
+        return runs
+
+    def box_of(self, tensor: LogicalTensor) -> Region | None:
+        """Return the box of a tensor that this rank's runs are of; None: all of it.
+
+        Where the optimizer steps whole tensors that is all, on the rank that owns it, whatever part ranks have.
+        """
+        owned = self._model.update is not None and self._model.section_of(tensor.index).layout.cut
+        return None if owned else tensor.box
+
+    def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
+        """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
+        ranges: dict[int, list[tuple[int, int]]] = {}
+        for index, (section, own) in self._own_pieces().items():
+            if not self._model.numbering.counts[index] and not section.layout.cut:
+                ranges[index] = []  # other ranks have the same
+                continue
+            alone = section.levels.optimizer == section.domain.depth
+            if section.layout.trainable and self._model.update is not None and alone:
+                ranges[index] = self._model.update.master_ranges(index)
+            else:
+                ranges[index] = [(piece.start, piece.stop) for piece in own]
+        return ranges
+
+    def _own_pieces(self) -> dict[int, tuple[FlatParamStorage, list[ShardSlice]]]:
+        found: dict[int, tuple[FlatParamStorage, list[ShardSlice]]] = {}
+        for unit in self._model.units:
+            for section in unit.sections:
+                found.update((slot.index, (section, [])) for slot in section.layout.slots)
+                for piece in section.layout.pieces(*section.own_range):
+                    found[piece.index][1].append(piece)
+        return found
+
+    def parts_of(self, index: int) -> Sequence[HeldPart]:
+        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+
+        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
+        """
+        return self._model.wholes.parts_of(index)
+
+    def publish(self, units: Sequence[Unit] | None = None) -> None:
+        """Bring all copies of the values up to date after `value_runs` have been written (all ranks call).
+
+        Args:
+            units: whose values have been written; None: all.
+        """
+        self._model.unsharder.reshard_kept()
+        for unit in self._model.units if units is None else units:
+            unit.wait_for_unshard()
+            with self.lent([unit]):
+                if self._model.update is not None:
+                    self._model.update.publish(unit)
+                unit.all_gather_update("explicit", everything=True)
+                unit.wait_for_unshard()
+            if unit.sharded and unit.state is not UnitState.SHARDED:
+                self._model.domain.gathers.follow()
+                unit.gather_whole("explicit").wait()
+                unit.rounded = False
+        self._model.values_changed()
+        self._model.shards_written()
+
+    def gather_parts(self, parameters: Iterable[nn.Parameter], kind: str = "explicit") -> list[Unit]:
+        """Gather the released units of some parameters outside of passes (all ranks must call); return those units.
+
+        Parameters that are parts of tensors stay parts.
+
+        Args:
+            parameters: of the model.
+            kind: with which collectives the gathers are in one order.
+        """
+        self._model.hooks.settle()
+        self._model.presence.require("parameters cannot be gathered", values=True)
+        wanted = self._model.units_of(parameters)
+        self._model.unsharder.reshard_kept(wanted)
+        changed: list[Unit] = []
+        try:
+            for unit in wanted:
+                unit.wait_for_unshard()
+                if unit.state is UnitState.SHARDED:
+                    self._fill_now(unit, kind)
+                    unit.pins += 1
+                    changed.append(unit)
+        except BaseException:
+            self.let_go(changed)
+            raise
+        return changed
+
+    def _fill_now(self, unit: Unit, kind: str) -> None:
+        self._model.domain.gathers.follow()
+        with self._model.domain.gathers.aside():
+            for section in unit.sections:
+                section.allocate()
+        try:
+            unit.gather_whole(kind).wait()
+        except BaseException:
+            for section in unit.sections:
+                section.free()
+            raise
+        unit.rounded = False
+        unit.on_unsharded()
+        unit.unguard()
+
+    def let_go(self, gathered: Sequence[Unit]) -> None:
+        """Release what `gather_parts` returned."""
+        for unit in gathered:
+            unit.pins -= 1
+            unit.reshard()
+
+    def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
+        """End a `gather_parts`.
+
+        Args:
+            parameters: those that were asked for.
+            gathered: what `gather_parts` returned; released again.
+            src: global rank whose values become everybody's, masters included; None discards changes.
+
+        Raises:
+            UsageError: see `Unit.store_shard`.
+        """
+        try:
+            if src is not None:
+                self._model.presence.require("changed parameters cannot be stored")
+                for unit in self._model.units_of(parameters):
+                    ranks = unit.domain.ranks
+                    root = ranks.group_rank(src) if src in ranks.members else 0
+                    for section in unit.sections:
+                        ranks.broadcast(section.full, root, f"{unit.name}.modified").wait()
+                    unit.store_shard()
+                    if self._model.update is not None:
+                        self._model.take_over(unit)
+                if self._model.update is not None:
+                    self._model.update.share_changes()
+        finally:
+            self._model.shards_written()
+            for unit in gathered:
+                unit.note()  # whatever else has been changed is not to be kept
+            self.let_go(gathered)
+
+    @property
+    def away(self) -> bool:
+        """Whether anything has to be lent before it can be read."""
+        return any(section.away for unit in self._model.units for section in unit.sections) or bool(
+            self._model.owners is not None and self._model.owners.borrowing()
+        )
+
+    def bring(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
+        """Read values that may live elsewhere, in their order, some of them at a time; the next are on their way then.
+
+        Args:
+            tensors: views of what this rank keeps, each with what stands for it.
+            use: is called with what stands for those that are there now.
+        """
+        away = [loans for unit in self._model.units for section in unit.sections for loans in section.away]
+        away += [loans for loans, _ in self._model.owners.borrowing()] if self._model.owners is not None else []
+        lenders = {storage: loans for loans in away for storage in loans.storages}
+        groups: list[tuple[list[T], list[Borrowed]]] = []
+        for stands, tensor in tensors:
+            lender = lenders.get(id(tensor.untyped_storage())) if lenders else None
+            if not groups or (lender is not None and groups[-1][1] and groups[-1][1][0][0] is not lender):
+                groups.append(([], []))
+            groups[-1][0].append(stands)
+            if lender is not None and not groups[-1][1]:
+                groups[-1][1].append((lender, False))
+        in_turn(groups, use)
+
+    def lent_in_turn(self) -> Iterator[Collection[int]]:
+        """Yield the parameters, some at a time, of which everything is on the device meanwhile and may be written."""
+        if not self.away or (self._model.owners is not None and self._model.owners.borrowing()):
+            with self.lent():  # tensors that are stepped whole are lent together
+                yield range(len(self._model.registry))
+            return
+        for unit in self._model.units:
+            with self.lent([unit]):
+                yield {tensor.index for tensor in unit.tensors}
+
+    def lent(self, units: Sequence[Unit] | None = None, *, written: bool = True) -> AbstractContextManager[None]:
+        """Have all that units keep elsewhere on the device inside of the block; it may be written.
+
+        Args:
+            units: whose state; None: of all. Tensors that are stepped whole are lent all or none.
+            written: False: it is only read.
+        """
+        self._model.presence.require("the engine's state cannot be read or written")
+        wanted: list[Borrowed] = []
+        for unit in self._model.units if units is None else units:
+            wanted += unit.borrowing()
+            gradients = None if self._model.reducer is None else self._model.reducer.gradients.get(unit.index)
+            if gradients is not None and gradients.loans.away:
+                wanted.append((gradients.loans, True))
+        if self._model.owners is not None:
+            wanted += self._model.owners.borrowing()
+        return borrowed([(loans, written and writes) for loans, writes in wanted])
+
+    @contextlib.contextmanager
+    def shown(self, index: int) -> Iterator[None]:
+        """Let views be made of a parameter's values and state inside of the block, without there being any values."""
+        with contextlib.ExitStack() as stack:
+            for loans in self._model.section_of(index).away:
+                stack.enter_context(loans.shown())
+            for loans, _ in self._model.owners.borrowing() if self._model.owners is not None else ():
+                stack.enter_context(loans.shown())
+            yield
