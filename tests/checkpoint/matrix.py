@@ -352,10 +352,18 @@ def unlike(engine: Any, content: Content) -> list[str]:
             compare(f"weights of {name}", tensor, saved.to(tensor.dtype))
     for number, (group, saved_group) in enumerate(zip(engine.optimizer.param_groups, content.groups, strict=True)):
         mine = {key: value for key, value in group.items() if key != "params"}
-        found += [f"group {number}: {key}" for key in saved_group if key != "fused" and mine[key] != saved_group[key]]
+        keys = [key for key in saved_group if key != "fused"]
+        found += [f"group {number}: {key}" for key in keys if not _equal(mine[key], saved_group[key])]
     if engine.global_steps != BEFORE:
         found.append("counters")
     return found
+
+
+def _equal(mine: Any, saved: Any) -> bool:
+    """Compare values of a group, among which optimizers may keep a tensor."""
+    if isinstance(mine, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return mine.dtype == saved.dtype and torch.equal(mine, saved)
+    return bool(mine == saved)
 
 
 def _part(sharded: Any, index: int, values: Any) -> torch.Tensor:

@@ -88,7 +88,7 @@ for step in range(3 if fault == "uneven" and rank == 1 else 4):
             list(torch.utils.data.DataLoader(Slow()))
         elif fault == "stopped":
             if not os.fork():  # lets it go on again
-                parent = os.getppid(); time.sleep(8); os.kill(parent, signal.SIGCONT); os._exit(0)
+                parent = os.getppid(); time.sleep(12); os.kill(parent, signal.SIGCONT); os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "raises":
             raise ValueError("seeded")  # RAISE
@@ -165,8 +165,8 @@ FAULTS = {
         1,
         (
             r"DesyncError: strict_sync: the ranks have called different collectives:\n"
-            r".*rank 0: all_reduce\(float32\[2\], op=SUM\) at .*@SHAPE\n"
-            r".*rank 1: all_reduce\(float32\[3\], op=SUM\) at .*@SHAPE",
+            r".*ranks? 0(, 2)?: all_reduce\(float32\[2\], op=SUM\) at .*@SHAPE\n"
+            r".*ranks? 1(, 3)?: all_reduce\(float32\[3\], op=SUM\) at .*@SHAPE",
         ),
     ),
     "skips": Fault(1, (r"strict_sync: ranks \[1\].*'layers\.2'.*rank 1 \['layers\.0', 'layers\.1', 'layers\.3'\]",)),

@@ -137,7 +137,8 @@ def test_updated_parameters_are_all_that_stays_of_an_all_gather(
 ) -> None:
     """Rows of all-to-alls that carry gradients go with the sum that is formed of them."""
     watched, most, (_, whole) = alive_after_steps(model, world, stage, observers(tmp_path))
-    assert watched == [(whole, 0)] * 3 and most <= whole + 512
+    # A small all-reduce gathers the numbers of all ranks: observers sum one number of each tensor.
+    assert watched == [(whole, 0)] * 3 and most <= whole + 512 * world
 
 
 def keeps_works(kept: list[Any]) -> Callable[..., None]:
