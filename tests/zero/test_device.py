@@ -104,7 +104,7 @@ def test_parameters_built_under_init_travel_on_the_device_of_the_group() -> None
 
 def test_numbers_of_a_step_may_lie_on_several_devices() -> None:
     device = torch.device("cuda", 0)
-    sums = GradientSums([], SimpleNamespace(names=[]), None, device, None, None)  # type: ignore[arg-type]
+    sums = GradientSums([], SimpleNamespace(names=[]), None, None, device, None, None)  # type: ignore[arg-type]
     with FakeTensorMode():
         loss, weight = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.float64, device=device)
         told = sums._on_device([1.0, loss, weight])

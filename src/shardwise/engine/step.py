@@ -601,9 +601,7 @@ class TrainStep:
         facts = [*self._window.facts(), reported, wrong, ahead, *losses, *signals, *compared]
         sums = norm = None
         if formed is not None and probe is None:
-            # Norms of single tensors are summed over ranks only if watched.
-            reduce = sharded.sums.squares if self.watch is not None else sharded.sums.total
-            sums, told = reduce(formed, facts)
+            sums, told = sharded.sums.total(formed, facts)
         else:
             told = sharded.sums.of(facts, "step_facts")
         if inputs is not None:
@@ -621,7 +619,8 @@ class TrainStep:
             norm = combine(sums, factor)
             if self._non_finite.policy == "warn":
                 told[FACTS + 1] = self._non_finite.flag(norm)
-        by_tensor = sums if self.watch is not None else None
+        # Norms of single tensors are summed over ranks only if watched.
+        by_tensor = None if self.watch is None or formed is None or sums is None else sharded.sums.by_tensor(formed)
         seen = formed if by_tensor is None else by_tensor
         evidence = Evidence(self.global_steps, self._window, factor, seen, by_tensor is not None)
         checks = checks_overflow(config)

@@ -101,10 +101,11 @@ class ShardedModel:
         homes: where each kind of state lives, as the plan says.
         wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
         plain: without an optimizer, leave gradients in `.grad`: averaged over ranks (True) or summed; None: drop them.
+        norm_group: ranks over which squares of gradients are summed; None: the pass group.
 
     Attributes:
         domain: that of all ranks.
-        comm: all ranks that step together.
+        comm: the pass group: ranks that run the same units.
         closed: why there is nothing here any more ("" while there is).
         failed: the error of a disk that has ended a pass or a step ("" if none has): the state is that of no step.
         stepped: a step has been taken.
@@ -134,6 +135,7 @@ class ShardedModel:
         homes: Homes = ALL_AT_HAND,
         wires: Mapping[int, torch.dtype] | None = None,
         plain: bool | None = None,
+        norm_group: Communicator | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -223,7 +225,9 @@ class ShardedModel:
                 update=self.update,
                 driver=self._driver,
             )
-            self.sums = GradientSums(self.units, self.numbering, self.comm, device, accountant, self.reducer)
+            self.sums = GradientSums(
+                self.units, self.numbering, self.comm, norm_group or self.comm, device, accountant, self.reducer
+            )
             self.update.bind(self.reducer.own_gradient, self.values_changed)
         if self.channel is not None:
             self.channel.on_want(unsharder.on_peer_blocked)

@@ -32,7 +32,9 @@ class GradientSums:
     Args:
         units: all units.
         numbering: of the tensors, the same on all ranks.
-        comm: all ranks that step together.
+        comm: the pass group, whose ranks have the same units.
+        norm_group: ranks over which squares and local statistics are summed. It contains the pass group; other pass
+            groups in it have other parameters.
         device: where the gradients are.
         accountant: counts the bytes.
         reducer: holds the gradients.
@@ -43,6 +45,7 @@ class GradientSums:
         units: Sequence[Unit],
         numbering: GlobalTensorIds,
         comm: Communicator,
+        norm_group: Communicator,
         device: torch.device,
         accountant: Accountant,
         reducer: Reducer,
@@ -51,6 +54,7 @@ class GradientSums:
         self._numbering = numbering
         self._parameters = len(numbering.names)
         self._comm = comm
+        self._norm_group = norm_group
         self._device = device
         self._accountant = accountant
         self._reducer = reducer
@@ -67,50 +71,40 @@ class GradientSums:
         self._parts += [(_Part(sections), []) for sections in there.values()]
 
     def own_squares(self) -> torch.Tensor:
-        """Return this rank's part of what `squares` adds up (no collective; what lives elsewhere is read).
+        """Return this rank's sums of squares by tensor (no collective).
 
         Raises:
-            OffloadError: it cannot be read.
+            OffloadError: offloaded gradients cannot be read.
         """
         with self._accountant.owning(Category.OTHER):
             own = self._formed(Runs.sums_of_squares)
             return own.mul_(self._comm.world) if self._reducer.local else own
 
     def nothing(self) -> torch.Tensor:
-        """Return zeros in place of what this rank cannot form."""
+        """Return zeros in place of sums that this rank cannot form."""
         return torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
 
     def total(self, own: torch.Tensor, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of squares of all gradients over ranks, in one all-reduce of a few numbers.
+        """Return the sum of squares of all gradients over the norm group, in one all-reduce of a few numbers.
 
-        Arguments as of `squares`; returns an fp64 tensor of one element, and one of the sums of the facts over ranks.
+        Args:
+            own: result of `own_squares`.
+            facts: further numbers to sum. The host does not wait for numbers on a device.
+
+        Returns:
+            An fp64 tensor of one element, and one of the sums of the facts. For gradients that are not reduced it is
+            the bound that `_own_runs` describes.
         """
         with self._accountant.owning(Category.OTHER):
             sums = torch.cat([total_of(own).reshape(1), self._on_device(facts)])
-            self._comm.all_reduce(sums, "gradient_norm").wait()
+            self._norm_group.all_reduce(sums, "gradient_norm").wait()
         return sums[:1], sums[1:]
 
     def by_tensor(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the sums over ranks of `own_squares`; what was given stays as it is."""
+        """Return the sums of `own_squares` over the pass group, by tensor; the argument is not changed."""
         sums = own.clone()
         self.add(sums, "gradient_norms")
         return sums
-
-    def squares(self, own: torch.Tensor, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of squares of each tensor's accumulated gradient over ranks, in one all-reduce.
-
-        Args:
-            own: `own_squares`.
-            facts: numbers of this rank that travel along. The host does not wait for what a device knows.
-
-        Returns:
-            An fp64 tensor of one element a tensor of the job, and one of the sums of the facts over ranks. Of gradients
-            that are not reduced it is the bound that `_own_runs` tells of.
-        """
-        with self._accountant.owning(Category.OTHER):
-            sums = torch.cat([own, self._on_device(facts)])
-            self._comm.all_reduce(sums, "gradient_norm").wait()
-        return sums[: -len(facts)], sums[-len(facts) :]
 
     def probe(self) -> torch.Tensor:
         """Return this rank's `shardwise.precision.norms.Runs.probe` of the accumulated gradients (no collective).
@@ -169,9 +163,9 @@ class GradientSums:
         return Runs(runs, self._parameters, self._device)
 
     def of(self, facts: Sequence[float | torch.Tensor], label: str) -> torch.Tensor:
-        """Return the sums over ranks of some numbers, where no norm is needed along which they could travel."""
+        """Return the sums of some numbers over the norm group."""
         told = self._on_device(facts)
-        self._comm.all_reduce(told, label).wait()
+        self._norm_group.all_reduce(told, label).wait()
         return told
 
     def _on_device(self, facts: Sequence[float | torch.Tensor]) -> torch.Tensor:
