@@ -32,7 +32,8 @@ from shardwise.zero.passes import gradients
 from shardwise.zero.passes.order import UnitOrder
 from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.passes.unshard import Unsharder
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.flat_param import FlatParamStorage
+from shardwise.zero.units.unit import Unit
 from tests.device import recorded
 from tests.device.recorded import record, record_all
 from tests.models import CASES, GPT, Case, Router, language, language_loss

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.comm import groups, native
 from shardwise.comm.communicator import Communicator
 from shardwise.trees import map_tensors
-from shardwise.zero.units.unit import FlatParamStorage
+from shardwise.zero.units.flat_param import FlatParamStorage
 from tests.models import CASES, GPT, Case, language, language_loss
 from tests.zero.test_one_rank import forced
 from tests.zero.training import Outcome, Setting, train

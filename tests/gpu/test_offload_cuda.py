@@ -13,7 +13,7 @@ from torch import nn
 import shardwise
 from shardwise.compat import has_values
 from shardwise.memory import Tier
-from shardwise.zero.units.unit import FlatParamStorage
+from shardwise.zero.units.flat_param import FlatParamStorage
 from tests.offload.settings import FROM_STAGE_1, PLACES, offload
 
 WIDTH, LAYERS = 512, 6

@@ -38,7 +38,7 @@ class OneUnit:
         return shard
 
     def bring_shard(self) -> None:
-        """See `shardwise.zero.units.unit.FlatParamStorage`."""
+        """See `shardwise.zero.units.flat_param.FlatParamStorage`."""
         self.full[self.shard_range] = self.shard
 
     def range_of(self, place: int, level: int | None = None) -> tuple[int, int]:
@@ -47,7 +47,7 @@ class OneUnit:
 
     @property
     def shard_range(self) -> slice:
-        """See `shardwise.zero.units.unit.FlatParamStorage`."""
+        """See `shardwise.zero.units.flat_param.FlatParamStorage`."""
         return slice(*self.range_of(self._rank))
 
     def holders(self, level: int) -> list[tuple[int, int]]:

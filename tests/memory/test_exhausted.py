@@ -171,7 +171,7 @@ def test_when_there_is_no_memory_for_plans_either(monkeypatch: pytest.MonkeyPatc
 
 
 def test_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.zero.units.unit import FlatParamStorage
+    from shardwise.zero.units.flat_param import FlatParamStorage
 
     calls = []
     original = FlatParamStorage.settle

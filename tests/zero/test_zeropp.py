@@ -19,7 +19,7 @@ import shardwise
 from shardwise.comm.compression import BlockCode
 from shardwise.errors import ConfigError, ConflictError, UsageError
 from shardwise.memory import Category
-from shardwise.zero.building import _look_for_nodes
+from shardwise.zero.build import _look_for_nodes
 from tests.comm.blocks import Simulation, rounded
 from tests.harness import run_ranks
 from tests.memory import test_report as reports

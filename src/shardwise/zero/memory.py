@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 from shardwise.memory import Category
 from shardwise.zero.model import ShardedModel
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.peaks import gathered_together
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.unit import Unit
 
 
 def floor(

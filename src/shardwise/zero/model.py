@@ -12,7 +12,7 @@ import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from shardwise.comm.desync import Word, inside_of
 from shardwise.comm.domain import Domains
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
-from shardwise.errors import ConflictError, DesyncError, OffloadError, PeerLostError, UsageError
+from shardwise.errors import DesyncError, OffloadError, PeerLostError, UsageError
 from shardwise.memory import (
     Accountant,
     Category,
@@ -38,10 +38,9 @@ from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
 from shardwise.registry import Registry
 from shardwise.utils.logging import logger
-from shardwise.zero.building import UnitBuilder
+from shardwise.zero.build import UnitBuilder, check_domains, check_optimizer, connect_domains, largest_sizes
 from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.parameters.guards import Guards
-from shardwise.zero.parameters.init import PartStore
 from shardwise.zero.parameters.memoryguard import MemoryGuard
 from shardwise.zero.parameters.unsharded_access import Wholes
 from shardwise.zero.passes.calls import UnitCalls
@@ -59,12 +58,13 @@ from shardwise.zero.passes.usage import UnitUsage
 from shardwise.zero.state import ShardedState
 from shardwise.zero.states import MovingStates
 from shardwise.zero.units import released
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.layout import lay_out
 from shardwise.zero.units.partition import find_units
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.presence import Presence
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.unit import Unit
 from shardwise.zero.updates.comm_optimizer import CommUpdate
 from shardwise.zero.updates.owner_sharded import WholeUpdate
 from shardwise.zero.updates.segments import SegmentUpdate
@@ -152,7 +152,7 @@ class ShardedModel:
         groups = optimizer.param_groups if optimizer is not None else []
         owners = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
         self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners, wires=wires)
-        self._check_owners(groups)
+        check_optimizer(groups, self.registry, type(module).__name__)
         self.client_groups = [list(group["params"]) for group in groups]
         self.closed = self.failed = ""
         self._driver: Driver = Alone()
@@ -161,11 +161,11 @@ class ShardedModel:
         self.stepping = stepping
         self.update: Update | None = None
         self.owners: WholeUpdate | None = None
-        specs = find_units(module, self.registry, plan.unit_cap, leaves, self._sizes(domains))
+        specs = find_units(module, self.registry, plan.unit_cap, leaves, largest_sizes(self.registry, domains))
         self.numbering = GlobalTensorIds(self.registry, specs, domains, self.comm)
         self.wholes = Wholes(self.registry, self.numbering, self.comm, accountant)
         self.homes = homes
-        self._check_domains(domains, compressor)
+        check_domains(self.registry, domains, plan, compresses=compressor is not None)
         cut = {index for index, place in enumerate(self.numbering.places) if place in self.numbering.cut}
         layouts = [
             lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, cut) for spec in specs
@@ -246,7 +246,8 @@ class ShardedModel:
             for slot in section.layout.slots
         }
         self.model_pass.set_order(forward, backward)
-        self._connect(domains)
+        whole_tensors = bool(stepping.whole) and plan.shard_optimizer  # owners send to all ranks
+        connect_domains(domains, self.units, plan, steps=self.update is not None, whole_tensors=whole_tensors)
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
@@ -295,31 +296,6 @@ class ShardedModel:
 
     # -- building ----------------------------------------------------------------------------------------------------
 
-    def _sizes(self, domains: Domains) -> list[int]:
-        """Return the elements of each parameter on the rank that has most of it, the same on all ranks (they all call).
-
-        Ranks with the same sizes count as one: what is sent grows with the number of different parts.
-        """
-        own = [tensor.numel for tensor in self.registry]
-        if not domains.others:
-            return own
-        versions = {id(sizes): sizes for sizes in self.comm.exchange(own, "sizes")}.values()
-        if any(len(sizes) != len(own) for sizes in versions):
-            return own  # the numbering of tensors says what differs
-        return [max(sizes) for sizes in zip(*versions, strict=True)]
-
-    def _connect(self, domains: Domains) -> None:
-        """Make the process groups of passes (all ranks call), so that no pass waits for that."""
-        for domain in (domains.main, *domains.others.values()):
-            tensors = [tensor for unit in self.units if unit.domain is domain for tensor in unit.tensors]
-            if domain.world == 1 or not tensors:
-                continue
-            levels = self.plan.levels(domain)
-            whole = bool(self.stepping.whole) and self.plan.shard_optimizer  # owners send to all ranks
-            finest = domain.depth if whole else max(levels.optimizer if self.update else 0, levels.parameters)
-            trained = self.update is not None and any(tensor.trainable for tensor in tensors)
-            domain.connect(finest, trained=trained)
-
     def _make_update(
         self,
         optimizer: torch.optim.Optimizer,
@@ -351,37 +327,6 @@ class ShardedModel:
         )
         only = len(stepping.whole) == len(optimizer.param_groups)
         return Update(optimizer, [whole] if only else [segments, whole]), whole
-
-    def _check_owners(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raise for parameters that the optimizer has and the model has not: no rank would ever step them."""
-        for number, group in enumerate(groups):
-            for parameter in group["params"]:
-                if self.registry.find(parameter) is None:
-                    raise UsageError(
-                        f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
-                        f"not in the model ({type(self.module).__name__}). Put it into a module of the model, or give "
-                        "it an optimizer of its own."
-                    )
-
-    def _check_domains(self, domains: Domains, compressor: Compressor | None) -> None:
-        """Raise where something exchanges among all ranks what only some share."""
-        for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
-            owner = released.owner_of(parameter)
-            if isinstance(owner, PartStore) and not owner.agrees(parameter, tensor.ranks):
-                raise UsageError(
-                    f"parameter {tensor.name!r} is declared as a part that only some ranks have, and was built under "
-                    "zero.Init, which gives all ranks the same values. Build the whole parameter there, and make it a "
-                    "part with shardwise.registry.narrow(), or build its layer outside of it"
-                )
-        for asked, what in (
-            (compressor is not None, "lossy gradient reduction, which exchanges what it sends among all ranks"),
-            (self.plan.secondary > 1, "zero_optimization.zero_hpz_partition_size, whose groups are of all ranks"),
-        ):
-            if domains.others and asked:
-                raise ConflictError(
-                    f"parameters that only some ranks share (declare_part) cannot be combined with {what}. Keep one of "
-                    "them"
-                )
 
     def is_absent(self, parameter: nn.Parameter) -> bool:
         """Whether the values of a parameter are on other ranks and using it would raise."""

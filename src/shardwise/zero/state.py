@@ -13,8 +13,9 @@ from torch import nn
 from shardwise.boxes import Region
 from shardwise.memory.places import Borrowed, borrowed, in_turn
 from shardwise.registry import HeldPart, LogicalTensor
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.layout import ShardSlice
-from shardwise.zero.units.unit import FlatParamStorage, Unit, UnitState
+from shardwise.zero.units.unit import Unit, UnitState
 from shardwise.zero.updates.update import Update
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from shardwise.memory import Category, Tier, give_back_freed_memory
 from shardwise.memory.places import ON_DEVICE, StateHome
 from shardwise.memory.stash import Stash
 from shardwise.zero.passes.order import Phase
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.presence import OffloadStateTypeEnum
 from shardwise.zero.units.released import blank
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.unit import Unit
 
 if TYPE_CHECKING:
     from shardwise.zero.model import ShardedModel

@@ -29,7 +29,7 @@ from shardwise.compat import without_overrides
 from shardwise.errors import ReleasedParameterError, UsageError
 from shardwise.registry import cut, keep_elsewhere, part_of, set_aside
 from shardwise.zero.units import released
-from shardwise.zero.units.unit import same_bits
+from shardwise.zero.units.flat_param import same_bits
 
 _HOST = torch.device("cpu")
 

@@ -24,8 +24,9 @@ from shardwise.zero.passes.reduce import Reducer
 from shardwise.zero.passes.saved import SavedValues
 from shardwise.zero.passes.unshard import Unsharder
 from shardwise.zero.passes.usage import UnitUsage
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.presence import Presence
-from shardwise.zero.units.unit import FlatParamStorage, Unit, UnitState
+from shardwise.zero.units.unit import Unit, UnitState
 
 
 class Call(NamedTuple):

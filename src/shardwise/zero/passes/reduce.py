@@ -38,10 +38,11 @@ from shardwise.zero.passes.driver import Driver
 from shardwise.zero.passes.gradients import UnitGradients
 from shardwise.zero.passes.order import UnitOrder
 from shardwise.zero.passes.unshard import Unsharder
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.gradient_buffers import FlatGradient, GradientBuffer, GradientList
 from shardwise.zero.units.peaks import ReductionSizes, reduced_alone
 from shardwise.zero.units.plan import Plan
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.unit import Unit
 from shardwise.zero.updates.update import Update
 
 

@@ -29,7 +29,8 @@ from shardwise.compat import (
     saved_hooks_in_force,
     version_counter,
 )
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.flat_param import FlatParamStorage
+from shardwise.zero.units.unit import Unit
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]

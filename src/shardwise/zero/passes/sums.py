@@ -13,8 +13,9 @@ from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Borrowed, in_turn
 from shardwise.precision.norms import Runs, total_of
 from shardwise.zero.passes.reduce import Reducer
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.global_ids import GlobalTensorIds
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.unit import Unit
 
 
 @dataclass

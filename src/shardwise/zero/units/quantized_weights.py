@@ -22,8 +22,9 @@ from shardwise.comm.communicator import Handle
 from shardwise.comm.compression import BlockCode
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.layout import FlatParam, round_up
-from shardwise.zero.units.unit import Codes, FlatParamStorage
+from shardwise.zero.units.sources import Codes
 
 CODE = BlockCode(8)
 CODED = (torch.float32, torch.bfloat16, torch.float16)

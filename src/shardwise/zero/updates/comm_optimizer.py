@@ -20,9 +20,10 @@ from shardwise.comm.domain import Domains
 from shardwise.config.names import ONEBIT_STAGE_REASONS
 from shardwise.errors import ConflictError, UsageError
 from shardwise.memory import Accountant, Category
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.plan import ALL_ON_DEVICE, Plan
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.unit import Unit
 from shardwise.zero.updates.segments import SegmentUpdate
 from shardwise.zero.updates.update import Update, as_gradient
 

@@ -23,8 +23,9 @@ from shardwise.memory import Accountant, Category
 from shardwise.memory.places import ON_DEVICE, Borrowed, Loans, StateHome, borrowed, tier_in_use
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import LogicalTensor, Registry
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.global_ids import GlobalTensorIds
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.unit import Unit
 from shardwise.zero.updates.tp_split import SplitTensors
 from shardwise.zero.updates.update import (
     StateKind,

@@ -15,7 +15,7 @@ from shardwise.compat import has_values
 from shardwise.device.hostmemory import HostMemory
 from shardwise.device.staging import Copied, copy_stream, is_far
 from shardwise.memory import Accountant, Category, Tier
-from shardwise.zero.units.unit import FlatParamStorage
+from shardwise.zero.units.flat_param import FlatParamStorage
 
 
 class Outputs:

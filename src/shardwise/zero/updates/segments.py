@@ -26,9 +26,10 @@ from shardwise.memory import Accountant, Category
 from shardwise.memory.places import Borrowed, StateHome, borrowed, in_turn, tier_in_use
 from shardwise.precision.tensornorms import NORMS, TensorNorms, TensorRun
 from shardwise.registry import Registry
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.layout import GroupRange, ShardSlice
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.unit import Unit
 from shardwise.zero.updates.parameter_writeback import Outputs
 from shardwise.zero.updates.update import (
     StateKind,

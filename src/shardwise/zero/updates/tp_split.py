@@ -27,10 +27,11 @@ from shardwise.comm.domain import Domain, Domains
 from shardwise.errors import ConflictError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.global_ids import GlobalTensorIds
 from shardwise.zero.units.layout import FlatParam
 from shardwise.zero.units.partition import UnitSpec
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.unit import Unit
 
 
 @dataclass(frozen=True)

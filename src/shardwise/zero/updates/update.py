@@ -21,7 +21,8 @@ from shardwise.errors import CheckpointError
 from shardwise.memory import Accountant, Category, Tier
 from shardwise.memory.places import StateHome
 from shardwise.registry import LogicalTensor
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.flat_param import FlatParamStorage
+from shardwise.zero.units.unit import Unit
 
 StateKind = Callable[[Any, int, str], bool]
 """Whether an entry of an optimizer's state has one value per element: (value, elements of the parameter, name)."""

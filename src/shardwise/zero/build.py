@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from shardwise.comm.domain import Domain, Domains
+from shardwise.errors import ConflictError, UsageError
 from shardwise.memory import Accountant
 from shardwise.memory.places import ON_DEVICE, Homes, borrowed
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import Registry
 from shardwise.utils.logging import warn_once
-from shardwise.zero.parameters.init import whole_values
+from shardwise.zero.parameters.init import PartStore, whole_values
 from shardwise.zero.units import released
+from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.layout import FlatParam
 from shardwise.zero.units.partition import UnitSpec
 from shardwise.zero.units.peaks import Orders, best_whole
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.quantized_weights import UnitCodes
-from shardwise.zero.units.unit import FlatParamStorage, Unit
+from shardwise.zero.units.unit import Unit
 from shardwise.zero.updates.owner_sharded import WholeUpdate
 from shardwise.zero.updates.update import Update
 
@@ -203,6 +206,80 @@ class UnitBuilder:
             # A domain of a part has a group for reductions anyway; no pass has begun.
             kind = "explicit" if unit.domain is self._domains.main else "reduce"
             unit.domain.ranks.broadcast(section.source, 0, f"{unit.name}.initial", kind).wait()
+
+
+def largest_sizes(registry: Registry, domains: Domains) -> list[int]:
+    """Return the elements of each parameter on the rank that has most of it (all ranks call, and get the same).
+
+    Because ranks with the same sizes count once, messages grow with the number of different parts.
+    """
+    own = [tensor.numel for tensor in registry]
+    if not domains.others:
+        return own
+    versions = {id(sizes): sizes for sizes in domains.main.ranks.exchange(own, "sizes")}.values()
+    if any(len(sizes) != len(own) for sizes in versions):
+        return own  # `GlobalTensorIds` names the difference
+    return [max(sizes) for sizes in zip(*versions, strict=True)]
+
+
+def connect_domains(domains: Domains, units: Sequence[Unit], plan: Plan, *, steps: bool, whole_tensors: bool) -> None:
+    """Create the process groups of passes (all ranks call), so that no pass waits for them.
+
+    Args:
+        domains: of the units.
+        units: all units.
+        plan: dimensions over which state is sharded.
+        steps: parameters are trained.
+        whole_tensors: some tensors are stepped by an owner, which sends them to all ranks.
+    """
+    for domain in (domains.main, *domains.others.values()):
+        tensors = [tensor for unit in units if unit.domain is domain for tensor in unit.tensors]
+        if domain.world == 1 or not tensors:
+            continue
+        levels = plan.levels(domain)
+        finest = domain.depth if whole_tensors else max(levels.optimizer if steps else 0, levels.parameters)
+        domain.connect(finest, trained=steps and any(tensor.trainable for tensor in tensors))
+
+
+def check_optimizer(groups: Sequence[dict[str, Any]], registry: Registry, model: str) -> None:
+    """Refuse parameters of the optimizer that are not in the model, because no rank would step them.
+
+    Raises:
+        UsageError: see above.
+    """
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            if registry.find(parameter) is None:
+                raise UsageError(
+                    f"group {number} of the optimizer has a parameter of shape {tuple(parameter.shape)} that is "
+                    f"not in the model ({model}). Put it into a module of the model, or give it an optimizer "
+                    "of its own."
+                )
+
+
+def check_domains(registry: Registry, domains: Domains, plan: Plan, *, compresses: bool) -> None:
+    """Refuse methods that exchange values among all ranks for parameters that only some ranks share.
+
+    Raises:
+        UsageError: a part was built under zero.Init, which gives all ranks the same values.
+        ConflictError: gradients are compressed, or secondary shards are kept.
+    """
+    for tensor, parameter in zip(registry, registry.parameters, strict=True):
+        owner = released.owner_of(parameter)
+        if isinstance(owner, PartStore) and not owner.agrees(parameter, tensor.ranks):
+            raise UsageError(
+                f"parameter {tensor.name!r} is declared as a part that only some ranks have, and was built under "
+                "zero.Init, which gives all ranks the same values. Build the whole parameter there, and make it a "
+                "part with shardwise.registry.narrow(), or build its layer outside of it"
+            )
+    for used, what in (
+        (compresses, "lossy gradient reduction, which exchanges what it sends among all ranks"),
+        (plan.secondary > 1, "zero_optimization.zero_hpz_partition_size, whose groups are of all ranks"),
+    ):
+        if domains.others and used:
+            raise ConflictError(
+                f"parameters that only some ranks share (declare_part) cannot be combined with {what}. Keep one of them"
+            )
 
 
 def _look_for_nodes(nodes: Sequence[str], size: int) -> None:

@@ -1,0 +1,376 @@
+"""Memory of a flat parameter: unsharded values, this rank's shard, master weights and gradient.
+
+* `full`: one flat buffer whose views are the user's parameters. Sharded parameters have one only while they are
+  unsharded. Resharding drops the reference and never frees the memory by force: another reference (a `state_dict()`, a
+  NumPy view, a tensor that the script keeps) stays valid, with the values of that time, and keeps the memory. Tensors
+  that autograd has saved are handled apart: `shardwise.zero.passes.saved`.
+* `shard`: this rank's range of it, in the same dtype (`full` itself if parameters are not sharded).
+* `master`: this rank's range that the optimizer updates, in fp32 or wider. It is all of the flat parameter if the
+  optimizer is not sharded, and may be a part of the shard. If the shard (or `full`) has the dtype of master weights, it
+  is a view of that.
+* `gradient`: the accumulated gradient for `master`, from the backward pass that reduces it to the end of the step.
+* `second`: the secondary shard, this rank's range of `full` sharded over a few ranks: values of the last forward pass,
+  for the all-gather of the backward pass.
+
+State that is offloaded (`shardwise.memory.places`) has memory on the device only while it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+
+from shardwise.comm.domain import Domain
+from shardwise.compat import is_shared, storage_users
+from shardwise.memory import Accountant, Category, Tier
+from shardwise.memory.places import ALL_AT_HAND, Borrowed, Homes, Loans, StateHome
+from shardwise.zero.units.gradient_buffers import GradientPlaces
+from shardwise.zero.units.layout import FlatParam
+from shardwise.zero.units.plan import Levels
+
+
+class FlatParamStorage:
+    """The buffers of one section of a unit; see the module docstring.
+
+    Args:
+        layout: what lies where.
+        domain: the ranks that have it.
+        levels: over how many of their dimensions its state is divided.
+        stepped: whether the optimizer steps the master here; elsewhere ranges at the finest level get new values.
+        device: where it lies.
+        master_dtype: of the master weights.
+        accumulate_dtype: of the gradient.
+        accountant: is told about the buffers.
+        homes: where its state lives.
+        label: the unit's name.
+
+    Attributes:
+        written_level: at which level this rank's range is that gets new values here.
+        sharded: whether the whole values are released between uses.
+        steps_on: where master weights, gradients and the optimizer's state are when it steps.
+        optimizer_loans: lend the master weights and the optimizer's state.
+        gradient_loans: lend the gradient.
+        shard_loans: lend the shard.
+        second_loans: lend the second shard.
+    """
+
+    def __init__(
+        self,
+        layout: FlatParam,
+        *,
+        domain: Domain,
+        levels: Levels,
+        stepped: bool = True,
+        device: torch.device,
+        master_dtype: torch.dtype,
+        accumulate_dtype: torch.dtype,
+        accountant: Accountant,
+        homes: Homes = ALL_AT_HAND,
+        label: str = "",
+    ) -> None:
+        self.layout = layout
+        self.domain = domain
+        self.levels = levels
+        self.written_level = levels.optimizer if stepped and layout.trainable else domain.depth
+        self.device = device
+        self.accumulate_dtype = accumulate_dtype
+        self._accountant = accountant
+        home = homes.whole if layout.whole else homes.optimizer
+        self.steps_on = home.used_on or device
+        self.optimizer_loans = Loans(home, accountant, label)
+        self.gradient_loans = Loans(homes.gradients, accountant, label)
+        self.shard_loans, self.second_loans = (Loans(homes.parameters, accountant, label) for _ in range(2))
+        alike = not layout.whole and levels.optimizer == levels.parameters
+        self._shares = alike and self._in_place(self.shard_loans)
+        self.full = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        self.sharded = levels.parameters > 0 or self.shard_loans.away
+        self.master_start, self.master_stop = layout.range_of(domain.place, levels.optimizer)
+        self.master_dtype = master_dtype
+        self.shard = self.full[self.shard_range]
+        self.source = self.full
+        self.master: torch.Tensor | None = None
+        self.gradient: torch.Tensor | None = None
+        self.second: torch.Tensor | None = None
+        self._second_range = slice(0)
+        self._inherited: torch.Tensor | None = None
+        accountant.hold(Category.GATHERED if self.sharded else Category.PARAMETERS, self.full)
+
+    @cached_property
+    def away(self) -> list[Loans]:
+        """Loans of what lives elsewhere, but for the second shard."""
+        return [loans for loans in (self.optimizer_loans, self.gradient_loans, self.shard_loans) if loans.away]
+
+    @property
+    def stepping(self) -> list[Borrowed]:
+        """What has to be borrowed so that an optimizer can step the section."""
+        found = [loans for loans in self.away if not self._in_place(loans)]
+        wanted = [x for x in found if x is not self.gradient_loans or not self._fetches]
+        return [
+            (x, None if x is self.shard_loans and self._is_overwritten else x is not self.gradient_loans)
+            for x in wanted
+        ]
+
+    @property
+    def _is_overwritten(self) -> bool:
+        """Whether a step writes each element of the shard, from masters of their own, and reads none."""
+        if not self.layout.trainable or self.master_is_parameter or self.written_level != self.levels.parameters:
+            return False
+        first, last = self.master_start, self.master_stop
+        stepped = sum(lane.stop - lane.start for lane in self.layout.segments(first, last))
+        return self.shard_range == slice(first, last) and stepped == last - first
+
+    def _in_place(self, loans: Loans) -> bool:
+        """Whether what is lent elsewhere is worked on where it lives, because the optimizer steps there."""
+        return self.steps_apart and loans.away and loans.home.at_hand
+
+    @property
+    def _fetches(self) -> bool:
+        """Whether the gradient is read into memory of the host to be stepped: it is lent to another device."""
+        loans = self.gradient_loans
+        return self.steps_apart and loans.away and not loans.home.at_hand and loans.home.used_on is None
+
+    @property
+    def own_range(self) -> tuple[int, int]:
+        """This rank's range at the finest level, of which no other rank has a part."""
+        return self.layout.range_of(self.domain.place)
+
+    @property
+    def shard_range(self) -> slice:
+        """Where the shard lies in `full`."""
+        return slice(*self.layout.range_of(self.domain.place, self.levels.parameters))
+
+    @property
+    def written(self) -> torch.Tensor:
+        """The view of the shard (or of `full`) that gets new values on this rank."""
+        return self.domain.within(self.shard, self.levels.parameters, self.written_level)
+
+    @property
+    def own_values(self) -> torch.Tensor:
+        """The view of the shard (or of `full`) at `own_range`."""
+        return self.domain.within(self.shard, self.levels.parameters, self.domain.depth)
+
+    @property
+    def own_gradient(self) -> torch.Tensor:
+        """The view of the accumulated gradient at `own_range` (given memory on first use)."""
+        return self.domain.within(self.whole_gradient, self.levels.optimizer, self.domain.depth)
+
+    @property
+    def whole_gradient(self) -> torch.Tensor:
+        """The gradient for `master` (given memory, of undefined content, on first use)."""
+        size = self.master_stop - self.master_start
+        if self.gradient is None:
+            where = self._gradients.used_on or self.device
+            self.gradient = torch.empty(size, dtype=self.accumulate_dtype, device=where)
+            if self.gradient_loans.away:
+                self.gradient_loans.keep(Category.GRADIENTS, self.gradient)
+                return self.gradient
+            self._accountant.disregard(self.gradient)  # its storage comes and goes: told by the bytes
+            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
+        elif size and not self.gradient_loans.away and not self.gradient.untyped_storage().nbytes():
+            self.gradient.untyped_storage().resize_(self.gradient.nbytes)
+            self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
+        return self.gradient
+
+    @property
+    def stepped_gradient(self) -> torch.Tensor:
+        """The gradient for `master` where the optimizer reads it (once: it may be a copy)."""
+        gradient = self.whole_gradient
+        if self._in_place(self.gradient_loans):
+            return self.gradient_loans.in_place(gradient)
+        if self._fetches and not self.gradient_loans.lent:
+            fetched = torch.empty(gradient.shape, dtype=gradient.dtype, device=self.steps_on)
+            self._accountant.hold(Category.GRADIENTS, fetched, Tier.HOST)
+            return self.gradient_loans.read(gradient, fetched)
+        return gradient
+
+    @property
+    def lends_gradient(self) -> bool:
+        """Whether `stepped_gradient` has to be borrowed."""
+        return self.gradient_loans.away and not self._in_place(self.gradient_loans)
+
+    @property
+    def measured_gradient(self) -> torch.Tensor:
+        """The view of it at `own_range`."""
+        return self.domain.within(self.stepped_gradient, self.levels.optimizer, self.domain.depth)
+
+    def free_gradient(self) -> None:
+        """Give the gradient's memory back; views of it, which are all the engine's own, see the next one."""
+        if self.gradient_loans.away:
+            return
+        if self.gradient is not None and self.gradient.untyped_storage().nbytes():
+            self.gradient.untyped_storage().resize_(0)
+            self._accountant.remove(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
+
+    @contextlib.contextmanager
+    def lending_gradient(self) -> Iterator[torch.Tensor]:
+        """Show the gradient to an optimizer inside the block; memory that is still referred to afterwards is left.
+
+        Not after an exception, whose frames refer to the gradient: the step may be tried again.
+        """
+        shown = self.stepped_gradient
+        users = storage_users(shown)
+        yield shown
+        gradient = self.whole_gradient
+        if not self._fetches and (users is None or storage_users(shown) != users):
+            self.gradient = None
+            if self.gradient_loans.away:
+                self.gradient_loans.forget(gradient)
+            else:
+                self._accountant.remove(Category.GRADIENTS, gradient.nbytes, self._gradients.tier)
+
+    @cached_property
+    def places(self) -> GradientPlaces:
+        """Where the gradients of the parameters lie in the flat gradient."""
+        return GradientPlaces(self.layout.numel, [(slot.offset, slot.numel) for slot in self.layout.slots])
+
+    @property
+    def keeps_whole_gradient(self) -> bool:
+        """Whether this rank needs all of the reduced gradient, because it updates all of the section."""
+        return self.master_stop - self.master_start == self.layout.numel
+
+    @property
+    def master_is_parameter(self) -> bool:
+        """Whether the optimizer updates the parameters' own memory."""
+        return self.master_dtype == self.layout.dtype and (not self.steps_apart or self._shares)
+
+    @property
+    def master_is_stored(self) -> bool:
+        """Whether the optimizer updates the parameters where they live, and are lent from to the device.
+
+        Frozen parameters, and those of an engine without an optimizer, have no master.
+        """
+        return self.master is not None and self.master_is_parameter and self.steps_apart
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether the optimizer steps in other memory than that of the device."""
+        return self.optimizer_loans.home.used_on is not None
+
+    @property
+    def _gradients(self) -> StateHome:
+        """Where the accumulated gradient lives."""
+        return self.gradient_loans.home
+
+    def widen_source(self, dtype: torch.dtype) -> None:
+        """Read the initial values in a wider dtype than the parameters will have, so that masters start from them."""
+        self.source = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
+        self._accountant.hold(Category.OTHER, self.source)
+
+    def settle(self, *, keep_master: bool) -> None:
+        """Turn the whole initial values in `source` into parameters, shard and master weights.
+
+        Args:
+            keep_master: whether the optimizer steps masters kept here (False: somebody else owns them).
+        """
+        if self.source is not self.full:
+            self.full.copy_(self.source)
+        if self.sharded:
+            self.shard = self.shard.clone()
+            self.shard_loans.keep(Category.PARAMETERS, self.shard)
+        if self.layout.trainable and keep_master:
+            if not self.master_is_parameter:
+                initial = self.source[self.master_start : self.master_stop]
+                self.master = initial.to(self.steps_on, self.master_dtype, copy=True)
+                self.optimizer_loans.keep(Category.MASTER, self.master)
+            else:
+                self.master = self.shard_loans.shared(self.shard) if self.steps_apart else self.published
+
+    def forget_source(self) -> None:
+        """Drop the wide initial values."""
+        self.source = self.full
+
+    def allocate(self) -> None:
+        """Take memory, of undefined content, for the whole buffer."""
+        if self._inherited is not None:
+            self.full, self._inherited = self._inherited, None
+            return
+        self.full = torch.empty(self.layout.numel, dtype=self.layout.dtype, device=self.device)
+        self._accountant.hold(Category.GATHERED, self.full)
+
+    def pass_memory_to(self, heir: FlatParamStorage) -> None:
+        """Let a section that is gathered next have the memory of this one, if it is as large and nobody refers to it.
+
+        New memory costs the processor the time to clear it. (The allocators of devices keep memory themselves.)
+        """
+        alike = heir.layout.numel == self.layout.numel and heir.layout.dtype is self.layout.dtype
+        if alike and self.full.numel() and not is_shared(self.full):
+            heir._inherited = self.full.data  # with a count of changes of its own
+
+    def drop_inherited(self) -> None:
+        """Give back what `pass_memory_to` has left, if it has not been used."""
+        self._inherited = None
+
+    def keep_second(self, world: int, rank: int) -> None:
+        """Keep a second shard, of the values sharded over `world` ranks of which this is number `rank`."""
+        size = self.layout.numel // world
+        self._second_range = slice(rank * size, (rank + 1) * size)
+        self.second = torch.empty(size, dtype=self.layout.dtype, device=self.device)
+        self.second_loans.keep(Category.PARAMETERS, self.second)
+
+    def store_second(self) -> None:
+        """Take the second shard from the whole values."""
+        if self.second is not None:
+            with self.second_loans.lent_out(read=False, written=True):
+                self.second.copy_(self.full[self._second_range])
+
+    def bring_shard(self) -> None:
+        """Write the shard into its range of the whole buffer."""
+        self.shard_loans.read(self.shard, self.full[self.shard_range])
+
+    def begin_to_bring_shard(self) -> None:
+        """Begin with that, if it takes time."""
+        self.shard_loans.look_ahead(self.shard, self.full[self.shard_range])
+
+    def free(self) -> None:
+        """Let go of the whole buffer."""
+        self.full = self.source = torch.empty(0, dtype=self.layout.dtype, device=self.device)
+
+    def lie_in(self, full: torch.Tensor) -> None:
+        """Let whole values that stay gathered lie in other memory, with what are views of them."""
+        self.full = self.source = full
+        self.shard = full[self.shard_range]
+        if self.master is not None and self.master_is_parameter:
+            self.master = self.published
+
+    def drop(self) -> None:
+        """Give all memory back (whole values are there, and nobody's any more)."""
+        self.free()
+        self.free_gradient()
+        self.shard = self.full
+        self.master = self.gradient = self.second = None
+        for loans in (*self.away, self.second_loans):
+            loans.clear()
+
+    @property
+    def published(self) -> torch.Tensor:
+        """The low-precision parameters' memory that corresponds to `master`."""
+        return self.domain.within(self.shard, self.levels.parameters, self.levels.optimizer)
+
+    @property
+    def written_in_place(self) -> bool:
+        """Whether an optimizer that steps elsewhere writes `published` where it lives."""
+        return self._in_place(self.shard_loans)
+
+    @property
+    def published_in_place(self) -> torch.Tensor:
+        """`published`, where the optimizer writes it (`written_in_place`)."""
+        shard = self.shard_loans.in_place(self.shard)
+        return self.domain.within(shard, self.levels.parameters, self.levels.optimizer)
+
+    def publish(self) -> None:
+        """Write the updated master weights into the low-precision parameters' memory."""
+        if self.master is not None and not self.master_is_parameter:
+            self.published.copy_(self.master)
+
+    def await_copies(self) -> None:
+        """Let the host wait until nobody reads what it is going to update."""
+        if self.master_is_stored:
+            self.shard_loans.in_place(self.shard)
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Returns True if two 1-D tensors of one dtype and device have equal bytes, so that NaN equals itself."""
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
