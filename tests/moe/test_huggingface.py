@@ -76,6 +76,8 @@ def made(family: str) -> Any:
     torch.manual_seed(7)
     config = getattr(transformers, f"{name}Config")(**BASE, **more)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
+    if family == "phimoe":
+        model.eval()  # in training it draws the experts of each token
     with torch.no_grad():
         for part, parameter in model.named_parameters():
             if part.endswith("_bias"):
@@ -179,7 +181,7 @@ def test_divided_experts_train_as_one_process(
                     if parameter.grad is not None:
                         difference = (grads[name] - parameter.grad).norm()  # both of the whole tensor
                         assert difference <= 2e-6 * parameter.grad.norm() + 1e-9, (name, step)
-                assert divided == 2 * len([n for n, m in model.named_modules() if n.endswith(".experts")])
+                assert divided == len([n for n, _ in model.named_parameters() if ".experts." in n]) > 0
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
     # The checkpoint is one of the model that it was: exported weights load into it.
