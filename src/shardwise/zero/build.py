@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from shardwise.comm.domain import Domain, Domains
 from shardwise.errors import ConflictError, UsageError
-from shardwise.memory import Accountant
 from shardwise.memory.places import ON_DEVICE, Homes, borrowed
-from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.registry import Registry
 from shardwise.utils.logging import warn_once
 from shardwise.zero.parameters.init import PartStore, whole_values
+from shardwise.zero.passes.modulehook import weakly
 from shardwise.zero.units import released
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.layout import FlatParam
@@ -24,48 +21,27 @@ from shardwise.zero.units.peaks import Orders, best_whole
 from shardwise.zero.units.plan import Plan
 from shardwise.zero.units.quantized_weights import UnitCodes
 from shardwise.zero.units.unit import Unit
-from shardwise.zero.updates.owner_sharded import WholeUpdate
-from shardwise.zero.updates.update import Update
+
+if TYPE_CHECKING:
+    from shardwise.zero.model import ShardedModel
 
 
 class UnitBuilder:
-    """Builds the units of one engine.
+    """Builds the units of a sharded model.
 
     Args:
-        owner: what the parameters belong to from then on.
-        registry: the logical tensors.
-        plan: what is sharded.
-        policy: dtypes.
+        model: see above; it has everything but units.
         domains: of the parameters.
-        device: where parameters and state live.
-        accountant: counts the bytes.
-        update: takes what it needs while values are whole; None for a model that is only evaluated.
-        owners: the part of `update` that steps whole tensors.
         homes: where state lives.
     """
 
-    def __init__(
-        self,
-        owner: released.Owner,
-        registry: Registry,
-        plan: Plan,
-        policy: PrecisionPolicy,
-        domains: Domains,
-        device: torch.device,
-        accountant: Accountant,
-        update: Update | None,
-        owners: WholeUpdate | None,
-        homes: Homes,
-    ) -> None:
-        self._owner = owner
-        self._registry = registry
-        self._plan = plan
-        self._policy = policy
+    def __init__(self, model: ShardedModel, domains: Domains, homes: Homes) -> None:
+        self._model = model
+        self._owner = model.owner
+        self._registry, self._plan, self._policy = model.registry, model.plan, model.policy
+        self._device, self._accountant = model.device, model.accountant
+        self._update, self._owners = model.update, model.owners
         self._domains = domains
-        self._device = device
-        self._accountant = accountant
-        self._update = update
-        self._owners = owners
         self._homes = homes
         self._resident: frozenset[int] = frozenset()
         self._near: frozenset[int] = frozenset()
@@ -160,7 +136,18 @@ class UnitBuilder:
                 self._registry[slot.index].source_dtype.itemsize > layout.dtype.itemsize for slot in layout.slots
             ):
                 section.widen_source(section.master_dtype)
-        unit = Unit(number, spec.name, spec.modules, spec.tensors, self._registry, sections, domain)
+        takes = sharded and self._update is not None
+        unit = Unit(
+            number,
+            spec.name,
+            spec.modules,
+            spec.tensors,
+            self._registry,
+            sections,
+            domain,
+            take_over=weakly(self._model.take_over) if takes else None,
+            await_copies=weakly(self._model.await_copies) if takes else None,
+        )
         for section in sections:
             self._fill(unit, section)
         unit.attach()

@@ -177,9 +177,7 @@ class ShardedModel:
             self.update, self.owners = self._make_update(optimizer, is_elementwise, domains, parts)
         # Until a pass has been traced, the order of the modules stands for that of execution.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
-        builder = UnitBuilder(
-            self.owner, self.registry, plan, policy, domains, device, accountant, self.update, self.owners, self.homes
-        )
+        builder = UnitBuilder(self, domains, homes)
         builder.choose_places(specs)
         whole = builder.stay_whole(specs, layouts, (forward, backward))
         if domains.others:
@@ -207,9 +205,6 @@ class ShardedModel:
         self.reducer: Reducer | None = None
         self.sums: GradientSums | None = None
         if self.update is not None:
-            for unit in sharded:
-                unit.take_over = self.take_over
-                unit.await_copies = self.await_copies
             self.reducer = Reducer(
                 self.units,
                 domain,
@@ -650,7 +645,6 @@ class ShardedModel:
                 parameter.data = parameter.data.clone()
             for section in unit.sections:
                 section.drop()
-            unit.take_over = unit.await_copies = None
             del self.units[0]
         if self.channel is not None:
             if not apart:

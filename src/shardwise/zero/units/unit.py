@@ -38,7 +38,7 @@ class UnitState(Enum):
 
 
 class UnshardReason(Enum):
-    """What values are gathered for."""
+    """Why a unit is unsharded."""
 
     FORWARD = "forward"
     """A forward pass that may be differentiated."""
@@ -49,20 +49,34 @@ class UnshardReason(Enum):
 
 
 class Unit:
-    """See the module docstring. Created whole by `shardwise.zero.build`, then sharded.
+    """Parameters that are unsharded, reduced and stepped together; see the module docstring.
+
+    `shardwise.zero.build` creates a unit unsharded, and then shards it.
+
+    Args:
+        index: number of the unit, in registration order.
+        name: for messages.
+        modules: modules whose `forward` needs the unit.
+        tensors: its parameters.
+        registry: of all parameters.
+        sections: its flat parameters.
+        domain: ranks that have the unit.
+        take_over: called when unsharded values have been changed in place, to update master weights.
+        await_copies: called before shards or master weights are written, because a copy may still read them.
 
     Attributes:
-        trainable: sections that receive gradients.
-        sharded: whether the whole values are released between uses.
-        level: at which level of the domain the parameters are divided between uses.
-        take_over: called when gathered values have been changed in place, to bring master weights up to date.
-        await_copies: called before that, and before the shard is written: somebody may still be copying them.
-        exact: gathers from the shards.
-        codes: gathers for passes that are trained go this way; None: all are exact.
-        second: gathers from the second shards; None: there are none.
-        second_valid: whether the second shard has the values of the last forward pass, and they still count.
-        rounded: whether the values are, or were when last gathered, what has come out of `codes`.
-        dropped: names of parameters that have been changed in place while they were rounded.
+        trainable: flat parameters that receive gradients.
+        sharded: whether the parameters are resharded between uses.
+        level: level of the domain at which the parameters are sharded between uses.
+        state: whether the parameters are unsharded.
+        unguarded: whether parameters have their own classes, so that uses are not seen.
+        pins: number of users outside of passes that keep the unit unsharded.
+        exact: source of all-gathers: the shards.
+        codes: source of all-gathers in trained passes: quantized weights; None: `exact`.
+        second: source of all-gathers in backward passes: secondary shards; None: there are none.
+        second_valid: whether secondary shards have the current values.
+        rounded: whether the unsharded values come from `codes`.
+        dropped: names of parameters that were changed in place while their values were rounded.
     """
 
     def __init__(
@@ -74,6 +88,9 @@ class Unit:
         registry: Registry,
         sections: Sequence[FlatParamStorage],
         domain: Domain,
+        *,
+        take_over: Callable[[Unit], None] | None = None,
+        await_copies: Callable[[], None] | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -88,8 +105,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
         self.unguarded = True
         self.pins = 0
-        self.take_over: Callable[[Unit], None] | None = None
-        self.await_copies: Callable[[], None] | None = None
+        self._take_over, self._await_copies = take_over, await_copies
         self.exact: GatherSource = ShardSource(self.sections, domain)
         self.codes: Codes | None = None
         self.second: SecondShardSource | None = None
@@ -113,7 +129,7 @@ class Unit:
 
     @cached_property
     def _places(self) -> list[tuple[nn.Parameter, int, tuple[torch.Size, tuple[int, ...], int]]]:
-        """Each parameter with the number of its section and the arguments of `as_strided` for its place in it."""
+        """Each parameter, the number of its flat parameter, and the arguments of `as_strided` for its view."""
         return [
             (
                 self.registry.parameters[slot.index],
@@ -131,23 +147,23 @@ class Unit:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of all sections, padding included."""
+        """Elements of all flat parameters, padding included."""
         return sum(section.layout.numel for section in self.sections)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the whole values, padding included."""
+        """Bytes of the unsharded parameters, padding included."""
         return sum(section.layout.numel * section.layout.dtype.itemsize for section in self.sections)
 
     @property
     def between_uses(self) -> str:
-        """Where the values of a sharded unit are between uses, for errors."""
+        """Where the values of a resharded unit are, for errors."""
         parts = self.domain.parts(self.level)
         return f"sharded over {parts} ranks" if self.level else "kept elsewhere than on the device"
 
     @never_compiled
     def attach(self) -> None:
-        """Make every parameter a view of its place in the flat buffers."""
+        """Point the parameters at their views of the flat buffers."""
         with without_overrides(), torch.no_grad():
             buffers = [section.full for section in self.sections]
             for parameter, number, place in self._places:
@@ -155,25 +171,25 @@ class Unit:
 
     @never_compiled
     def _detach(self) -> None:
-        """Leave the flat buffers: the parameters refer to no value (`shardwise.zero.units.released.blank_of`)."""
+        """Point the parameters at blanks (`shardwise.zero.units.released.blank_of`)."""
         with without_overrides():
             for parameter, blank in self._blanks:
                 parameter.data = blank
 
     def unshard(self, purpose: UnshardReason = UnshardReason.PLAIN) -> None:
-        """Launch the gather of the whole values of a sharded unit; the parameters are withheld until it ends."""
+        """Launch the all-gather of a sharded unit; the parameters stay guarded until it ends."""
         with named("gather", self.name):
             self._handle = self._launch(purpose)
         self.state = UnitState.UNSHARDING
 
     def all_gather_update(self, kind: str = "gather", *, everything: bool = False) -> None:
-        """Launch the gather of what has been written on this rank, by the optimizer or from a checkpoint.
+        """Launch the all-gather of values that the optimizer or a checkpoint has written on this rank.
 
-        Whole values are valid when the gather has ended. Those of a sharded unit are released; its shard is valid then.
+        Parameters that are not sharded are valid when it has ended; of a sharded unit the shard is.
 
         Args:
-            kind: with which collectives it is in one order.
-            everything: new values are in all sections; else in those that are trained.
+            kind: collectives of one kind are launched in one order.
+            everything: all flat parameters have new values; else those that are trained.
         """
         sections = self.sections if everything else self.trainable
         level = self.level
@@ -200,23 +216,23 @@ class Unit:
             self.state = UnitState.UNSHARDING
 
     def wait_for_update(self) -> None:
-        """Wait until the shard is valid."""
+        """Wait for the all-gather that makes the shard valid."""
         if self._refreshing is not None:
             with named("wait for gather", self.name):
                 self._refreshing.wait()
             self._refreshing = None
 
     def _source_for(self, purpose: UnshardReason) -> GatherSource:
-        """Choose from what whole values are gathered, the same on all ranks."""
+        """Return the source of the all-gather, the same on all ranks."""
         if self.second is not None and self.second_valid and purpose is UnshardReason.BACKWARD:
             return self.second
         return self.exact if self.codes is None or purpose is UnshardReason.PLAIN else self.codes
 
     def _launch(self, purpose: UnshardReason, *, aside: bool = False) -> Work:
-        """Launch the gather that a purpose asks for; `aside`: into memory that is given back when it has ended."""
+        """Launch an all-gather; `aside`: into memory that is freed when it has ended."""
         self.wait_for_update()
         self.rounded = self.codes is not None and purpose is not UnshardReason.PLAIN
-        # What is released after a forward pass is what it has computed with.
+        # Secondary shards get the values that the forward pass has computed with.
         self._second_follows = self.second is not None and purpose is UnshardReason.FORWARD
         self._source = source = self._source_for(purpose)
         full = [section.full for section in self.sections]
@@ -231,15 +247,15 @@ class Unit:
         return link
 
     def gather_whole(self, kind: str = "gather") -> Work:
-        """Launch the exact gather of the whole values, which have memory, from the shards.
+        """Launch the all-gather from the shards into flat buffers that have memory.
 
-        On a device it runs behind what `CollectiveQueue.follow` has been told of, not behind the current stream.
+        On a device it waits for the last `CollectiveQueue.follow`, not for the current stream.
         """
         self.wait_for_update()
         return self.domain.gathers.start(self.exact.launches(self.name, kind))
 
     def wait_for_unshard(self) -> None:
-        """Wait for the gather. Afterwards the values are valid; those of sharded units still have to be unguarded."""
+        """Wait for the all-gather. The values are valid then; parameters of sharded units are still guarded."""
         if self.state is not UnitState.UNSHARDING:
             self.wait_for_update()
             if self._arrived is not None:
@@ -262,7 +278,7 @@ class Unit:
             self.domain.gathers.follow()  # to which the memory of what has been gathered belongs
 
     def join_unshard(self, purpose: UnshardReason) -> None:
-        """Take part in a gather of the others though the whole values are here already, or have been."""
+        """Take part in an all-gather of the peers, although the values are, or have been, unsharded here."""
         if self.domain.async_gathers and self.codes is None:
             self._launch(purpose, aside=True)
             self.domain.gathers.leave()
@@ -274,14 +290,14 @@ class Unit:
         self._complete()
 
     def fetched(self, purpose: UnshardReason) -> None:
-        """The exact whole values have come another way than by a gather; make them what the others compute with."""
+        """Complete a copy from the shards of peers: round the values as the all-gather of the peers does."""
         if self.codes is not None and purpose is not UnshardReason.PLAIN:
             self.codes.round()
             self.rounded = True
         self.on_unsharded()
 
     def on_unsharded(self) -> None:
-        """Declare the whole values valid."""
+        """Record that the unsharded values are valid."""
         self._handle = self._arrived = None
         if self.sharded:
             self.attach()
@@ -291,33 +307,33 @@ class Unit:
             self.unguard()
 
     def unguard(self) -> None:
-        """Let the parameters be plain parameters: whoever uses them now need not be noticed."""
+        """Give the parameters their own classes: uses are not seen."""
         if not self.unguarded:
             self.unguarded = True
             released.unguard_all(self._classes)
 
     def guard(self) -> None:
-        """Withhold the parameters, so that their use is noticed; the values stay where they are."""
+        """Guard the parameters, so that each use is seen; the values stay."""
         if self.unguarded and not self.pins:
             self.unguarded = False
             released.guard_all(self._classes)
 
     def owner_of(self, tensor: torch.Tensor) -> FlatParamStorage | None:
-        """Return the section in the memory of whose whole values a tensor lies."""
+        """Return the flat parameter whose unsharded memory contains a tensor; None: no one."""
         if tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()._cdata  # not its address, which tensors of a dry run have not
         return next((s for s in self.sections if s.full.numel() and s.full.untyped_storage()._cdata == storage), None)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the memory of the whole values."""
+        """Return True if a tensor lies in the unsharded memory of the unit."""
         return self.owner_of(tensor) is not None
 
     def reshard(self, heir: Unit | None = None) -> None:
-        """Let go of the memory of the whole values (sharded units only).
+        """Free the unsharded memory of a sharded unit.
 
         Args:
-            heir: the unit that is gathered next; may have it.
+            heir: the unit whose all-gather is launched next; it may get the memory.
         """
         if not self.sharded or self.state is UnitState.SHARDED or self.pins:
             return
@@ -349,19 +365,16 @@ class Unit:
 
     @property
     def _may_forget(self) -> bool:
-        """Whether a gather that is under way need not be waited for before its memory is given back."""
+        """Whether memory may be freed before the all-gather into it has ended."""
         return self.domain.async_gathers and self._source.fills and not self._second_follows
 
     def drop_inherited(self) -> None:
-        """Give back memory that another unit has left, if it has not been used."""
+        """Free memory of another unit that has not been used."""
         for section in self.sections:
             section.drop_inherited()
 
     def hide(self) -> None:
-        """Take the parameters of a unit that stays gathered out of its memory, which is to go: their use is noticed.
-
-        See `show`.
-        """
+        """Guard a unit that is never resharded, and point its parameters at blanks, because its memory moves."""
         self.wait_for_unshard()
         self._arrived = None  # it may refer to the memory
         self.guard()
@@ -369,20 +382,20 @@ class Unit:
         self.state = UnitState.SHARDED
 
     def show(self) -> None:
-        """Put the parameters into the memory again that the sections have now, and that has their values."""
+        """Undo `hide`: point the parameters at the flat buffers, which have the values."""
         self.attach()
         self.state = UnitState.UNSHARDED
         self.unguard()
 
     def keep_unsharded(self) -> None:
-        """Keep the whole values for the next pass, as if they had been released and gathered again."""
+        """Keep the unsharded values for the next pass, as if the unit had been resharded and unsharded again."""
         self.wait_for_unshard()
         self._keep_changes()
         self.note()
         self.guard()
 
     def note(self) -> None:
-        """Take the whole values of a sharded unit as they are now for unchanged."""
+        """Take the current values of a sharded unit as unchanged."""
         if self.sharded:
             self._versions = self._read_versions()
 
@@ -391,10 +404,10 @@ class Unit:
             return [parameter._version for parameter, _, _ in self._classes]
 
     def _keep_changes(self) -> None:
-        """Take over what `forward` has changed in place (a codebook, a clamped weight) before it is given back.
+        """Store changes in place that `forward` has made (a codebook, a clamped weight).
 
-        All ranks are taken to have made the same change, as where parameters are not sharded: each stores its range. In
-        rounded values a change cannot be told from the rounding: the names are noted, for an error, and it is dropped.
+        All ranks are assumed to have made the same change, as without sharding: each stores its range. Changes of
+        rounded values cannot be told from the rounding: they are dropped, and the names are kept for an error.
         """
         if not self._versions or self._versions == self._read_versions():
             return
@@ -405,17 +418,17 @@ class Unit:
         self.store_shard()
         if second:
             self._store_second()
-        if self.take_over is not None:
-            self.take_over(self)
+        if self._take_over is not None:
+            self._take_over(self)
 
     def _changed_in_place(self) -> list[str]:
         now = zip(self.tensors, self._versions, self._read_versions(), strict=True)
         return [tensor.name for tensor, before, after in now if before != after]
 
     def changed(self) -> list[str]:
-        """Return the names of parameters whose whole values were changed since `note`, of a sharded unit.
+        """Return the names of parameters of a sharded unit that were changed since `note`.
 
-        Changes in place are seen by version counters, changes through aliases in this rank's range of the values.
+        Version counters show changes in place; this rank's range of the values shows changes through aliases.
         """
         names = self._changed_in_place()
         for section in self.sections:
@@ -434,15 +447,15 @@ class Unit:
         return names
 
     def borrowing(self) -> list[Borrowed]:
-        """Return what has to be borrowed to write any of the unit's state.
+        """Return the loans that are needed to write any of the unit's state.
 
-        What is stepped where it is lent from is written there.
+        State that the optimizer steps on its own tier is written there.
         """
         wanted = [(section, loans) for section in self.sections for loans in section.away]
         return [(x, True) for section, x in wanted if x is not section.shard_loans or not section.master_is_stored]
 
     def keep_second(self, group: Communicator) -> None:
-        """Keep a second shard, sharded over `group`, for backward passes."""
+        """Keep secondary shards over the ranks of `group`, for backward passes."""
         for section in self.sections:
             section.keep_second(group.world, group.rank)
         self.second = SecondShardSource(self.sections, group)
@@ -453,10 +466,10 @@ class Unit:
         self.second_valid = True
 
     def store_shard(self) -> None:
-        """Copy this rank's range of the (changed) whole values back into the shard.
+        """Copy this rank's range of the changed unsharded values into the shard.
 
         Raises:
-            UsageError: the whole values are rounded, and so would the shard be.
+            UsageError: the values are rounded.
         """
         if self.rounded:
             raise UsageError(
@@ -465,8 +478,8 @@ class Unit:
                 "the weights themselves. Change parameters between passes."
             )
         self.second_valid = False
-        if self.await_copies is not None:
-            self.await_copies()
+        if self._await_copies is not None:
+            self._await_copies()
         for section in self.sections:
             if section.sharded:
                 with section.shard_loans.lent_out(read=False, written=True):
@@ -474,13 +487,13 @@ class Unit:
         self.domain.gathers.follow()
 
     def look_ahead(self) -> None:
-        """Begin to bring the shard, if the gather that is launched next would wait for it."""
+        """Prefetch an offloaded shard for the all-gather that is launched next."""
         if self.state is UnitState.SHARDED and (self.level or self.domain.async_gathers):
             for section in self.sections:
                 section.shard_loans.look_ahead(section.shard)
 
     def segments(self) -> Iterator[tuple[FlatParamStorage, GroupRange]]:
-        """Yield the lanes of the range that this rank's optimizer updates."""
+        """Yield the ranges of optimizer groups that this rank's optimizer updates."""
         for section in self.trainable:
             for lane in section.layout.segments(section.master_start, section.master_stop):
                 yield section, lane
