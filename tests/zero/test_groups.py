@@ -61,18 +61,24 @@ def two_stages(zero_stage: int) -> dict[str, Any]:
         accountant=Accountant(),
         norm_group=job,
     )
-    norms = []
+    norms, own_norms = [], []
     for _ in range(2):
         sharded.backward([loss_of(model, number, own.rank)])
         assert sharded.sums is not None and sharded.reducer is not None
         sharded.reducer.complete_window()
-        squares, facts = sharded.sums.total(sharded.sums.own_squares(), [1.0])
+        squares, facts, tensors = sharded.sums.total(sharded.sums.own_squares(), [1.0], tensors=True)
         norm = (squares.sqrt() / own.world).item()
+        assert tensors is not None
         norms.append((norm, facts.item()))
+        own_norms.append((tensors.sqrt() / own.world).tolist())
         sharded.step(min(1.0, 1.0 / norm) / own.world)
         sharded.end_window(applied=True)
     sharded.close()
-    found = {"norms": norms, "values": [parameter.detach().clone() for parameter in model.parameters()]}
+    found = {
+        "norms": norms,
+        "own": own_norms,
+        "values": [parameter.detach().clone() for parameter in model.parameters()],
+    }
     job.destroy()
     return found
 
@@ -82,13 +88,14 @@ def test_the_norm_is_that_of_all_pass_groups(zero_stage: int) -> None:
     found = run_ranks(two_stages, 4, zero_stage)
     models = [stage(number) for number in range(2)]
     parameters = [parameter for model in models for parameter in model.parameters()]
-    expected = []
+    expected, by_tensor = [], []
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = None
         for number, model in enumerate(models):
             for rank in range(2):
                 (loss_of(model, number, rank) / 2).backward()
+        by_tensor.append([[float(p.grad.norm()) for p in model.parameters()] for model in models])  # type: ignore[union-attr]
         expected.append(float(nn.utils.clip_grad_norm_(parameters, 1.0)))
         with torch.no_grad():
             for parameter in parameters:
@@ -97,5 +104,7 @@ def test_the_norm_is_that_of_all_pass_groups(zero_stage: int) -> None:
     for rank, answer in enumerate(found):
         for (norm, ranks), wanted in zip(answer["norms"], expected, strict=True):
             assert norm == pytest.approx(wanted, rel=1e-6) and ranks == 4
+        for own, whole in zip(answer["own"], by_tensor, strict=True):
+            assert own == pytest.approx(whole[rank // 2], rel=1e-6)
         for value, parameter in zip(answer["values"], models[rank // 2].parameters(), strict=True):
             assert torch.allclose(value, parameter, rtol=1e-5, atol=1e-6)

@@ -599,9 +599,10 @@ class TrainStep:
         compared = [] if inputs is None else inputs.facts()
         ahead = float(sharded.unsharder.take_ahead())
         facts = [*self._window.facts(), reported, wrong, ahead, *losses, *signals, *compared]
-        sums = norm = None
+        sums = norm = by_tensor = None
         if formed is not None and probe is None:
-            sums, told = sharded.sums.total(formed, facts)
+            # Norms of single tensors are summed over ranks only if watched.
+            sums, told, by_tensor = sharded.sums.total(formed, facts, tensors=self.watch is not None)
         else:
             told = sharded.sums.of(facts, "step_facts")
         if inputs is not None:
@@ -619,8 +620,6 @@ class TrainStep:
             norm = combine(sums, factor)
             if self._non_finite.policy == "warn":
                 told[FACTS + 1] = self._non_finite.flag(norm)
-        # Norms of single tensors are summed over ranks only if watched.
-        by_tensor = None if self.watch is None or formed is None or sums is None else sharded.sums.by_tensor(formed)
         seen = formed if by_tensor is None else by_tensor
         evidence = Evidence(self.global_steps, self._window, factor, seen, by_tensor is not None)
         checks = checks_overflow(config)

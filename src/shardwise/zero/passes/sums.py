@@ -85,21 +85,27 @@ class GradientSums:
         """Return zeros in place of sums that this rank cannot form."""
         return torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
 
-    def total(self, own: torch.Tensor, facts: Sequence[float | torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of squares of all gradients over the norm group, in one all-reduce of a few numbers.
+    def total(
+        self, own: torch.Tensor, facts: Sequence[float | torch.Tensor], *, tensors: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Sum the squares of all gradients over the norm group, in one all-reduce of a few numbers.
 
         Args:
             own: result of `own_squares`.
             facts: further numbers to sum. The host does not wait for numbers on a device.
+            tensors: sum by tensor over the pass group, too.
 
         Returns:
-            An fp64 tensor of one element, and one of the sums of the facts. For gradients that are not reduced it is
-            the bound that `_own_runs` describes.
+            (fp64 tensor whose sum is the sum of squares, sums of the facts, sums by tensor or None). For gradients that
+            are not reduced the sum is the bound that `_own_runs` describes.
         """
+        joined = tensors and self._norm_group is self._comm
         with self._accountant.owning(Category.OTHER):
-            sums = torch.cat([total_of(own).reshape(1), self._on_device(facts)])
+            squares = own if joined else total_of(own).reshape(1)
+            sums = torch.cat([squares, self._on_device(facts)])
             self._norm_group.all_reduce(sums, "gradient_norm").wait()
-        return sums[:1], sums[1:]
+        squares, summed = sums[: len(squares)], sums[len(squares) :]
+        return squares, summed, squares if joined else self.by_tensor(own) if tensors else None
 
     def by_tensor(self, own: torch.Tensor) -> torch.Tensor:
         """Return the sums of `own_squares` over the pass group, by tensor; the argument is not changed."""
