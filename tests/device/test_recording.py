@@ -459,25 +459,25 @@ def gradients_are_sent_before_they_are_there() -> Iterator[None]:
 
 @plant("race", stage=1)
 def a_step_does_not_wait_for_the_last_reduction() -> Iterator[None]:
-    land = Reducer._land
+    land = Reducer._wait_oldest
 
     def landed(self: Reducer, *given: Any, **how: Any) -> None:
         with mock.patch.object(QueuedWork, "wait", lambda self: None):
             land(self, *given, **how)
 
-    with mock.patch.object(Reducer, "_land", landed):
+    with mock.patch.object(Reducer, "_wait_oldest", landed):
         yield
 
 
 @plant("early", stage=2)
 def gradients_are_given_back_before_the_computing_stream_has_waited() -> Iterator[None]:
-    land = Reducer._land
+    land = Reducer._wait_oldest
 
     def landed(self: Reducer, most: int, **how: Any) -> None:
         with mock.patch.object(QueuedWork, "wait", lambda self: None) if most else contextlib.nullcontext():
             land(self, most, **how)
 
-    with mock.patch.object(Reducer, "_land", landed):
+    with mock.patch.object(Reducer, "_wait_oldest", landed):
         yield
 
 

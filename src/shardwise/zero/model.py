@@ -368,7 +368,7 @@ class ShardedModel:
         self.policy = replace(self.policy, wire_dtype=dtype)
         if self.reducer is not None:
             self.reducer.wire_dtype = dtype
-            self.reducer.find_alone()
+            self.reducer.find_separate()
 
     def gradient_factor(self, index: int) -> float | torch.Tensor:
         """Return what turns the accumulated gradient of a parameter into its mean (or sum), before clipping (all ranks

@@ -1,4 +1,4 @@
-"""What a rank has of one unit's gradients while backward passes bring them, and which are still to come."""
+"""Gradients of one unit during backward passes: those that have come, and those that are still expected."""
 
 from __future__ import annotations
 
@@ -18,24 +18,30 @@ from shardwise.zero.units.unit import Unit
 
 
 class UnitGradients:
-    """The gradients of one unit during backward passes.
+    """Gradients of one unit during backward passes.
 
-    Sums over some of the ranks are on the device wherever gradients live.
+    Sums over the inner dimensions are on the device, also if gradients are offloaded.
 
     Args:
         unit: the unit.
-        level: of the unit's domain, to which every micro-batch is reduced; 0: gradients are reduced once per step.
+        level: level of the unit's domain to which each micro-batch is reduced; 0: gradients are reduced once a step.
         calls: forward calls that a backward pass may differentiate.
-        accountant: is told of what is added up here.
+        accountant: counts the buffers.
 
     Attributes:
         domain: the unit's.
-        comm: of the ranks in its innermost dimension.
+        comm: ranks of its innermost dimension.
         level: see above.
         parameters: number of trainable parameters.
-        loans: lend what has been added up here over micro-batches.
-        resting: whether what has been added up here is where gradients live, and not on the device.
-        task: number of the backward pass of which gradients need nothing to be looked at any more; -1: there is none.
+        loans: offloaded buffers in which micro-batches are added.
+        resting: these buffers are on their tier, and not on the device.
+        task: number of the backward pass whose first gradient of the unit has come; -1: none.
+        buffers: buffers of this pass or window, by place of the flat parameter in the unit.
+        sums: sums over the inner dimensions, by place of the flat parameter.
+        expected: parameters whose gradients the current pass still brings, by index.
+        nested: nested backward passes (re-entrant checkpoints) may bring further gradients.
+        reduced: the current pass has reduced the unit.
+        accumulated: the accumulators have gradients of this window.
     """
 
     def __init__(self, unit: Unit, level: int, calls: UnitCalls, accountant: Accountant) -> None:
@@ -65,10 +71,10 @@ class UnitGradients:
 
     @cached_property
     def _nodes(self) -> list[tuple[int, Any]]:
-        """Each parameter's node of the graph, made no earlier than in the first backward pass.
+        """Each parameter's node of the graph, created in the first backward pass.
 
-        A node belongs to the CUDA stream on which it is made, and hooks run with that stream current: it must be the
-        stream of the script's passes, which may differ from that of `initialize()`.
+        Because hooks run on the CUDA stream on which the node was created, it must be the stream of the script's
+        passes, which may differ from that of `initialize()`.
         """
         # Only the graph node is wanted, not values: released parameters need not come back for it.
         with without_overrides():
@@ -79,7 +85,7 @@ class UnitGradients:
             ]
 
     def begin(self, *, used: bool, outside: bool) -> None:
-        """Ask autograd which gradients the pass that has just started will produce.
+        """Find the gradients that the backward pass which has just begun will produce.
 
         Args:
             used: the unit has computed something that may be differentiated now.
@@ -95,36 +101,36 @@ class UnitGradients:
         self.nested = used and not outside and len(self.expected) < self.parameters
 
     def look_ahead(self) -> None:
-        """Expect what the backward pass that autograd is in will produce, be it the outer or a nested one."""
+        """Expect the gradients of autograd's current backward pass, the outer one or a nested one."""
         task = number_of_pass()
         if task not in self._tasks:
             self._tasks.add(task)
             self.expected |= {index for index, node in self._nodes if will_run(node)}
 
     def keep(self, buffer: torch.Tensor) -> None:
-        """Have a buffer in which micro-batches are added up live where gradients do."""
+        """Place a buffer in which micro-batches are added on the tier of gradients."""
         self.loans.keep(Category.GRADIENTS, buffer)
 
     def bring(self) -> None:
-        """Have what has been added up here on the device."""
+        """Bring the offloaded buffers to the device."""
         if self.resting:
             self.loans.start()
             self.loans.finish()
             self.resting = False
 
     def rest(self) -> None:
-        """Nothing is added to what has been added up here for now."""
+        """Return the offloaded buffers to their tier, because nothing is added for now."""
         if self.loans.away and not self.resting:
             self.loans.give_back(written=True)
             self.resting, self.task = True, -1
 
     def settle(self) -> None:
-        """Have the memory of what was given back by `rest` and `return_sums`."""
+        """Wait until the copies of `rest` and `return_sums` have ended, and free their memory."""
         for loans in (self.loans, *self._borrowed):
             loans.settle()
 
     def free(self) -> None:
-        """Drop what has been collected."""
+        """Drop the buffers."""
         if self.loans.away:
             for buffer in self.buffers.values():
                 if buffer.flat is not None:
@@ -146,7 +152,7 @@ class UnitGradients:
         }
 
     def borrow_sums(self) -> None:
-        """Have the accumulated gradients on the device, until `return_sums`: a reduction adds to them."""
+        """Bring offloaded accumulators to the device until `return_sums`, because a reduction adds to them."""
         if self._borrowed and not self._lent:
             self._lent = self._borrowed
             for loans in self._lent:
@@ -156,11 +162,11 @@ class UnitGradients:
 
     @property
     def lends(self) -> bool:
-        """Whether accumulated gradients have been borrowed."""
+        """Whether offloaded accumulators are on the device."""
         return bool(self._lent)
 
     def return_sums(self) -> None:
-        """The reduction has ended."""
+        """Return offloaded accumulators to their tier, after the reduction."""
         lent, self._lent = self._lent, ()
         for loans in lent:
             loans.give_back(written=True)
@@ -171,10 +177,10 @@ class UnitGradients:
         return not self.expected and (not self.nested or self._calls.settled(self.unit))
 
     def watch(self, values: torch.Tensor) -> None:
-        """Remember the least and the largest of what is to be sent: one is not finite if any value is not.
+        """Record the minimum and maximum of values to be sent: one of them is not finite if any value is not.
 
-        A pass over the values as fast as copying them, and no wait for the device. It is kept in memory that stays:
-        small tensors, new in every pass, would lie between large ones and break up the memory that these leave.
+        It reads the values once, and does not wait for the device. The results have permanent memory, because small
+        tensors, new in each pass, would fragment the memory of large ones.
         """
         if not values.numel():
             return
@@ -192,12 +198,12 @@ class UnitGradients:
             torch.maximum(ends[1], high, out=ends[1])
 
     def begin_window(self) -> None:
-        """Begin to watch anew, and keep what has been seen in the window that ends."""
+        """Begin a new window of `watch`, and keep the results of the last one."""
         self._window ^= 1
         self._watched[self._window].clear()
 
     def was_finite(self, *, formerly: bool = False) -> bool | None:
-        """Return whether all that has been watched in this window is finite; None: nothing has (waits for the device).
+        """Return True if all watched values of this window are finite; None: there are none (waits for the device).
 
         Args:
             formerly: of the window before.

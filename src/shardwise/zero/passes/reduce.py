@@ -1,8 +1,8 @@
-"""The gradient path: from autograd's gradients to this rank's fp32 accumulator. There is only this one.
+"""Reducer: reduces gradients from autograd into this rank's fp32 accumulator.
 
 A gradient is copied into its unit's flat buffer and freed the moment autograd has produced it; on a device one call
 copies all gradients of a unit together instead. When all gradients that this backward pass will produce
-for a unit are there (asked of the autograd engine, not guessed), the unit is reduced:
+for a unit are there (known from autograd's graph), the unit is reduced:
 reduce-scatter in rank order, in fp32, added to the accumulator. Units are reduced exactly once per reducing backward
 pass, in the reverse of the agreed forward order; what a rank has not used contributes zeros. One reduction is in flight
 at a time, so the buffers held are one unit's gradient being filled, one being sent and the pieces being received.
@@ -47,17 +47,17 @@ from shardwise.zero.updates.update import Update
 
 
 class Reducer:
-    """Collects and reduces the gradients of one engine; see the module docstring.
+    """Collects and reduces the gradients of one pass; see the module docstring.
 
     Args:
         units: all units.
-        domain: of all ranks; of some units some of them share the parameters.
-        accountant: is told about the buffers.
-        plan: says to which level of its domain every micro-batch of a unit is reduced.
-        wire_dtype: dtype on the wire; None: that of the sections, or else that of the local gradients.
-        prescale: factor applied before sending.
-        keeps_gradients: leave accumulators their memory between steps.
-        compressor: reduces with loss, once it has started.
+        domain: of the pass group. Units may have domains of some of its ranks.
+        accountant: counts the buffers.
+        plan: level of a unit's domain to which each micro-batch is reduced.
+        wire_dtype: dtype of communication; None: that of the flat parameters, or else of the local gradients.
+        prescale: factor on gradients before communication.
+        keeps_gradients: keep the memory of accumulators between steps.
+        compressor: lossy reduction method, used once it has started.
         order: orders of the units, shared with the unsharder.
         calls: forward calls that a backward pass may differentiate.
         unsharder: the other half of the pass.
@@ -65,12 +65,15 @@ class Reducer:
         driver: knows the position of a pass in its accumulation window.
 
     Attributes:
-        watching: keep whether this rank's gradients were finite when they were sent, of the unit that is reduced last;
-            a value that is not finite spreads to it from all others in the backward pass.
-        watches_all: keep it of each unit, which reads every gradient once more.
-        alone: units whose reduction is waited for before another unit's gradients are collected, where several
-            micro-batches make a step (see `shardwise.zero.units.peaks.reduced_alone`).
-        local: whether gradients of this window are only added up locally, for an optimizer that communicates itself.
+        watching: record whether this rank's gradients of the unit reduced last are finite. A value that is not finite
+            spreads to that unit in the backward pass.
+        watches_all: record it for each unit, which reads each gradient once more.
+        separate: units whose reduction must end before buffers for another unit are allocated, with several
+            micro-batches a step (see `shardwise.zero.units.peaks.reduced_alone`).
+        local: gradients of this window are only added locally, for an optimizer that communicates itself.
+        brought: the current backward pass has brought gradients.
+        passes: number of backward passes that have ended.
+        partial: gradients of this window have been added locally, and not reduced.
     """
 
     def __init__(
@@ -112,7 +115,7 @@ class Reducer:
         }
         self.watching = False
         self.watches_all = not domain.ranks.streams.beside
-        self.alone: Collection[int] = frozenset()
+        self.separate: Collection[int] = frozenset()
         # What needs numbers of other ranks on the host, or launches more when it is waited for, blocks the host.
         self._blocks_host = self.compressor is not None or any(unit.codes is not None for unit in units)
         self._in_flight: deque[_Flight] = deque()
@@ -125,16 +128,16 @@ class Reducer:
     def follow_order(self) -> None:
         """Take the order of reductions over from `order`, which has changed (between passes only)."""
         self._queue = [self.gradients[index] for index in self.order.reductions]
-        self.find_alone()
+        self.find_separate()
 
     @property
     def reducing(self) -> bool:
-        """Whether backward passes reduce now, or only add up locally."""
+        """Whether the current backward pass reduces gradients; else it adds them locally."""
         return (self._every_pass or self.boundary) and not self.local
 
     @property
     def unfinished(self) -> bool:
-        """Whether gradients of this window are not reduced over all ranks yet."""
+        """Whether gradients of this window are still to be reduced over some ranks."""
         return self.partial or any(gradients.sums for gradients in self.gradients.values())
 
     @property
@@ -147,9 +150,9 @@ class Reducer:
         return self.domain.async_reductions and self.order.traced and not self._blocks_host
 
     def block_host(self) -> None:
-        """Have the host wait for reductions from now on, because ranks run units in different orders (all ranks call).
+        """Let the host wait for reductions from now on, because ranks run units in different orders (all ranks call).
 
-        Then a rank that waits launches the gathers that its peers need, which is faster than fetching every unit.
+        A rank that waits launches the all-gathers that its peers need, which is faster than copying each unit.
         """
         if not self._blocks_host and self.domain.ranks.rank == 0:
             logger.info(
@@ -180,7 +183,7 @@ class Reducer:
         """
         self._stretches.end()
         if self.reducing:
-            self._sweep()
+            self._flush()
         else:
             self.partial = True
             for gradients in self.gradients.values():
@@ -191,12 +194,12 @@ class Reducer:
         self._calls.track_only({index for index, gradients in self.gradients.items() if gradients.nested})
         self.passes += 1
 
-    def _sweep(self) -> None:
+    def _flush(self) -> None:
         while self.order.reduced < len(self._queue):
             self._launch(self._queue[self.order.reduced])
         if self.on_device:
             self._unsharder.launch_rest()
-        self._land(0, blocking=not self.domain.async_reductions)
+        self._wait_oldest(0, blocking=not self.domain.async_reductions)
         self._finish_onward()
         with self._unsharder.blocked():
             for handle in self._replicating:
@@ -225,11 +228,11 @@ class Reducer:
         gradients.task = number_of_pass()
 
     def _collected_as(self, section: FlatParamStorage) -> tuple[bool, torch.dtype]:
-        """Return whether the gradients of one pass are reduced by themselves, and the dtype in which they are kept."""
-        # Sums over micro-batches are formed in the accumulator's dtype; a gradient that is alone travels as it is, and
-        # without peers nothing travels. The choice depends on nothing that could differ between ranks.
-        alone = section.domain.world > 1 and not self.local and (self._every_pass or self._single)
-        return alone, (self._cast_to(section) or section.layout.dtype) if alone else section.accumulate_dtype
+        """Return True if gradients of one pass are reduced separately, and the dtype of their buffer."""
+        # Micro-batches are summed in the accumulator's dtype; the gradient of a single pass is sent in its own dtype.
+        # The choice is the same on all ranks.
+        separate = section.domain.world > 1 and not self.local and (self._every_pass or self._single)
+        return separate, (self._cast_to(section) or section.layout.dtype) if separate else section.accumulate_dtype
 
     @property
     def _single(self) -> bool:
@@ -241,7 +244,7 @@ class Reducer:
         known = gradients.buffers.get(place)
         if known is not None:
             return known
-        alone, dtype = self._collected_as(section)
+        separate, dtype = self._collected_as(section)
 
         def make() -> torch.Tensor:
             flat = torch.empty(section.layout.numel, dtype=dtype, device=section.device)
@@ -249,7 +252,7 @@ class Reducer:
             return flat
 
         buffer: GradientBuffer
-        if not (alone or gradients.accumulated or section.gradient_loans.away) and section.keeps_whole_gradient:
+        if not (separate or gradients.accumulated or section.gradient_loans.away) and section.keeps_whole_gradient:
             # The reduced gradient will be as large as the sum, and nothing is in its place yet. One copy of a unit's
             # gradients costs less than one of each where the host launches them; elsewhere it only takes memory.
             if self._launches and section.domain.world == 1 and self._single and not self.local:
@@ -257,15 +260,15 @@ class Reducer:
             else:
                 buffer = FlatGradient(section.places, section.whole_gradient)
         else:
-            if self._waits_alone(gradients):
+            if self._waits_for_separate(gradients):
                 # A lossy reduction may wait for peers that wait for all-gathers.
                 self._unsharder.launch_through(gradients.unit)
                 if self.order.reduced < len(self._queue):
                     self._unsharder.launch_through(self._queue[self.order.reduced].unit)
-                self._land(0)
-            if alone and self.domain.async_reductions:
+                self._wait_oldest(0)
+            if separate and self.domain.async_reductions:
                 buffer = GradientList(section.places, dtype, make, self.accountant)
-            elif alone:
+            elif separate:
                 buffer = FlatGradient(section.places, make())
             else:
                 buffer = FlatGradient(
@@ -275,8 +278,8 @@ class Reducer:
         gradients.buffers[place] = buffer
         return buffer
 
-    def find_alone(self) -> None:
-        """Decide on `alone`, for the orders and the dtypes in force."""
+    def find_separate(self) -> None:
+        """Find `separate`, for the current orders and dtypes."""
         queue = []
         for gradients in self._queue if self._every_pass else ():
             sections, inner = gradients.unit.trainable, gradients.comm
@@ -285,18 +288,18 @@ class Reducer:
             own = sum((s.master_stop - s.master_start) * s.accumulate_dtype.itemsize for s in sections)
             whole = sum(s.layout.numel * s.accumulate_dtype.itemsize for s in sections)
             queue.append(ReductionSizes(gradients.unit.index, sent, received, own, whole))
-        self.alone = reduced_alone(queue)
+        self.separate = reduced_alone(queue)
 
     def wire_of(self, section: FlatParamStorage) -> torch.dtype | None:
-        """Return the dtype in which a section's gradients are sent; None: as they are."""
+        """Return the dtype in which gradients of a flat parameter are sent; None: their own."""
         return self.wire_dtype or section.layout.wire_dtype
 
     def _cast_to(self, section: FlatParamStorage) -> torch.dtype | None:
-        """Return `wire_of` a section, but lossy methods choose what they send by themselves."""
+        """Return `wire_of` a flat parameter; None for lossy methods, which choose themselves."""
         return None if is_active(self.compressor) else self.wire_of(section)
 
     def _prescale(self, domain: Domain) -> float:
-        """Return what gradients are multiplied by before they are sent."""
+        """Return the factor on gradients before communication."""
         return self.prescale * domain.prescale
 
     def watch_everything(self, wanted: bool) -> None:
@@ -321,13 +324,13 @@ class Reducer:
             return False
         return self.watches_all or gradients is self._queue[-1]
 
-    def _waits_alone(self, gradients: UnitGradients) -> bool:
-        """Whether memory for gradients of a unit is taken only when reductions under way have ended; see `alone`."""
+    def _waits_for_separate(self, gradients: UnitGradients) -> bool:
+        """Whether buffers of a unit are allocated only when the reductions in flight have ended; see `separate`."""
         accumulates = not self.boundary or self.local or gradients.accumulated
-        return accumulates and any(flight.gradients.unit.index in self.alone for flight in self._in_flight)
+        return accumulates and any(flight.gradients.unit.index in self.separate for flight in self._in_flight)
 
     def _prepare(self, gradients: UnitGradients, section: FlatParamStorage, buffer: torch.Tensor) -> torch.Tensor:
-        """Return a flat buffer, which is complete, as it is to be sent."""
+        """Return the complete flat gradient, scaled and in the dtype of communication."""
         if self._prescale(section.domain) != 1.0:
             buffer.mul_(self._prescale(section.domain))
         wire = self._cast_to(section)
@@ -338,8 +341,8 @@ class Reducer:
             gradients.watch(buffer)
         return buffer
 
-    def _stretch(self) -> None:
-        """Tell whoever looks which unit is differentiated now: the next one whose gradients are not complete."""
+    def _profile_range(self) -> None:
+        """Show the unit that is differentiated now to profilers: the next one whose gradients are not complete."""
         coming = next((gradients.unit.name for gradients in self._queue if not gradients.complete), None)
         if coming is None:
             self._stretches.end()
@@ -362,13 +365,13 @@ class Reducer:
         while self.reducing and self.order.reduced < len(self._queue) and self._queue[self.order.reduced].complete:
             self._launch(self._queue[self.order.reduced])
         if self._stretches.unit is not None:
-            self._stretch()
+            self._profile_range()
 
     def _launch(self, gradients: UnitGradients) -> None:
         self._unsharder.launch_through(gradients.unit)
         # Before the stream of reductions is current, because their input belongs to the computing stream.
         lacks = any(s.layout.trainable and n not in gradients.buffers for n, s in enumerate(gradients.unit.sections))
-        self._land(0 if lacks and self._waits_alone(gradients) else self._ahead)
+        self._wait_oldest(0 if lacks and self._waits_for_separate(gradients) else self._ahead)
         for buffer in gradients.buffers.values():
             buffer.complete()
         if not self._exchanges and self._in_place(gradients):
@@ -380,7 +383,7 @@ class Reducer:
             self._start_reduction(gradients)
 
     def _in_place(self, gradients: UnitGradients) -> bool:
-        """Whether a unit's gradients have been collected where they are to be reduced to."""
+        """Whether the buffers of a unit are its accumulators."""
         unit = gradients.unit
         return (
             not gradients.loans.away
@@ -395,7 +398,7 @@ class Reducer:
         )
 
     def _complete_in_place(self, gradients: UnitGradients) -> None:
-        """Do what remains of a reduction where there is nobody to reduce with."""
+        """Complete the reduction of a single rank whose buffers are its accumulators."""
         self.order.reduced += 1
         gradients.reduced, gradients.accumulated, gradients.task = True, True, -1
         gradients.free()
@@ -459,7 +462,7 @@ class Reducer:
         return launches
 
     def _sum_of(self, gradients: UnitGradients, place: int, *, kept: bool) -> torch.Tensor:
-        """Return what a section is reduced to in every micro-batch, where more ranks have gradients to add to it."""
+        """Return the sum over the inner dimensions that micro-batches are added to (undefined content if it is new)."""
         known = gradients.sums.get(place)
         if known is None:
             section = gradients.unit.sections[place]
@@ -470,7 +473,7 @@ class Reducer:
         return known
 
     def _beyond(self, gradients: UnitGradients) -> list[Launch]:
-        """Return the launches that reduce `gradients.sums` over the ranks that have not been summed over yet."""
+        """Return the launches that reduce `gradients.sums` over the outer dimensions."""
         gradients.borrow_sums()
         pairs = [(gradients.unit.sections[place].own_gradient, total) for place, total in gradients.sums.items()]
         before, gradients.accumulated, gradients.sums = gradients.accumulated, True, {}
@@ -483,20 +486,19 @@ class Reducer:
 
     @property
     def _ahead(self) -> int:
-        """How many reductions may be under way when another one is launched.
+        """How many reductions may be in flight when another one is launched.
 
-        Where the host waits for each, that is none. A device computes meanwhile what has been launched, and would run
-        dry if the host waited for the last one.
+        With 0 on a device the host would wait for the last reduction, and the device would have no work queued.
         """
         return 1 if self.domain.async_reductions else 0
 
-    def _land(self, most: int, *, blocking: bool | None = None) -> None:
-        """Wait until at most so many reductions are under way, and go on with what was before them.
+    def _wait_oldest(self, most: int, *, blocking: bool | None = None) -> None:
+        """Wait for the oldest reductions until at most `most` are in flight.
 
         Args:
             most: see above.
-            blocking: the host waits, and no stream: what waits for a reduction must not hold up gathers that other
-                ranks need before they can take part in it. Else the current stream waits. None: unless `on_device`.
+            blocking: the host waits instead of the current stream, because a stream that waits for a reduction must not
+                delay all-gathers that peers need before they can take part in it. None: unless `on_device`.
         """
         if blocking is None:
             blocking = not self.on_device
@@ -522,7 +524,7 @@ class Reducer:
                 self._replicate(gradients, own_only)
 
     def _finish_onward(self) -> None:
-        """Wait for the rest of the last unit's reduction but one."""
+        """Wait for the outer dimensions of the reduction before the last one."""
         if self._onward is None:
             return
         gradients, chain, own_only = self._onward
@@ -532,7 +534,7 @@ class Reducer:
         self._replicate(gradients, own_only)
 
     def _replicate(self, gradients: UnitGradients, own_only: Sequence[FlatParamStorage]) -> None:
-        """Bring the reduced gradients to the ranks that step the same as this one does."""
+        """All-gather reduced gradients over the ranks that step the same parameters."""
         if not gradients.accumulated:
             return  # it is reduced over more ranks at the accumulation boundary
         domain, depth = gradients.domain, gradients.domain.depth
@@ -561,10 +563,10 @@ class Reducer:
             self._returned = None
 
     def complete_window(self) -> None:
-        """Make the accumulators hold the window's gradients, before they are stepped.
+        """Complete the accumulators of the window, before the step; `zero_absent` follows.
 
-        What has only been added up locally is reduced (the boundary was declared after the last backward pass). Where
-        gradients stay local, `own_gradient` is made complete instead. Afterwards comes `zero_absent`.
+        Gradients that have been added locally are reduced, if the boundary was declared after the last backward pass.
+        If gradients stay local, `own_gradient` is completed instead.
         """
         self._settle_local()
         if self.local:
@@ -574,23 +576,23 @@ class Reducer:
             for gradients in self.gradients.values():
                 gradients.reduced = False
             self.order.reduced = 0
-            self._sweep()
+            self._flush()
         if any(gradients.sums for gradients in self.gradients.values()):
             for gradients in self._queue:
                 if not gradients.sums:
                     continue  # of a domain that has nothing beyond the ranks that have been summed over
-                self._land(self._ahead, blocking=not self.domain.async_reductions)
+                self._wait_oldest(self._ahead, blocking=not self.domain.async_reductions)
                 self.domain.reductions.follow()
                 with self.domain.reductions.aside():
                     handle = gradients.domain.reduce(self._beyond(gradients))
                 self._in_flight.append(_Flight(gradients, handle, gradients.unit.trainable))
-            self._sweep()
+            self._flush()
 
     def zero_absent(self) -> None:
-        """Make the accumulators zero that hold the window before, for this one had no backward pass (no collective).
+        """Fill accumulators with zeros that no backward pass of this window has written (no collective).
 
         Raises:
-            OffloadError: they live elsewhere and cannot be written. It can be called again.
+            OffloadError: an offloaded accumulator cannot be written.
         """
         for gradients in self.gradients.values() if not self.local else ():
             if not gradients.accumulated:
@@ -615,7 +617,7 @@ class Reducer:
                     self._own[id(section)] = buffer
 
     def own_gradient(self, section: FlatParamStorage) -> torch.Tensor:
-        """Return what has been added up locally for all of a section; `complete_window` has to come before."""
+        """Return the local gradient of a flat parameter, after `complete_window`."""
         return self._own[id(section)]
 
     def unused(self) -> list[str]:
@@ -630,7 +632,7 @@ class Reducer:
         ]
 
     def clear(self) -> None:
-        """Start a new step: what is accumulated counts no more, and its memory is given back (or kept, if so asked)."""
+        """Begin a new window: drop gradients, and free their memory unless it is kept."""
         self.partial = False
         self._own = {}
         for gradients in self.gradients.values():
@@ -645,18 +647,18 @@ class Reducer:
 
 
 class _Flight(NamedTuple):
-    """A reduction under way."""
+    """A reduction in flight."""
 
     gradients: UnitGradients
     handle: Work
     own_only: Sequence[FlatParamStorage]
-    """Sections of which only this rank's own range is reduced then."""
+    """Flat parameters of which only this rank's own range is reduced."""
     sent: Sequence[Any] = ()
-    """What belongs to other streams, and must not be given back before the reduction has ended."""
+    """Tensors of other streams, which must not be freed before the reduction has ended."""
 
 
 def _flat(unit: Unit, section: FlatParamStorage, buffer: torch.Tensor) -> Flat:
-    """Return a section's gradients as a compressor takes them."""
+    """Return the gradients of a flat parameter as arguments of a compressor."""
     whole = section.whole_gradient
     return Flat(
         name=f"{unit.index}.{unit.name}.{unit.sections.index(section)}",

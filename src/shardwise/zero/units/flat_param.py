@@ -33,7 +33,7 @@ from shardwise.zero.units.plan import Levels
 
 
 class FlatParamStorage:
-    """The buffers of one section of a unit; see the module docstring.
+    """Memory of one flat parameter of a unit; see the module docstring.
 
     Args:
         layout: what lies where.
@@ -100,12 +100,12 @@ class FlatParamStorage:
 
     @cached_property
     def away(self) -> list[Loans]:
-        """Loans of what lives elsewhere, but for the second shard."""
+        """Loans of offloaded state, except the secondary shard."""
         return [loans for loans in (self.optimizer_loans, self.gradient_loans, self.shard_loans) if loans.away]
 
     @property
     def stepping(self) -> list[Borrowed]:
-        """What has to be borrowed so that an optimizer can step the section."""
+        """Loans that are needed to step the flat parameter."""
         found = [loans for loans in self.away if not self._in_place(loans)]
         wanted = [x for x in found if x is not self.gradient_loans or not self._fetches]
         return [
@@ -115,7 +115,7 @@ class FlatParamStorage:
 
     @property
     def _is_overwritten(self) -> bool:
-        """Whether a step writes each element of the shard, from masters of their own, and reads none."""
+        """Whether a step overwrites the shard, because all of it is copied from master weights."""
         if not self.layout.trainable or self.master_is_parameter or self.written_level != self.levels.parameters:
             return False
         first, last = self.master_start, self.master_stop
@@ -123,43 +123,43 @@ class FlatParamStorage:
         return self.shard_range == slice(first, last) and stepped == last - first
 
     def _in_place(self, loans: Loans) -> bool:
-        """Whether what is lent elsewhere is worked on where it lives, because the optimizer steps there."""
+        """Whether offloaded state is used on its tier, because the optimizer steps there."""
         return self.steps_apart and loans.away and loans.home.at_hand
 
     @property
     def _fetches(self) -> bool:
-        """Whether the gradient is read into memory of the host to be stepped: it is lent to another device."""
+        """Whether the gradient is copied to the host for the step."""
         loans = self.gradient_loans
         return self.steps_apart and loans.away and not loans.home.at_hand and loans.home.used_on is None
 
     @property
     def own_range(self) -> tuple[int, int]:
-        """This rank's range at the finest level, of which no other rank has a part."""
+        """This rank's range at the finest level, which overlaps no other rank's."""
         return self.layout.range_of(self.domain.place)
 
     @property
     def shard_range(self) -> slice:
-        """Where the shard lies in `full`."""
+        """Range of the shard in `full`."""
         return slice(*self.layout.range_of(self.domain.place, self.levels.parameters))
 
     @property
     def written(self) -> torch.Tensor:
-        """The view of the shard (or of `full`) that gets new values on this rank."""
+        """View of the shard (or of `full`) that this rank updates."""
         return self.domain.within(self.shard, self.levels.parameters, self.written_level)
 
     @property
     def own_values(self) -> torch.Tensor:
-        """The view of the shard (or of `full`) at `own_range`."""
+        """View of the shard (or of `full`) at `own_range`."""
         return self.domain.within(self.shard, self.levels.parameters, self.domain.depth)
 
     @property
     def own_gradient(self) -> torch.Tensor:
-        """The view of the accumulated gradient at `own_range` (given memory on first use)."""
+        """View of the accumulated gradient at `own_range` (allocated at first use)."""
         return self.domain.within(self.whole_gradient, self.levels.optimizer, self.domain.depth)
 
     @property
     def whole_gradient(self) -> torch.Tensor:
-        """The gradient for `master` (given memory, of undefined content, on first use)."""
+        """Gradient for `master` (allocated at first use, with undefined content)."""
         size = self.master_stop - self.master_start
         if self.gradient is None:
             where = self._gradients.used_on or self.device
@@ -176,7 +176,7 @@ class FlatParamStorage:
 
     @property
     def stepped_gradient(self) -> torch.Tensor:
-        """The gradient for `master` where the optimizer reads it (once: it may be a copy)."""
+        """Gradient for `master` on the tier of the optimizer; each access may copy it."""
         gradient = self.whole_gradient
         if self._in_place(self.gradient_loans):
             return self.gradient_loans.in_place(gradient)
@@ -188,16 +188,16 @@ class FlatParamStorage:
 
     @property
     def lends_gradient(self) -> bool:
-        """Whether `stepped_gradient` has to be borrowed."""
+        """Whether `stepped_gradient` needs a loan."""
         return self.gradient_loans.away and not self._in_place(self.gradient_loans)
 
     @property
     def measured_gradient(self) -> torch.Tensor:
-        """The view of it at `own_range`."""
+        """View of `stepped_gradient` at `own_range`."""
         return self.domain.within(self.stepped_gradient, self.levels.optimizer, self.domain.depth)
 
     def free_gradient(self) -> None:
-        """Give the gradient's memory back; views of it, which are all the engine's own, see the next one."""
+        """Free the memory of the gradient. Views of it, which only the engine has, show the next gradient."""
         if self.gradient_loans.away:
             return
         if self.gradient is not None and self.gradient.untyped_storage().nbytes():
@@ -206,7 +206,7 @@ class FlatParamStorage:
 
     @contextlib.contextmanager
     def lending_gradient(self) -> Iterator[torch.Tensor]:
-        """Show the gradient to an optimizer inside the block; memory that is still referred to afterwards is left.
+        """Yield the gradient for an optimizer; if the optimizer keeps a reference, leave the memory to it.
 
         Not after an exception, whose frames refer to the gradient: the step may be tried again.
         """
@@ -223,17 +223,17 @@ class FlatParamStorage:
 
     @cached_property
     def places(self) -> GradientPlaces:
-        """Where the gradients of the parameters lie in the flat gradient."""
+        """Positions of the parameters' gradients in the flat gradient."""
         return GradientPlaces(self.layout.numel, [(slot.offset, slot.numel) for slot in self.layout.slots])
 
     @property
     def keeps_whole_gradient(self) -> bool:
-        """Whether this rank needs all of the reduced gradient, because it updates all of the section."""
+        """Whether this rank updates all of the flat parameter, and so needs all of the reduced gradient."""
         return self.master_stop - self.master_start == self.layout.numel
 
     @property
     def master_is_parameter(self) -> bool:
-        """Whether the optimizer updates the parameters' own memory."""
+        """Whether master weights are the parameters themselves."""
         return self.master_dtype == self.layout.dtype and (not self.steps_apart or self._shares)
 
     @property
@@ -246,21 +246,21 @@ class FlatParamStorage:
 
     @property
     def steps_apart(self) -> bool:
-        """Whether the optimizer steps in other memory than that of the device."""
+        """Whether the optimizer steps on another tier than the device."""
         return self.optimizer_loans.home.used_on is not None
 
     @property
     def _gradients(self) -> StateHome:
-        """Where the accumulated gradient lives."""
+        """Tier of the accumulated gradient."""
         return self.gradient_loans.home
 
     def widen_source(self, dtype: torch.dtype) -> None:
-        """Read the initial values in a wider dtype than the parameters will have, so that masters start from them."""
+        """Keep the initial values in a wider dtype than the parameters', for master weights."""
         self.source = torch.zeros(self.layout.numel, dtype=dtype, device=self.device)
         self._accountant.hold(Category.OTHER, self.source)
 
     def settle(self, *, keep_master: bool) -> None:
-        """Turn the whole initial values in `source` into parameters, shard and master weights.
+        """Make parameters, shard and master weights of the unsharded initial values in `source`.
 
         Args:
             keep_master: whether the optimizer steps masters kept here (False: somebody else owns them).
@@ -283,7 +283,7 @@ class FlatParamStorage:
         self.source = self.full
 
     def allocate(self) -> None:
-        """Take memory, of undefined content, for the whole buffer."""
+        """Allocate the unsharded buffer, with undefined content."""
         if self._inherited is not None:
             self.full, self._inherited = self._inherited, None
             return
@@ -291,7 +291,7 @@ class FlatParamStorage:
         self._accountant.hold(Category.GATHERED, self.full)
 
     def pass_memory_to(self, heir: FlatParamStorage) -> None:
-        """Let a section that is gathered next have the memory of this one, if it is as large and nobody refers to it.
+        """Give the unsharded memory to another flat parameter, if it has the same size and no other reference.
 
         New memory costs the processor the time to clear it. (The allocators of devices keep memory themselves.)
         """
@@ -300,43 +300,43 @@ class FlatParamStorage:
             heir._inherited = self.full.data  # with a count of changes of its own
 
     def drop_inherited(self) -> None:
-        """Give back what `pass_memory_to` has left, if it has not been used."""
+        """Free memory of `pass_memory_to` that has not been used."""
         self._inherited = None
 
     def keep_second(self, world: int, rank: int) -> None:
-        """Keep a second shard, of the values sharded over `world` ranks of which this is number `rank`."""
+        """Keep a secondary shard: range `rank` of `world`."""
         size = self.layout.numel // world
         self._second_range = slice(rank * size, (rank + 1) * size)
         self.second = torch.empty(size, dtype=self.layout.dtype, device=self.device)
         self.second_loans.keep(Category.PARAMETERS, self.second)
 
     def store_second(self) -> None:
-        """Take the second shard from the whole values."""
+        """Copy the unsharded values to the secondary shard."""
         if self.second is not None:
             with self.second_loans.lent_out(read=False, written=True):
                 self.second.copy_(self.full[self._second_range])
 
     def bring_shard(self) -> None:
-        """Write the shard into its range of the whole buffer."""
+        """Copy an offloaded shard into its range of the unsharded buffer."""
         self.shard_loans.read(self.shard, self.full[self.shard_range])
 
     def begin_to_bring_shard(self) -> None:
-        """Begin with that, if it takes time."""
+        """Prefetch the copy of `bring_shard`."""
         self.shard_loans.look_ahead(self.shard, self.full[self.shard_range])
 
     def free(self) -> None:
-        """Let go of the whole buffer."""
+        """Drop the unsharded buffer."""
         self.full = self.source = torch.empty(0, dtype=self.layout.dtype, device=self.device)
 
     def lie_in(self, full: torch.Tensor) -> None:
-        """Let whole values that stay gathered lie in other memory, with what are views of them."""
+        """Move values that are never resharded to other memory, with shard and master weights, which are views."""
         self.full = self.source = full
         self.shard = full[self.shard_range]
         if self.master is not None and self.master_is_parameter:
             self.master = self.published
 
     def drop(self) -> None:
-        """Give all memory back (whole values are there, and nobody's any more)."""
+        """Free all memory; the unsharded values belong to the parameters."""
         self.free()
         self.free_gradient()
         self.shard = self.full
@@ -346,27 +346,27 @@ class FlatParamStorage:
 
     @property
     def published(self) -> torch.Tensor:
-        """The low-precision parameters' memory that corresponds to `master`."""
+        """Range of the low-precision parameters that corresponds to `master`."""
         return self.domain.within(self.shard, self.levels.parameters, self.levels.optimizer)
 
     @property
     def written_in_place(self) -> bool:
-        """Whether an optimizer that steps elsewhere writes `published` where it lives."""
+        """Whether an optimizer on another tier writes `published` there."""
         return self._in_place(self.shard_loans)
 
     @property
     def published_in_place(self) -> torch.Tensor:
-        """`published`, where the optimizer writes it (`written_in_place`)."""
+        """`published` on the tier of the optimizer (`written_in_place`)."""
         shard = self.shard_loans.in_place(self.shard)
         return self.domain.within(shard, self.levels.parameters, self.levels.optimizer)
 
     def publish(self) -> None:
-        """Write the updated master weights into the low-precision parameters' memory."""
+        """Copy master weights to the low-precision parameters."""
         if self.master is not None and not self.master_is_parameter:
             self.published.copy_(self.master)
 
     def await_copies(self) -> None:
-        """Let the host wait until nobody reads what it is going to update."""
+        """Wait until no copy reads the values that the host is going to update."""
         if self.master_is_stored:
             self.shard_loans.in_place(self.shard)
 
