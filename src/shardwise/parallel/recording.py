@@ -182,10 +182,10 @@ class Passes:
             attributes[name] = value
         for values, before in self._lists:
             values[:] = before
-        for buffers, name, buffer, version, values in self._buffers:
+        for buffers, name, buffer, version, kept in self._buffers:
             buffers[name] = buffer
             if buffer._version != version:
-                buffer.copy_(values)
+                buffer.copy_(kept)
         if numbers:
             self._restore_numbers()
 
