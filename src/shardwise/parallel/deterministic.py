@@ -33,6 +33,11 @@ class Deterministic(TorchDispatchMode):
         self._silent = silent
         self.drew = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: torch.compile works inside the context, and its code keeps random numbers."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
         if not isinstance(func, torch._ops.OpOverload):

@@ -220,10 +220,10 @@ class Passes:
                 torch.no_grad(),
                 _without_observers(self.model),
                 made.of(self.model, self.blocks),
-                Deterministic() as mode,
+                Deterministic() if training else contextlib.nullcontext() as mode,
             ):
                 made.output = self._run(*args, **kwargs)
-            made.drew = mode.drew
+            made.drew = mode is not None and mode.drew
         finally:
             self.group.comparing = False
 

@@ -56,20 +56,28 @@ class _Operators(TorchDispatchMode):
     """Notes operators, with their arguments that are no tensors and no fractions.
 
     Args:
+        block: the original of the copy that runs.
         closes: whether sharded weights of a module outside of the block may be used in the module's forward pass.
 
     Attributes:
-        foreign: a sharded parameter that is not one of the copy, used elsewhere.
+        foreign: a sharded parameter outside of the block that was used elsewhere.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, closes: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, block: nn.Module, closes: Callable[[nn.Module], bool]) -> None:
         super().__init__()
+        # A wrapped forward pass of a copy may use weights of the block.
+        self._own = {id(parameter) for parameter in block.parameters()}
         self.found: list[str] = []
         self.foreign: nn.Parameter | None = None
         self._closes, self._depth = closes, 0
         self._handles: list[RemovableHandle] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True, because torch.compile raises an error otherwise."""
+        return True
 
     def __enter__(self) -> Any:
         def begins(module: nn.Module, _: Any) -> None:
@@ -92,7 +100,7 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs))
         if self.foreign is None and not self._depth:
-            self.foreign = next((one for one in leaves if _is_part(one)), None)
+            self.foreign = next((one for one in leaves if _is_part(one) and id(one) not in self._own), None)
         self.found.append(f"{func} {[one for one in leaves if not isinstance(one, (torch.Tensor, float))]}")
         return func(*args, **(kwargs or {}))
 
@@ -232,7 +240,7 @@ class Comparison:
 
         module = copied(self._block, lambda _, one: without_values(one), torch.float32, group, torch.device("meta"))
         args, kwargs = map_inputs(self._given, without_values)
-        noted = _Operators(closes)
+        noted = _Operators(self._block, closes)
         try:
             with noted, torch.no_grad():
                 module(*args, **kwargs)
