@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+import shardwise
 from shardwise.errors import UsageError
 from shardwise.parallel import begin, end, share_attention, split
+from shardwise.parallel.block_gradients import _Pair
 from tests.harness import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -79,8 +82,9 @@ KINDS = ("plain", "left", "right", "packed")
 TOKENS = 13
 
 
-def model_of(family: str, core: str) -> Any:
+def model_of(family: str, core: str, dropout: float = 0.0) -> Any:
     name, sizes = FAMILIES[family]
+    sizes = {key: dropout if "drop" in key else value for key, value in sizes.items()}
     torch.manual_seed(7)
     kind = getattr(transformers, name)
     config = kind.config_class(**sizes)
@@ -178,6 +182,44 @@ def test_families_over_shared_sequences_are_those_of_one_process() -> None:
 
 def test_padding_positions_and_scores_of_families() -> None:
     check([case for number, case in enumerate(cases_of(QUICK)) if number % 3 == 1])
+
+
+def compared(cases: list[tuple[str, str, str]]) -> list[list[str]]:
+    """Warnings and the error of a model with dropout in its first training pass, which is compared with one process."""
+    found = []
+    settings = {"train_micro_batch_size_per_gpu": 2, "sequence_parallel_size": 2, "optimizer": {"type": "SGD"}}
+    for family, core, kind in cases:
+        model = share_attention(model_of(family, core, dropout=0.1), core)
+        engine, *_ = shardwise.initialize(model=model, config=settings)
+        with (
+            mock.patch("shardwise.parallel.proof.warn_once") as warned,
+            mock.patch("shardwise.parallel.block_gradients.warn_once", warned),
+            mock.patch.object(_Pair, "run_own", autospec=True, side_effect=_Pair.run_own) as run,
+        ):
+            error = ""
+            try:
+                engine(**split(batch_of(kind)))
+            except UsageError as refused:
+                error = str(refused)
+        engine.destroy()
+        blocks = "" if run.call_count else "no block is compared"
+        found.append([text for text in (error, blocks, *(call.args[0] for call in warned.call_args_list)) if text])
+    return found
+
+
+def check_compared(cases: list[tuple[str, str, str]]) -> None:
+    cases = [case for case in cases if case[1] != "ring"]  # which has no dropout
+    for found in run_ranks(compared, 2, cases):
+        assert {case: told for case, told in zip(cases, found, strict=True) if told} == {}
+
+
+@pytest.mark.thorough
+def test_all_families_with_dropout_pass_the_comparison() -> None:
+    check_compared(cases_of(list(FAMILIES)))
+
+
+def test_families_with_dropout_pass_the_comparison() -> None:
+    check_compared([case for number, case in enumerate(cases_of(list(FAMILIES))) if number % 9 == 4])
 
 
 def test_models_that_cannot_share_sequences_are_refused_by_name() -> None:

@@ -63,7 +63,7 @@ class SharedSequences:
         self._before = self.group.exchanges
 
     def _ended(self, model: nn.Module, *_: Any) -> None:
-        if self._checked or not model.training:
+        if self._checked or not model.training or self.group.comparing:
             return
         self._checked = True
         if self.group.exchanges == self._before:
@@ -82,13 +82,11 @@ class SharedSequences:
         if self._compared or not model.training or not all(has_values(x) for x in tensors_in((args, kwargs))):
             return
         self._compared = True
-        found = difference(run, model, self.group, args, kwargs, divided=self._divided)
-        told = self._job.exchange(found, "sequence_proof")
-        wrong = next(((rank, text) for rank, text in enumerate(told) if text is not None), None)
-        if wrong is not None:
+        found = difference(run, model, self.group, self._job, args, kwargs, divided=self._divided)
+        if found is not None:
             raise UsageError(
                 f"sequence parallelism over {self.group.size} ranks: {type(model).__name__} computes something else "
-                f"than in one process; on rank {wrong[0]} {wrong[1]}. Attention, positions, masks, recurrences or "
+                f"than in one process; {found}. Attention, positions, masks, recurrences or "
                 "convolutions are those of a rank's own tokens there: set sequence_parallel_size to 1, or pass the "
                 "position_ids that the model takes"
             )

@@ -86,17 +86,20 @@ class SharedTensors:
             self._regions = Regions(model, self.group)
             self._regions.watch(model, ModuleHook)
         self._gradients = GradientGuard(model, self.group)
-        self._hooks.append(model.register_forward_pre_hook(ModuleHook(weakly(self.compare_inputs)), with_kwargs=True))
+        self._hooks.append(model.register_forward_pre_hook(ModuleHook(weakly(self._begins)), with_kwargs=True))
         self._hooks.append(model.register_forward_hook(ModuleHook(self.group.end_pass)))
+
+    def _begins(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        begin_pass(model)
+        if self._gradients is not None:
+            self._gradients.begin_pass()
+        self.compare_inputs(model, args, kwargs)
 
     def compare_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Compare the inputs of the first training pass over the tensor-parallel group (all ranks of it call).
 
         Raises a DesyncError on all ranks, if they differ.
         """
-        begin_pass(model)
-        if self._gradients is not None:
-            self._gradients.begin_pass()
         if self._compared or not model.training:
             return
         self._compared = True

@@ -4,120 +4,51 @@ Attention over one rank's tokens, positions that restart on each rank, and masks
 without an error. So before the first training pass each rank runs the model twice, without gradients and dropout: on a
 few whole sequences, and on its part of the same tokens. Module outputs must agree. The sequences have a few tokens of
 the batch from each rank, with padding and packed samples if the batch has them.
+
+Both passes are in evaluation mode. A third one, on the rank's part, is in training mode. If a module returns other
+numbers there, the model runs on whole sequences in training mode, too, and outputs must agree again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.compat import belongs_to_transformers
-from shardwise.errors import ShardwiseError, UsageError
-from shardwise.parallel.data import IGNORED
-from shardwise.parallel.sequence import SequenceGroup, runs_of, whole_sequences
+from shardwise.comm.communicator import Communicator
+from shardwise.errors import UsageError
+from shardwise.parallel.block_gradients import gradient_difference
+from shardwise.parallel.recording import LIMITS, Call, Passes, Recording, Seen, apart, has_capacity, is_needed, unlike
+from shardwise.parallel.sequence import SequenceGroup, runs_of
 from shardwise.trees import tensors_in
 from shardwise.utils.logging import warn_once
 
 TOKENS = 8
 """Maximum number of tokens of each rank."""
 
-_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""By dtype: smallest difference of a token that exceeds rounding, relative to the tensor's largest value."""
-
-
-_RAISED = (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError)
-"""Errors of torch and Python that do not mention sequences."""
-
-
-@dataclass
-class _Call:
-    """Arguments of a forward pass on whole sequences, and on this rank's part."""
-
-    whole: tuple[tuple[Any, ...], dict[str, Any]]
-    own: tuple[tuple[Any, ...], dict[str, Any]]
-    tokens: int
-
-    @property
-    def weights(self) -> list[int]:
-        """How many of this rank's tokens have a label, and how many are not 0, by each tensor of integers."""
-        args, kwargs = self.own
-        some = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor) and x.dim() > 1]
-        return [int((x != none).sum()) for x in some if not x.is_floating_point() for none in (IGNORED, 0)]
-
-
-@dataclass
-class _Seen:
-    name: str
-    taken: list[torch.Tensor]
-    returned: list[torch.Tensor]
-
-
-@dataclass
-class _Recording:
-    """Module calls, ordered by their end."""
-
-    seen: list[_Seen] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def of(self, model: nn.Module) -> Iterator[None]:
-        handles = []
-        for name, module in model.named_modules():
-
-            def ended(_: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                taken = tensors_in((args, kwargs))
-                self.seen.append(_Seen(name, [x.detach() for x in taken], [x.detach() for x in tensors_in(output)]))
-
-            handles.append(module.register_forward_hook(ended, with_kwargs=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-@contextlib.contextmanager
-def _without_observers(model: nn.Module) -> Iterator[None]:
-    """Disable forward hooks of scripts, because they may collect outputs."""
-    before = [(module._forward_hooks, dict(module._forward_hooks)) for module in model.modules()]
-    try:
-        for hooks, all_ in before:
-            for key, hook in all_.items():
-                if not _needed(hook):
-                    del hooks[key]
-        yield
-    finally:
-        for hooks, all_ in before:
-            added = dict(hooks)  # such as those that transformers adds in the first forward pass
-            hooks.clear()
-            hooks.update(all_ | added)
-
-
-def _needed(hook: Any) -> bool:
-    return getattr(hook, "may_wait_for_ranks", False) or belongs_to_transformers(hook)
-
 
 def difference(
     run: Callable[..., Any],
     model: nn.Module,
     group: SequenceGroup,
+    job: Communicator,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     divided: bool,
 ) -> str | None:
-    """Return the difference between split and whole sequences in words; None if there is none.
+    """Return the first difference of any rank between split and whole sequences in words; None if there is none.
 
     All ranks of the job call, because parameters may be sharded over them.
 
     Args:
+        job: communicator of all ranks that run the model together.
         args: of the first forward pass.
         kwargs: of the first forward pass.
         divided: the model is tensor-parallel, and the following pass compares its layers with unsharded ones.
@@ -126,43 +57,96 @@ def difference(
         UsageError: the model cannot run on a rank's own tokens.
     """
     call = _call_of(model, group, args, kwargs)
-    if call is None:
+    if not all(job.exchange(call is not None, "sequence_proof")):
         return None
-    modes = {module: module.training for module in model.modules()}
-    whole, own = _Recording(), _Recording()
-    exchanges = group.exchanges
-    group.comparing = True
+    assert call is not None
+    passes = Passes(run, model, group, call)
     try:
-        model.eval()
-        with torch.no_grad(), _without_observers(model):
-            try:
-                with own.of(model):  # first, as what cannot be shared says so by name
-                    mine = run(*call.own[0], **call.own[1])
-            except (ShardwiseError, torch.OutOfMemoryError):
-                raise
-            except _RAISED as error:
-                if divided:
-                    return None  # because the comparison of tensor-parallel blocks names the layer
-                behind = f" behind {own.seen[-1].name}" if own.seen else ""
-                raise UsageError(
-                    f"sequence parallelism over {group.size} ranks: {type(model).__name__} raises "
-                    f"{type(error).__name__}{behind} when it runs on a rank's own tokens ({error}). If it runs in one "
-                    "process, it cannot share sequences: set sequence_parallel_size to 1"
-                ) from error
-            with whole_sequences(group), whole.of(model):
-                expected = run(*call.whole[0], **call.whole[1])
+        return _difference(passes, job, divided)
     finally:
-        group.comparing = False
-        for module, training in modes.items():
-            module.training = training
+        passes.restore()
+
+
+def _difference(passes: Passes, job: Communicator, divided: bool) -> str | None:
+    model, group = passes.model, passes.group
+    exchanges = group.exchanges
+    own = passes.own(training=False)  # first, because unsupported calls name themselves
+    if isinstance(own, str):
+        if divided:
+            return None  # because the comparison of tensor-parallel blocks names the layer
+        raise UsageError(
+            f"sequence parallelism over {group.size} ranks: {type(model).__name__} raises {own}. If it runs in one "
+            "process, it cannot share sequences: set sequence_parallel_size to 1"
+        )
+    whole = passes.whole(training=False)
     if group.exchanges == exchanges:
         return None  # the pass that follows is refused for it
-    found = _first_difference(whole.seen, own.seen, group, call.tokens) or _pooled(expected, mine)
-    apart = _loss_apart(model, tensors_in(expected), tensors_in(mine), call, group)
-    return found or apart
+    if found := _first_of(job, _compared(passes, whole, own)):
+        return found
+    found, why = _training_difference(passes, own, job)
+    found = found or gradient_difference(passes, whole, own, job, training=why is None)
+    if found is not None:
+        return found
+    if why is not None and job.rank == 0:
+        warn_once(
+            f"sequence parallelism: {type(model).__name__} in training mode cannot be compared with one process: "
+            f"{why}. In evaluation mode it agrees. Code that runs in training only must treat each token by itself"
+        )
+    _warn_of_hooks(model, job)
+    return None
 
 
-def _call_of(model: nn.Module, group: SequenceGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+def _training_difference(passes: Passes, own: Recording, job: Communicator) -> tuple[str | None, str | None]:
+    """Compare passes in training mode, if a pass on this rank's tokens returns other numbers than `own`.
+
+    Returns:
+        The difference of the first rank that has one, and a reason why passes cannot be compared; None without.
+    """
+    trained = passes.own(training=True)
+    alike = not isinstance(trained, str) and unlike(own, trained, exact=True) is None
+    if all(job.exchange(alike, "sequence_proof")):
+        return None, None
+    failed = _first_of(job, trained if isinstance(trained, str) else None)
+    if failed is not None:
+        return None, failed
+    assert not isinstance(trained, str)
+    whole = passes.whole(training=True)
+    found = _first_of(job, _compared(passes, whole, trained))
+    if found is None:
+        return None, None
+    again = passes.whole(training=True, again=True)
+    why = _first_of(job, "the model draws random numbers" if whole.drew else unlike(whole, again))
+    return (f"{found}, in training mode", None) if why is None else (None, f"{found}; {why}")
+
+
+def _warn_of_hooks(model: nn.Module, job: Communicator) -> None:
+    """Warn of backward hooks of scripts, which are not compared."""
+    for name, module in model.named_modules():
+        for hook in [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]:
+            if not is_needed(hook) and job.rank == 0:
+                warn_once(
+                    f"sequence parallelism: the backward hook {getattr(hook, '__qualname__', type(hook).__name__)} of "
+                    f"{name or 'the model'} gets gradients of a rank's own tokens, and is not compared with one "
+                    "process. A gradient that the hook returns must depend on each token by itself"
+                )
+                return
+
+
+def _first_of(job: Communicator, found: str | None) -> str | None:
+    """Return the difference of the first rank that has one (all ranks call)."""
+    told = job.exchange(found, "sequence_proof")
+    return next((f"on rank {rank} {text}" for rank, text in enumerate(told) if text is not None), None)
+
+
+def _compared(passes: Passes, whole: Recording, own: Recording) -> str | None:
+    """Return how a pass on this rank's tokens differs from one on whole sequences (all ranks of the group call)."""
+    found = _first_difference(whole.seen, own.seen, passes.group, passes.call.tokens)
+    found = found or _pooled(whole.output, own.output)
+    loss = _loss_apart(passes.model, tensors_in(whole.output), tensors_in(own.output), passes.call, passes.group)
+    return found or loss
+
+
+def _call_of(model: nn.Module, group: SequenceGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
     """Return the arguments of both passes; None if all ranks have whole sequences, which is refused later."""
     takes = inspect.signature(model.forward).parameters
     named = [*zip([*takes, *[""] * len(args)], args, strict=False), *kwargs.items()]
@@ -184,7 +168,7 @@ def _call_of(model: nn.Module, group: SequenceGroup, args: tuple[Any, ...], kwar
     optional = "position_ids" not in takes or takes["position_ids"].default is not inspect.Parameter.empty
     if "position_ids" in given and batch.counted and optional:
         del given["position_ids"]  # made by `split`; in one process the model computes its own
-    return _Call(
+    return Call(
         (tuple(whole[:count]), given),
         (tuple(own_values[:count]), dict(zip(kwargs, own_values[count:], strict=True))),
         few,
@@ -258,8 +242,8 @@ class _Batch:
         return whole[:, first : first + self.few].contiguous()
 
 
-def _first_difference(whole: list[_Seen], own: list[_Seen], group: SequenceGroup, few: int) -> str | None:
-    expected: dict[tuple[str, int], _Seen] = {}
+def _first_difference(whole: list[Seen], own: list[Seen], group: SequenceGroup, few: int) -> str | None:
+    expected: dict[tuple[str, int], Seen] = {}
     calls: dict[str, int] = {}
     for seen in whole:
         calls[seen.name] = calls.get(seen.name, 0) + 1
@@ -270,9 +254,9 @@ def _first_difference(whole: list[_Seen], own: list[_Seen], group: SequenceGroup
         other = expected.get((seen.name, calls[seen.name]))
         if other is None or len(other.returned) != len(seen.returned):
             continue
-        off = _apart(other.returned, seen.returned, group, few)
+        off = apart(other.returned, seen.returned, group, few)
         if off is not None:
-            alike = len(other.taken) == len(seen.taken) and _apart(other.taken, seen.taken, group, few) is None
+            alike = len(other.taken) == len(seen.taken) and apart(other.taken, seen.taken, group, few) is None
             how = "returns" if alike else "is given"
             return (
                 f"{seen.name or 'the model'} {how} other numbers (what it returns differs by {off:.1e} of the largest)"
@@ -286,7 +270,7 @@ def _pooled(expected: Any, mine: Any) -> str | None:
         if whole.dim() != 2 or whole.shape != own.shape or len(whole) != 1 or not whole.is_floating_point():
             continue
         off = float((whole - own).abs().nan_to_num(0, 0, 0).max()) / (float(whole.abs().max()) or 1.0)
-        if off > _LIMITS[whole.dtype]:
+        if off > LIMITS[whole.dtype]:
             return (
                 f"the model returns other numbers for a sequence (output {number} of shape {list(own.shape)} differs "
                 f"by {off:.1e} of the largest), as it takes a token, a mean or a maximum of this rank's tokens"
@@ -295,7 +279,7 @@ def _pooled(expected: Any, mine: Any) -> str | None:
 
 
 def _loss_apart(
-    model: nn.Module, whole: list[torch.Tensor], own: list[torch.Tensor], call: _Call, group: SequenceGroup
+    model: nn.Module, whole: list[torch.Tensor], own: list[torch.Tensor], call: Call, group: SequenceGroup
 ) -> str | None:
     """Return how the loss of whole sequences can be no mean, and no sum, of the losses of the ranks (all ranks call).
 
@@ -309,7 +293,7 @@ def _loss_apart(
     if expected is None or not math.isfinite(expected) or not every or _balances(model):
         return None
     found = [mine for mine, _ in every]
-    limit = _LIMITS[losses[0][0].dtype] * max(map(abs, [expected, *found]))
+    limit = LIMITS[losses[0][0].dtype] * max(map(abs, [expected, *found]))
     means = [
         sum(mine * some[index] for mine, some in every) / (sum(some[index] for _, some in every) or 1)
         for index in range(len(every[0][1]))
@@ -332,38 +316,5 @@ def _balances(model: nn.Module) -> bool:
     """Whether a model may add a loss of imbalance of experts, which is of each rank's tokens."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(getattr(config, "output_router_logits", False) for config in configs) or any(
-        type(module).__name__ == "MoE" for module in model.modules()
+        has_capacity(module) for module in model.modules()
     )
-
-
-def _apart(whole: list[torch.Tensor], own: list[torch.Tensor], group: SequenceGroup, few: int) -> float | None:
-    """Return the difference of tensors beyond rounding; None if there is none, or they cannot be compared."""
-    for expected, found in zip(whole, own, strict=True):
-        dimension = _token_dimension(expected.shape, found.shape, group.size, few)
-        if dimension is None or not expected.numel() or expected.is_complex():
-            continue
-        part = expected.narrow(dimension, group.rank * found.shape[dimension], found.shape[dimension])
-        dtype = expected.dtype if expected.is_floating_point() else torch.float64
-        wide = torch.promote_types(dtype, torch.float32)
-        scale = float(expected.to(wide).nan_to_num(0, 0, 0).abs().max()) or 1.0
-        off = (part.to(wide) - found.to(wide)).abs().nan_to_num(0, 0, 0).movedim(dimension, 0).flatten(1).amax(
-            1
-        ) / scale
-        wrong = int((off > _LIMITS[dtype]).sum())
-        # In 16 bits, routers may select other experts for some tokens.
-        if wrong > (0 if wide is dtype else len(off) // 4):
-            return float(off.max())
-    return None
-
-
-def _token_dimension(whole: torch.Size, own: torch.Size, ranks: int, few: int) -> int | None:
-    """Return the only dimension with different sizes, if it is the token dimension.
-
-    Dimension 0 is excluded, because tokens may be reordered there (rows of experts).
-    """
-    if len(whole) != len(own):
-        return None
-    differ = [number for number, sizes in enumerate(zip(whole, own, strict=True)) if sizes[0] != sizes[1]]
-    if len(differ) != 1 or differ[0] == 0 or own[differ[0]] != few or whole[differ[0]] != few * ranks:
-        return None
-    return differ[0]

@@ -80,7 +80,7 @@ class SequenceGroup:
         rank: this process's index.
         aligned: a batch was split in which every rank's part is a sample of its own.
         exchanges: number of attention calls that have exchanged heads.
-        comparing: the model runs in evaluation mode for the check of `shardwise.parallel.proof`.
+        comparing: the model runs for the check of `shardwise.parallel.proof`.
     """
 
     def __init__(self, comm: Communicator, data: Communicator | None = None) -> None:
@@ -284,6 +284,12 @@ def current() -> SequenceGroup | None:
     """Return the process's sequence-parallel group; None without sequence parallelism."""
     _settle()
     return next((group for known in reversed(_current) if (group := known()) is not None), None)
+
+
+def comparing() -> bool:
+    """Whether a model runs for the check of `shardwise.parallel.proof`."""
+    group = current()
+    return group is not None and group.comparing
 
 
 def _settle() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,6 +48,32 @@ class Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
+class Borrowing(Block):
+    """Uses the MLP of another block by hand, or calls it."""
+
+    def __init__(self, other: Block, by_hand: bool) -> None:
+        super().__init__()
+        self.other, self.by_hand = [other], by_hand
+
+    def forward(self, x: torch.Tensor, soft: bool = False) -> torch.Tensor:
+        (other,) = self.other
+        return super().forward(x) + (by_hand(x, other) if self.by_hand else other.mlp(self.norm(x)))
+
+
+def by_hand(x: torch.Tensor, block: Any) -> torch.Tensor:
+    return F.linear(F.silu(F.linear(x, block.mlp.up_proj.weight)), block.mlp.down_proj.weight)
+
+
+class Later(MLP):
+    """Takes the softmax from the fourth call on."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor, soft: bool = False) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x, self.calls > 3)
+
+
 def _blocks(model: Any, x: torch.Tensor) -> torch.Tensor:
     for block in model.blocks:
         x = block(x)
@@ -72,6 +100,10 @@ def _parts(model: Any, x: torch.Tensor) -> torch.Tensor:
     for block in model.blocks:
         x = x + block.mlp(block.norm(x))
     return x
+
+
+def _between(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.blocks[1](by_hand(model.blocks[0](x), model.blocks[0]))
 
 
 def _layers(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -112,6 +144,8 @@ def model(kind: str) -> Model:
         first.soft, second.soft = 0.0, 0.5
     elif name == "function":
         first.soft, second.soft = never, always
+    elif name.startswith("borrowed"):
+        made.blocks[1] = Borrowing(made.blocks[0], name == "borrowed by hand")  # type: ignore[arg-type]
     elif soft:
         first.soft = second.soft = 1
     return made
@@ -134,9 +168,10 @@ REFUSED = {
     "methods: soft": "blocks.0.mlp (MLP), divided over 2 ranks, does not compute",
     "parts: soft": "blocks.0.mlp (MLP), divided over 2 ranks, does not compute",
     "layers": "the model calls blocks.0.mlp.up_proj (Linear) outside of the forward pass of blocks.0",
+    "borrowed by hand": "blocks.1 (Borrowing) uses blocks.0.mlp.up_proj.weight of another block",
     "penalty": "the loss depends on blocks.0.mlp.up_proj.weight, of which each rank has a part",
 }
-RIGHT = ["plain", "methods", "parts"]
+RIGHT = ["plain", "methods", "parts", "borrowed"]
 
 
 def test_each_block_is_compared_that_runs_something_else() -> None:
@@ -200,12 +235,38 @@ def compared() -> int:
     return run.call_count
 
 
+def later() -> tuple[int, str]:
+    net = model("plain")
+    for block in net.blocks:
+        block.mlp = Later()  # type: ignore[assignment]
+    engine, *_ = shardwise.initialize(model=net, config=config())
+    passes = 0
+    try:
+        while passes < 20:
+            passes += 1
+            engine.backward(engine(inputs()))
+            engine.step()
+    except ConfigError as error:
+        return passes, str(error)
+    finally:
+        engine.destroy()
+    return 0, "nothing"
+
+
+def test_a_block_that_changes_after_some_steps_is_compared_again() -> None:
+    for passes, told in run_ranks(later, 2):
+        assert passes == 16
+        assert "blocks.0 (Block), divided over 2 ranks, does not compute what it computes whole" in told
+
+
 class OfTokens(Model):
     """Blocks with one norm for all, which is the last one, too; `tail`: an MLP before the last norm."""
 
-    def __init__(self, tail: bool) -> None:
-        super().__init__(_blocks)
+    def __init__(self, tail: bool = False, kind: str = "plain") -> None:
+        super().__init__(_between if kind == "between" else _blocks)
         self.norm = nn.LayerNorm(WIDTH)
+        if kind == "borrowed":
+            self.blocks[1] = Borrowing(self.blocks[0], by_hand=True)  # type: ignore[arg-type]
         for block in self.blocks:
             block.norm = self.norm  # type: ignore[union-attr]
         self.tail = MLP() if tail else None
@@ -235,3 +296,17 @@ def test_norms_with_several_names_and_blocks_of_a_ranks_tokens() -> None:
         assert differing(*shared, (loss.item(), grads)) == []
         assert isinstance(tail, Refused) and "tail (MLP), divided over 2 ranks" in tail, tail
         assert "its input 0 of shape [2, 2, 8] differs between the ranks" in tail, tail
+
+
+def borrowed_tokens(stage: int) -> list[Any]:
+    settings = config(sequence_parallel=True) | {"zero_optimization": {"stage": stage}}
+    return [gradients(OfTokens(kind=kind), settings, inputs()) for kind in ("borrowed", "between")]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_divided_weight_used_by_hand_among_sharded_tokens_is_refused(stage: int) -> None:
+    """All ranks have one loss, because each rank's wrong tokens are put together."""
+    for borrowed, between in run_ranks(borrowed_tokens, 2, stage):
+        assert "blocks.1 (Borrowing) uses blocks.0.mlp.up_proj.weight of another block" in borrowed, borrowed
+        assert isinstance(between, Refused), between
+        assert re.search(r"the loss depends on blocks\.0\.mlp\.(up|down)_proj\.weight, of which each rank", between)

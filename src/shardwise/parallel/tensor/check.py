@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from shardwise.boxes import whole as whole_region
 from shardwise.errors import ConfigError
+from shardwise.parallel.deterministic import Deterministic
 from shardwise.parallel.sequence import shares as sequence_shares
 from shardwise.parallel.tensor import mappings
 from shardwise.parallel.tensor.copies import (
@@ -31,11 +31,13 @@ from shardwise.parallel.tensor.copies import (
     declared,
     map_inputs,
     numbers_changed,
+    random_weight,
     whole_shape,
 )
 from shardwise.parallel.tensor.group import TensorGroup
 from shardwise.parallel.tensor.guard import numbers_of, same_numbers
 from shardwise.parallel.tensor.layers import Parallel
+from shardwise.parallel.tensor.operators import Operators
 from shardwise.registry import cut, part_of, paste
 from shardwise.trees import tensors_in
 
@@ -46,55 +48,6 @@ _NEAR, _NEAR_IN_HALF = 1e-4, 5e-2
 """Tolerances relative to the norm of a tensor."""
 _FLOOR = 1e-4
 """Of the largest gradient: smaller differences relative to that are rounding."""
-
-
-class _Operators(TorchDispatchMode):
-    """Notes operators, with their arguments that are no tensors and no fractions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [one for one in tree_leaves((args, kwargs)) if not isinstance(one, (torch.Tensor, float))]
-        self.found.append(f"{func} {given}")
-        return func(*args, **(kwargs or {}))
-
-
-class _Steady(TorchDispatchMode):
-    """Replaces random numbers by constants; `silent`: uninitialised memory is zero, because nothing is received."""
-
-    def __init__(self, silent: bool = False) -> None:
-        super().__init__()
-        self._silent = silent
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = func._schema.name
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            made = func(*args, **kwargs)
-            if self._silent and name in ("aten::empty", "aten::empty_like", "aten::new_empty"):
-                made.zero_()
-            return made
-        if name == "aten::native_dropout" and args[1] < 1:
-            return args[0] / (1 - args[1]), torch.ones_like(args[0], dtype=torch.bool)
-        given = list(args)
-        for index, argument in enumerate(func._schema.arguments):
-            if argument.name == "dropout_p" and index < len(given):
-                given[index] = 0.0
-        made = func(*given, **kwargs)
-        return made if name.startswith("aten::_scaled_dot") else tree_map(self._steady(name), made)
-
-    @staticmethod
-    def _steady(name: str) -> Callable[[Any], Any]:
-        def steady(made: Any) -> Any:
-            if not isinstance(made, torch.Tensor):
-                return made
-            if "bernoulli" in name or not made.is_floating_point():
-                return made.fill_(1 if made.dtype.is_floating_point or made.dtype == torch.bool else 0)
-            return made.fill_(0.4375)
-
-        return steady
 
 
 @contextlib.contextmanager
@@ -136,7 +89,7 @@ class _Run:
             for path, inner in self.module.named_modules():
                 handles.append(inner.register_forward_hook(self._noting(path)))
         args, kwargs = self._given
-        with _Steady(silent), frozen(self._block):
+        with Deterministic(silent), frozen(self._block):
             made = self.module(*args, **kwargs)
         for handle in handles:
             handle.remove()
@@ -161,8 +114,10 @@ class _Run:
         named = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
         roots = {index: self.outputs[index] for index in seeds if self.outputs[index].requires_grad}
         if roots:
-            with _Steady(silent), frozen(self._block):
-                torch.autograd.backward(list(roots.values()), [seeds[index] for index in roots])
+            with Deterministic(silent), frozen(self._block):
+                given = [seeds[index] for index in roots]
+                # Without gradients of parameters outside of the copy.
+                torch.autograd.backward(list(roots.values()), given, inputs=[*self._wanted, *named.values()])
         self.outputs = [tensor.detach() for tensor in self.outputs]
         self.inputs = [tensor.grad for tensor in self._wanted]
         self.parameters = {name: one.grad for name, one in named.items()}
@@ -205,10 +160,16 @@ class Comparison:
         self._alike_heads: dict[int, tuple[int, list[int], torch.Tensor]] = {}
         self._device = self._comm.device if self._hidden is None else self._tensors[self._hidden].device
 
-    def operators(self) -> str:
+    def operators(self, closes: Callable[[nn.Module], bool]) -> tuple[str, nn.Parameter | None]:
         """Return which operators the divided block runs, up to the first that needs values (no rank waits).
 
         The block runs on tensors without values, so that this costs neither memory nor computation.
+
+        Args:
+            closes: whether divided weights of a module outside of the block may be used in the module's forward pass.
+
+        Returns:
+            Operators, and a divided parameter outside of the block that the block uses in another way.
         """
         group = _CopyGroup(self._comm, self._group.columns, self._group.place)
         group.silent = True
@@ -220,14 +181,14 @@ class Comparison:
 
         module = copied(self._block, lambda _, one: without_values(one), torch.float32, group, torch.device("meta"))
         args, kwargs = map_inputs(self._given, without_values)
-        noted = _Operators()
+        noted = Operators(self._block, closes)
         try:
             with noted, torch.no_grad():
                 module(*args, **kwargs)
         except Exception as error:
             noted.found.append(type(error).__name__)
         group.end_pass()
-        return "\n".join(noted.found)
+        return "\n".join(noted.found), noted.foreign
 
     def run(self) -> list[str]:
         """Compare; return names of unsharded parameters with partial gradients on each rank.
@@ -370,14 +331,10 @@ class Comparison:
 
     def _values(self, dtype: torch.dtype, *, divided: bool) -> Callable[[str, nn.Parameter], torch.Tensor]:
         def values(name: str, parameter: nn.Parameter) -> torch.Tensor:
-            generator = self._generator(self._numbers.get(name, 0) + 1)
             shape = whole_shape(parameter) if name in self._declared else tuple(parameter.shape)
             if not parameter.is_floating_point():
                 return parameter.detach().clone()
-            if len(shape) > 1 and shape[-1] > 1:
-                made = torch.randn(shape, generator=generator, device=self._device) * shape[-1] ** -0.5
-            else:
-                made = torch.rand(shape, generator=generator, device=self._device) + 0.5
+            made = random_weight(self._numbers.get(name, 0), shape, self._device)
             box = part_of(parameter).box if divided and name in self._declared else None
             return made.to(dtype) if box is None else cut(made, box).to(dtype, copy=True)
 

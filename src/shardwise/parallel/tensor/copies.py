@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -219,6 +219,14 @@ def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the unsharded shape of a parameter."""
     part = part_of(parameter)
     return tuple(parameter.shape) if part.box is None or part.shape is None else part.shape
+
+
+def random_weight(number: int, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return a random weight, equal on all ranks, by the parameter's number in its block."""
+    generator = torch.Generator(device).manual_seed(number + 1)
+    if len(shape) > 1 and shape[-1] > 1:
+        return torch.randn(shape, generator=generator, device=device) * shape[-1] ** -0.5
+    return torch.rand(shape, generator=generator, device=device) + 0.5
 
 
 def numbers_changed(block: nn.Module) -> set[tuple[int, int]]:

@@ -48,7 +48,11 @@ def sum_gradient(parameter: nn.Parameter, layer: Parallel) -> None:
 
 
 class GradientGuard:
-    """Compares gradients of the first backward pass that has any, over a tensor-parallel group."""
+    """Compares gradients of the first backward pass that has any, over a tensor-parallel group.
+
+    Attributes:
+        ended: gradients have been compared.
+    """
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._group = group
@@ -59,7 +63,8 @@ class GradientGuard:
         self._handles: list[RemovableHandle] = []
         self._in_half = False
         self._divided: dict[int, str] = {}
-        if group.comm.imagined:
+        self.ended = group.comm.imagined
+        if self.ended:
             return
         for path, module in model.named_modules():
             for name, one in module._parameters.items():
@@ -84,17 +89,12 @@ class GradientGuard:
         """Note whether the forward pass that begins computes in half precision by autocast."""
         self._in_half |= torch.is_autocast_enabled(self._group.comm.device.type)
 
-    @property
-    def ended(self) -> bool:
-        """Whether gradients have been compared."""
-        return not self._handles
-
     def check(self, loss: torch.Tensor | None = None) -> None:
         """Compare the gradients (and the loss, if known) of a backward pass (all ranks of the group call).
 
         Raises a ConfigError if a gradient differs.
         """
-        if not self._handles:
+        if self.ended:
             return
         rows = {}
         if self._found:
@@ -105,7 +105,7 @@ class GradientGuard:
         by_hand = None if loss is None else self._used_by_hand(loss)
         told = self._group.comm.exchange([number, by_hand, *own], "tensor_gradients")
         losses, every = [theirs[0] for theirs in told], [theirs[2:] for theirs in told]
-        if not any(number for theirs in every for row in theirs for number in row):
+        if self._names and not any(number for theirs in every for row in theirs for number in row):
             return  # a pass without gradients
         parameters, half = self._parameters, self._in_half or any(self._halves)
         half |= loss is not None and loss.dtype in (torch.float16, torch.bfloat16)
@@ -114,7 +114,7 @@ class GradientGuard:
         if by_hand is not None:
             raise ConfigError(
                 f"tensor parallelism: the loss depends on {by_hand}, of which each rank has a part, in another way "
-                "than by the outputs of divided layers, so that each rank has a loss of its own. Leave the layer whole "
+                "than by the outputs of divided layers, and each rank computes with its part. Leave the layer whole "
                 f'({_RULES}: {{"patterns": ["^{re.escape(by_hand)}$"], "partition_type": "skip"}}), or leave that term '
                 "out of the loss"
             )
@@ -142,7 +142,7 @@ class GradientGuard:
                 )
 
     def _used_by_hand(self, loss: torch.Tensor) -> str | None:
-        """Return a divided parameter on which a loss depends with no exchange between ranks on the way."""
+        """Return a divided parameter on which a loss depends with no exchange of features on the way."""
         ahead: list[Any] = [loss.grad_fn]
         seen = set(ahead)
         while ahead:
@@ -151,7 +151,7 @@ class GradientGuard:
             if name is not None:
                 return name
             # A function of Python may exchange, unless it is known.
-            if node is None or (isinstance(node, BackwardCFunction) and not mappings.is_enter(node)):
+            if node is None or (isinstance(node, BackwardCFunction) and not mappings.keeps_features(node)):
                 continue
             new = {inner for inner, _ in node.next_functions} - seen
             seen |= new
@@ -160,6 +160,7 @@ class GradientGuard:
 
     def close(self) -> None:
         """Stop comparing."""
+        self.ended = True
         for handle in self._handles:
             handle.remove()
         self._handles, self._found, self._parameters, self._divided = [], {}, [], {}

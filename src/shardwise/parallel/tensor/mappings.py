@@ -36,9 +36,12 @@ def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
     return made
 
 
-def is_enter(node: Any) -> bool:
-    """Whether a node of autograd's graph is that of `enter`."""
-    return type(node).__name__ == f"{_Enter.__name__}Backward"
+def keeps_features(node: Any) -> bool:
+    """Whether a node of autograd's graph exchanges no features: `enter`, or an exchange of tokens."""
+    kind = type(node).__name__
+    if kind == f"{_Split.__name__}Backward":
+        return not node.summed
+    return kind in (f"{_Enter.__name__}Backward", f"{_GatherTokens.__name__}Backward")
 
 
 def leave(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
@@ -186,7 +189,7 @@ class _Split(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, group: TensorGroup, sizes: tuple[int, ...], dim: int, summed: bool
     ) -> torch.Tensor:
-        ctx.how = group, sizes, dim
+        ctx.how, ctx.summed = (group, sizes, dim), summed
         if summed:
             return summed_part(x, group, sizes, dim, "tensor_split")
         return part(x, group, sizes, dim).clone()

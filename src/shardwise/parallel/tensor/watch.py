@@ -1,7 +1,8 @@
 """Which divided blocks are compared with whole ones, and when: before their first forward passes, once for each kind.
 
 Blocks are of one kind if they have the same classes, shapes and divisions, and run the same operators. What a block
-runs may depend on numbers, functions and arguments that nothing else shows. So each block runs once without values.
+runs may depend on numbers, functions and arguments that nothing else shows. So each block runs once without values, and
+again in passes 16, 32, 64, ..., because a block may change with the number of steps.
 
 A block that is not called as a module (a model may call its methods, or the modules inside of it) has no forward pass.
 In place of it the smallest modules inside are compared that have a row layer and the column layers before it.
@@ -13,6 +14,7 @@ import contextlib
 import contextvars
 import gc
 import hashlib
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.compat import has_values, never_compiled
 from shardwise.errors import ConfigError
+from shardwise.parallel.sequence import comparing, whole_sequences
 from shardwise.parallel.sequence import current as current_sequences
-from shardwise.parallel.sequence import whole_sequences
 from shardwise.parallel.tensor.check import RULES, Comparison
 from shardwise.parallel.tensor.copies import signature
 from shardwise.parallel.tensor.guard import sum_gradient
@@ -34,6 +36,8 @@ from shardwise.trees import tensors_in
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList)
 _CALLS = 8
 """A block is looked at in as many calls at most, where no forward pass of the model ends before."""
+_AGAIN = 16
+"""Blocks are looked at again in this forward pass, and in twice, four times, ... as many."""
 
 _watched: weakref.WeakKeyDictionary[nn.Module, DivisionWatch] = weakref.WeakKeyDictionary()
 
@@ -62,12 +66,13 @@ class DivisionWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        summands: dict[Any, list[str]] = {}
+        known = _Known(model)
+        self._passes = {True: 0, False: 0}
         self._hooks: list[_BlockHook] = []
         for path in blocks_of(model):
             block = model.get_submodule(path)
-            own = _BlockHook(block, path, summands)
-            parts = {inner: _BlockHook(part, inner, summands) for inner, part in _parts(block, path)}
+            own = _BlockHook(block, path, known)
+            parts = {inner: _BlockHook(part, inner, known) for inner, part in _parts(block, path)}
             for hook in parts.values():
                 own.inner.append(hook.register())
             for name in _open(block):
@@ -80,11 +85,43 @@ class DivisionWatch:
 
     def begin_pass(self, training: bool) -> None:
         """Take away hooks of blocks that have been called in this mode, and put back those of others."""
+        if comparing():
+            return
+        self._passes[training] += 1
+        number = self._passes[training]
         for hook in self._hooks:
-            if training in hook.modes:
+            if number >= _AGAIN and number & (number - 1) == 0:
+                hook.modes.discard(training)
+                hook.register()
+            elif training in hook.modes:
                 hook.remove()
             elif hook.modes:
                 hook.register()
+
+
+class _Known:
+    """Knowledge of a model that its block hooks share.
+
+    Attributes:
+        summands: of each kind that has been compared, names of parameters whose gradients are summed over ranks.
+        compared: modules with a block hook.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self.summands: dict[Any, list[str]] = {}
+        self.compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def closes(self, module: nn.Module) -> bool:
+        """Whether a module with divided weights is compared, or gets and gives whole tensors."""
+        return module in self.compared or (isinstance(module, Parallel) and _closed(module))
+
+    def name(self, parameter: nn.Parameter | None) -> str:
+        """Return a parameter's name in the model."""
+        model = self._model()
+        if parameter is None or model is None:
+            return ""
+        return next((name for name, one in model.named_parameters() if one is parameter), "a divided parameter")
 
 
 class _BlockHook:
@@ -93,7 +130,7 @@ class _BlockHook:
     Args:
         block: has divided layers.
         path: its name in the model.
-        summands: of each kind that has been compared, names of parameters whose gradients are summed over ranks.
+        known: of the model.
 
     Attributes:
         modes: whether the block was in training, at each of its calls.
@@ -102,8 +139,9 @@ class _BlockHook:
 
     may_wait_for_ranks = True
 
-    def __init__(self, block: nn.Module, path: str, summands: dict[Any, list[str]]) -> None:
-        self._block, self._path, self._summands = weakref.ref(block), path, summands
+    def __init__(self, block: nn.Module, path: str, known: _Known) -> None:
+        self._block, self._path, self._known = weakref.ref(block), path, known
+        known.compared.add(block)
         self._signature = signature(block)
         self._handle: RemovableHandle | None = None
         self._calls = 0
@@ -137,8 +175,7 @@ class _BlockHook:
         given = tensors_in((args, kwargs))
         if any(not has_values(tensor) or tensor.is_meta for tensor in given) or group.comm.imagined:
             return
-        sequences = current_sequences()
-        if sequences is not None and sequences.comparing:
+        if comparing():
             return
         self.modes.add(block.training)
         self._calls += 1
@@ -146,17 +183,30 @@ class _BlockHook:
             self.remove()
             return
         # Because copies see a few tokens of this rank, their attention exchanges nothing with ranks of its sequence.
+        sequences = current_sequences()
         own_tokens = contextlib.nullcontext() if sequences is None else whole_sequences(sequences)
         comparison = Comparison(block, self._path, group, args, kwargs)
-        with _undisturbed(group.comm.device), own_tokens:
+        with undisturbed(group.comm.device), own_tokens:
             # In an empty context, because by context variables models collect outputs of the pass around.
-            runs = contextvars.Context().run(comparison.operators)
+            runs, foreign = contextvars.Context().run(comparison.operators, self._known.closes)
             own = hashlib.blake2b(f"{self._signature}\n{runs}".encode(), digest_size=8).hexdigest()
-            kind = block.training, *group.comm.exchange(own, "tensor_check")
-            if kind not in self._summands:
-                self._summands[kind] = contextvars.Context().run(comparison.run)
+            told = group.comm.exchange([own, self._known.name(foreign)], "tensor_check")
+            if used := next((name for _, name in told if name), None):
+                raise ConfigError(_used_elsewhere(self._path, block, used))
+            kind = block.training, *(theirs for theirs, _ in told)
+            if kind not in self._known.summands:
+                self._known.summands[kind] = contextvars.Context().run(comparison.run)
                 gc.collect()  # Because modules of the copies refer to one another, their tensors would stay.
-        _sum_up(block, self._summands[kind])
+        _sum_up(block, self._known.summands[kind])
+
+
+def _used_elsewhere(path: str, block: nn.Module, name: str) -> str:
+    pattern = re.escape(name.removesuffix(".weight").removesuffix(".bias"))
+    return (
+        f"tensor parallelism: {path or 'the model'} ({type(block).__name__}) uses {name} of another block, of which "
+        "each rank has a part. Call the module that has both the column and the row layer, or leave the layer whole "
+        f'({RULES}: {{"patterns": ["^{pattern}"], "partition_type": "skip"}})'
+    )
 
 
 def _sum_up(block: nn.Module, names: Sequence[str]) -> None:
@@ -186,8 +236,7 @@ class _LayerHook:
 
     @never_compiled
     def __call__(self, layer: Any, args: Any) -> None:
-        sequences = current_sequences()
-        if any(hook.modes for hook in self._around) or (sequences is not None and sequences.comparing):
+        if any(hook.modes for hook in self._around) or comparing():
             return
         if layer.group.comm.imagined or any(not has_values(one) or one.is_meta for one in tensors_in(args)):
             return
@@ -278,7 +327,7 @@ def _in_a_copy() -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
+def undisturbed(device: torch.device) -> Iterator[None]:
     """Leave random numbers, autograd and autocast of the pass around as they are."""
     devices = [device] if device.type == "cuda" else []
     with contextlib.ExitStack() as stack:
