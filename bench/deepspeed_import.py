@@ -357,7 +357,8 @@ def differing(engine: Any, entry: str, name: str, values: torch.Tensor) -> tuple
     divided = tensor.box is not None and sharded.state.box_of(tensor) is not None
     flat = (tensor.cut(values) if divided else values).reshape(-1)
     index = tensor.index
-    runs = sharded.state.value_runs().get(index, ()) if entry == "parameter" else sharded.update.state_pieces(index, entry)
+    values_of = sharded.state.value_runs
+    runs = values_of().get(index, ()) if entry == "parameter" else sharded.update.state_pieces(index, entry)
     compared = different = 0
     for start, stop, view in runs:
         own = view.detach().to(flat.dtype)  # fewer digits where DeepSpeed only tells of 16-bit values
