@@ -32,24 +32,25 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Return a nested value (as of `tensors_in`) with every tensor replaced; objects that hold some are copied."""
-    done: dict[int, Any] = {}
+    return _mapped(value, change, {})
 
-    def mapped(value: Any) -> Any:
-        leaves, form = tree_flatten(value)
-        changed = [change(leaf) if isinstance(leaf, torch.Tensor) else opened(leaf) for leaf in leaves]
-        same = all(new is old for new, old in zip(changed, leaves, strict=True))
-        return value if same else tree_unflatten(changed, form)
 
-    def opened(item: Any) -> Any:
-        if id(item) not in done:
-            done[id(item)] = item
-            parts = _parts(item)
-            new = {key: mapped(part) for key, part in parts.items()}
-            if any(new[key] is not part for key, part in parts.items()):
-                done[id(item)] = _with_parts(item, new)
-        return done[id(item)]
+# No closures: two that call each other form a cycle, which would keep the tensors until Python collects garbage.
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], done: dict[int, Any]) -> Any:
+    leaves, form = tree_flatten(value)
+    changed = [change(leaf) if isinstance(leaf, torch.Tensor) else _opened(leaf, change, done) for leaf in leaves]
+    same = all(new is old for new, old in zip(changed, leaves, strict=True))
+    return value if same else tree_unflatten(changed, form)
 
-    return mapped(value)
+
+def _opened(item: Any, change: Callable[[torch.Tensor], torch.Tensor], done: dict[int, Any]) -> Any:
+    if id(item) not in done:
+        done[id(item)] = item
+        parts = _parts(item)
+        new = {key: _mapped(part, change, done) for key, part in parts.items()}
+        if any(new[key] is not part for key, part in parts.items()):
+            done[id(item)] = _with_parts(item, new)
+    return done[id(item)]
 
 
 def _parts(item: Any) -> Mapping[Any, Any]:

@@ -243,30 +243,32 @@ def numbers_changed(block: nn.Module) -> set[tuple[int, int]]:
 
 def map_inputs(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Return a copy of a block's inputs with changed tensors; caches are copied too."""
-    memo: dict[int, Any] = {}
+    return _map_nested(value, change, {}, 4)
 
-    def mapped(one: Any, depth: int) -> Any:
-        leaves, form = tree_flatten(one)
-        return tree_unflatten([leaf(found, depth) for found in leaves], form)
 
-    def leaf(one: Any, depth: int) -> Any:
-        if id(one) in memo:
-            return memo[id(one)]
-        made = one
-        if isinstance(one, torch.Tensor):
-            made = change(one)
-        elif depth and _opens(one):
-            try:
-                made = copy.copy(one)
-            except (TypeError, RuntimeError, AttributeError):
-                made = one
-            if made is not one:
-                memo[id(one)] = made
-                vars(made).update({name: mapped(inner, depth - 1) for name, inner in vars(one).items()})
-        memo[id(one)] = made
-        return made
+# No closures: two that call each other form a cycle, which would keep the tensors until Python collects garbage.
+def _map_nested(value: Any, change: Callable[[torch.Tensor], Any], memo: dict[int, Any], depth: int) -> Any:
+    leaves, form = tree_flatten(value)
+    return tree_unflatten([_map_leaf(leaf, change, memo, depth) for leaf in leaves], form)
 
-    return mapped(value, 4)
+
+def _map_leaf(one: Any, change: Callable[[torch.Tensor], Any], memo: dict[int, Any], depth: int) -> Any:
+    if id(one) in memo:
+        return memo[id(one)]
+    made = one
+    if isinstance(one, torch.Tensor):
+        made = change(one)
+    elif depth and _opens(one):
+        try:
+            made = copy.copy(one)
+        except (TypeError, RuntimeError, AttributeError):
+            made = one
+        if made is not one:
+            memo[id(one)] = made
+            inner = {name: _map_nested(value, change, memo, depth - 1) for name, value in vars(one).items()}
+            vars(made).update(inner)
+    memo[id(one)] = made
+    return made
 
 
 def _opens(value: Any) -> bool:

@@ -1,0 +1,87 @@
+"""No reference cycle keeps a tensor: memory is freed with its last reader, not when Python collects garbage."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.parallel.tensor.copies import map_inputs
+from shardwise.trees import map_tensors
+from tests.harness import run_ranks
+from tests.models import CASES
+from tests.zero.training import Setting, start
+
+SETTINGS = [(3, "bf16", "Adafactor"), (3, "fp16", "AdamW"), (2, "bf16", "Adafactor"), (1, "fp32", "AdamW")]
+
+
+def garbage_of_a_step(stage: int, precision: str, optimizer: str) -> list[str]:
+    """Return the tensors in reference cycles that the third step has left."""
+    case = CASES["gpt"]
+    engine = start(case, Setting(stage, precision=precision, optimizer=optimizer, accumulation=2, lr=1e-3))
+    rank = torch.distributed.get_rank()
+    for step in range(3):
+        if step == 2:
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+        for micro in range(2):
+            engine.backward(case.loss(engine, case.data(step, micro, rank, torch.float32)))
+            engine.step()
+    gc.collect()
+    gc.set_debug(0)
+    found = [f"{value.dtype}{list(value.shape)}" for value in gc.garbage if isinstance(value, torch.Tensor)]
+    gc.garbage.clear()
+    gc.enable()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "precision", "optimizer"), SETTINGS)
+def test_a_step_leaves_no_tensor_in_a_cycle(stage: int, precision: str, optimizer: str) -> None:
+    assert run_ranks(garbage_of_a_step, 2, stage, precision, optimizer) == [[], []]
+
+
+@pytest.mark.parametrize("function", [map_tensors, map_inputs])
+def test_mapped_inputs_are_freed(function: Any) -> None:
+    tensor = torch.zeros(3)
+    reference = weakref.ref(tensor)
+    gc.disable()
+    try:
+        made = function(([SimpleNamespace(x=tensor)], {"y": tensor}), lambda value: value + 1)
+        assert made[0][0].x.tolist() == [1.0] * 3
+        del tensor, made
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def _recursive(function: ast.AST) -> set[str]:
+    """Return the functions inside of a function that refer to themselves, also through one another."""
+    inner = [node for node in ast.walk(function) if isinstance(node, ast.FunctionDef) and node is not function]
+    names = {node.name for node in inner}
+    uses = {
+        node.name: {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} & names
+        for node in inner
+    }
+    for _ in names:
+        uses = {name: used | {more for one in used for more in uses[one]} for name, used in uses.items()}
+    return {name for name, used in uses.items() if name in used}
+
+
+def test_no_closure_refers_to_itself() -> None:
+    """Its cell is a cycle, with all other variables that it closes over."""
+    found = [
+        f"{path.name}:{function.lineno} {sorted(names)}"
+        for path in Path(shardwise.__file__).parent.rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef) and (names := _recursive(function))
+    ]
+    assert found == []
