@@ -19,9 +19,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from shardwise.comm.clocks import measure_by
 from shardwise.comm.desync import check_call
-from shardwise.comm.ledger import user_line
+from shardwise.comm.ledger import follow, followed, user_line, waiting
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.rank_status import TorchLaunch, WaitingForWork, follow, is_following
+from shardwise.comm.rank_status import TorchLaunch
 from shardwise.comm.stragglers import Stragglers, blame
 from shardwise.compat import all_gather_single, reduce_scatter_single
 from shardwise.device.streams import streams_of
@@ -202,12 +202,12 @@ def _after(
     tensors = given[counted] if counted is not None else None
     tensor = tensors[0] if isinstance(tensors, list) and tensors else tensors
     device = tensor.device if isinstance(tensor, torch.Tensor) else None
-    followed = device if device is not None and device.type != "cpu" and is_following() else None
+    on_device = device if device is not None and device.type != "cpu" and followed() is not None else None
     if waits:
-        launch = TorchLaunch.of(name, given, user_line() if followed is not None else "")
-        return _Pending(work, launch, followed, start, record)
-    if followed is not None:
-        follow(TorchLaunch.of(name, given, user_line()), streams_of(followed).mark())
+        launch = TorchLaunch.of(name, given, user_line() if on_device is not None else "")
+        return _Pending(work, launch, on_device, start, record)
+    if on_device is not None:
+        follow(TorchLaunch.of(name, given, user_line()), streams_of(on_device))
     return work
 
 
@@ -234,10 +234,10 @@ class _Pending:
 
     def wait(self, *args: Any) -> Any:
         """Wait, and record."""
-        with WaitingForWork(self._launch):
+        with waiting(self._launch, time.perf_counter()):
             result = self._work.wait(*args)
         if self._followed is not None:
-            follow(self._launch, streams_of(self._followed).mark())
+            follow(self._launch, streams_of(self._followed))
             self._followed = None
         if self._record is not None:
             # On a device only the stream has waited.

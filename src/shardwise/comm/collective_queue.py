@@ -17,28 +17,24 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from shardwise.comm import native
 from shardwise.comm.ledger import Record, on_behalf_of, user_line
-from shardwise.device.streams import Mark, Stream, Streams
+from shardwise.device.streams import Mark, Streams
 from shardwise.errors import PeerLostError
 
 
 class Work(Protocol):
-    """Collectives that have been launched."""
-
-    @property
-    def scratch(self) -> Sequence[torch.Tensor]:
-        """Buffers made for the collectives; `wait()` gives them back."""
+    """Launched collectives: one, a chain, or an event behind them."""
 
     def wait(self) -> None:
         """Block until the result is there (on CUDA: make the current stream wait for it)."""
 
 
-Launch = Callable[[], Work]
+Launch = Callable[[], native.PendingCollective]
 _LEAVING_S, _EXITING_S, _FAILED_S = 1.0, 10.0, 0.5
 """How long a thread is waited for: when its engine is closed, when the process ends, and when it ends in an error."""
 
@@ -46,11 +42,7 @@ _open: weakref.WeakSet[CollectiveQueue] = weakref.WeakSet()
 
 
 class WorkChain:
-    """Collectives that run one after the other, the first of which has been launched.
-
-    Attributes:
-        scratch: buffers that the collectives launched so far have made for themselves.
-    """
+    """Collectives that run one after the other, the first of which has been launched."""
 
     def __init__(self, first: Work, rest: Sequence[Launch]) -> None:
         self._handle = first
@@ -59,11 +51,6 @@ class WorkChain:
         self._begun, self._ended = threading.Event(), threading.Event()
         self._records: list[Record] = []  # of what has ended
         self._error: BaseException | None = None
-
-    @property
-    def scratch(self) -> Sequence[torch.Tensor]:
-        """Buffers of the collective that runs now; `wait()` gives them back."""
-        return self._handle.scratch
 
     def run(self) -> None:
         """Run the collectives; `wait()` raises an error."""
@@ -113,24 +100,6 @@ class WorkChain:
             raise self._error
 
 
-class QueuedWork:
-    """Collectives that have been launched one after the other on the queue's CUDA stream.
-
-    Attributes:
-        scratch: empty, because the buffers belong to that stream.
-        mark: event behind the last collective.
-    """
-
-    scratch: Sequence[torch.Tensor] = ()
-
-    def __init__(self, mark: Mark) -> None:
-        self.mark = mark
-
-    def wait(self) -> None:
-        """Make the current stream wait for the last collective."""
-        self.mark.wait()
-
-
 class _Imagined(WorkChain):
     """A chain of a dry run: holds the buffers that a thread would hold, and exchanges nothing."""
 
@@ -170,19 +139,14 @@ class CollectiveQueue:
         self._limit = limit
         self._queue: queue.SimpleQueue[WorkChain | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._on_host = waits_on_host
         self._streams = streams
         self._unawaited = False
-        self._own_stream = None if waits_on_host else streams.make(name)
-
-    @property
-    def _stream(self) -> Stream:
-        return self._streams.current() if self._own_stream is None else self._own_stream
+        self._stream = None if waits_on_host else streams.make(name)
 
     def follow(self) -> None:
         """Make the queue's stream wait for all work of the current stream so far."""
-        if self._own_stream is not None and self._streams.beside:
-            self._own_stream.wait(self._streams.mark())
+        if self._stream is not None and self._streams.beside:
+            self._stream.wait(self._streams.mark())
 
     def leave(self) -> None:
         """Note that no stream has waited for a collective, because no stream needs its result."""
@@ -199,11 +163,11 @@ class CollectiveQueue:
 
     def aside(self) -> AbstractContextManager[Any]:
         """Allocate and launch on the queue's stream inside of the block."""
-        return self._stream.use()
+        return (self._stream or self._streams.current()).use()
 
     def mark(self) -> Mark:
         """Return an event behind all work of the queue's stream."""
-        with self._stream.use():
+        with self.aside():
             return self._streams.mark()
 
     def start(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Work:
@@ -211,12 +175,28 @@ class CollectiveQueue:
 
         Args:
             launches: functions that launch the collectives.
-            made: gets each buffer that the first collective has made for itself.
+            made: called with each buffer that a collective launched here has allocated.
+
+        Returns:
+            An event behind the chain, if the queue has a stream.
         """
-        if not self._on_host:
-            return self._queue_up(launches, made)
+        if self._stream is not None:
+            with self._stream.use():
+                native.thread.in_order = True
+                try:
+                    for launch in launches:
+                        work = launch()
+                        if made is not None:
+                            for number in range(len(work.scratch)):  # no variable keeps a buffer while `wait` runs
+                                made(work.scratch[number])
+                        work.wait()
+                finally:
+                    native.thread.in_order = False
+                return self._streams.mark()
         first = launches[0]()
-        _tell(first, made)
+        if made is not None:
+            for buffer in first.scratch:
+                made(buffer)
         if len(launches) == 1:
             return first
         if self._imagined:
@@ -231,15 +211,7 @@ class CollectiveQueue:
         self._queue.put(chain)
         return chain
 
-    def _queue_up(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None) -> QueuedWork:
-        with self._stream.use(), native.in_order():
-            for launch in launches:
-                handle = launch()
-                _tell(handle, made)
-                handle.wait()
-            return QueuedWork(self._streams.mark())
-
-    def synchronize(self, link: Work, what: str) -> None:
+    def synchronize(self, link: Work | Mark, what: str) -> None:
         """Block the host until a chain has ended, so that its input may be freed on any stream.
 
         Args:
@@ -250,9 +222,9 @@ class CollectiveQueue:
             PeerLostError: the chain has not ended within the limit, or a rank has gone.
             DesyncError: the ranks wait for each other in different collectives.
         """
-        if not isinstance(link, QueuedWork):
+        if self._stream is None:
             link.wait()
-        elif not self._streams.block(link.mark, self._limit):
+        elif not self._streams.block(cast("Mark", link), self._limit):
             lost = PeerLostError(
                 f"{what} has not ended on the device within {self._limit} (the limit for a collective: "
                 "SHARDWISE_TIMEOUT, in minutes): a rank has gone, or is elsewhere"
@@ -270,12 +242,6 @@ class CollectiveQueue:
     def _work(self) -> None:
         while (chain := self._queue.get()) is not None:
             chain.run()
-
-
-def _tell(link: Work, made: Callable[[torch.Tensor], None] | None) -> None:
-    if made is not None:
-        for buffer in link.scratch:
-            made(buffer)
 
 
 def _close_all() -> None:

@@ -18,6 +18,7 @@ import ctypes
 import functools
 import hashlib
 import json
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,33 +31,14 @@ import torch.distributed as dist
 
 from shardwise.comm import groups, intra_node_transport, native
 from shardwise.comm.desync import FailureReports, Position, position_of, ranks_in_words
-from shardwise.comm.groups import GroupCache
-from shardwise.comm.ledger import Ledger, Record, user_line
-from shardwise.comm.rank_status import Waiting, follow, is_following
+from shardwise.comm.groups import PURPOSES, GroupCache
+from shardwise.comm.ledger import WAITING, Ledger, Record, user_line
 from shardwise.comm.rendezvous import node
 from shardwise.comm.setup import timeout_from_environment
 from shardwise.compat import backend_of, timeout_of
 from shardwise.device.clock import now
 from shardwise.device.streams import Streams, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
-
-KINDS = ("gather", "reduce", "replicate", "small", "explicit", "gather_on", "reduce_on")
-"""Independent sequences: parameter gathers, gradient reductions, gathers of reduced gradients, small sums, the rest,
-and what follows a gather or a reduction in its chain (`shardwise.comm.collective_queue`).
-"""
-
-PURPOSES = {
-    "gather": "gather",
-    "gather_on": "gather_on",
-    "reduce": "reduce",
-    "reduce_on": "reduce_on",
-    "replicate": "reduce",
-    "small": "small",
-    "explicit": "small",
-}
-"""The process group that carries a kind. Kinds of one group are launched in one order, on the same stream. Only where
-the host waits for collectives have those that follow another one in a chain a group of their own, because a thread
-launches them."""
 
 _UNCOUNTED = ("gather_on", "reduce_on")
 """Kinds of which ranks in one place may have launched different numbers, because threads launch them."""
@@ -83,46 +65,34 @@ def head_of(text: bytes) -> bytes:
     return hashlib.sha256(text).digest()[:_DIGEST] + len(text).to_bytes(_LENGTH, "little") + text[:_INLINE]
 
 
-def purpose_of(kind: str, on_host: bool) -> str:
-    """Return the name of the process group that carries a kind of collective; see `PURPOSES`."""
-    return PURPOSES[kind] if on_host else PURPOSES[kind].removesuffix("_on")
-
-
 class Handle:
-    """A launched collective whose record is closed by the first `wait()`.
+    """A launched collective, whose record is closed by the first `wait()`.
 
     Args:
-        pending: the collective; None: nothing is to be waited for.
+        pending: the collective; None: complete.
         record: of the ledger.
-        ledger: where `record` is.
-        failures: makes the errors.
+        ledger: which `record` is in.
+        failures: makes the errors; None: there are no peers.
         streams: of a device that waits for the collective; None: the host does.
 
     Attributes:
         record: of the ledger.
+        scratch: buffers that the collective has allocated; `wait()` gives them back.
     """
 
-    __slots__ = ("__weakref__", "_failures", "_ledger", "_pending", "_record", "_streams", "record")
+    __slots__ = ("__weakref__", "_failures", "_ledger", "_pending", "_streams", "record", "scratch")
 
     def __init__(
         self,
         pending: native.PendingCollective | None,
-        record: Record | None,
+        record: Record,
         ledger: Ledger,
         failures: FailureReports | None = None,
         streams: Streams | None = None,
     ) -> None:
+        self._pending, self.record, self._ledger, self._failures = pending, record, ledger, failures
         self._streams = streams
-        self._pending = pending
-        self._record = record
-        self.record = record
-        self._ledger = ledger
-        self._failures = failures
-
-    @property
-    def scratch(self) -> Sequence[torch.Tensor]:
-        """Buffers that the collective has made for itself, as long as it is under way."""
-        return () if self._pending is None else self._pending.scratch
+        self.scratch: Sequence[torch.Tensor] = () if pending is None else pending.scratch
 
     def wait(self) -> None:
         """Block until the result is there; later calls do nothing.
@@ -131,23 +101,22 @@ class Handle:
             PeerLostError: a rank has gone, or has not answered within the group's limit.
             DesyncError: the same, and the ranks wait for each other in different collectives.
         """
-        if self._pending is None:
+        pending = self._pending
+        if pending is None:
             return
-        start = time.perf_counter()
+        start, thread = time.perf_counter(), threading.get_ident()
+        WAITING[thread] = self.record, start
         try:
-            with Waiting(self._record, start):
-                self._pending.wait()
+            pending.wait()
         except PeerLostError as error:
-            if self._failures is None or self._record is None:
+            if self._failures is None:
                 raise
-            here = position_of(self._record, time.perf_counter() - start)
+            here = position_of(self.record, time.perf_counter() - start)
             raise self._failures.explain(error, here) from error.__cause__
-        self._pending = None
-        if self._record is not None:
-            if self._streams is not None and is_following():
-                follow(self._record, self._streams.mark())
-            self._ledger.close(self._record, time.perf_counter() - start)
-            self._record = None
+        finally:
+            WAITING.pop(thread, None)
+        self._pending, self.scratch = None, ()
+        self._ledger.close(self.record, time.perf_counter() - start, self._streams)
 
 
 def members_of(group: dist.ProcessGroup | None) -> list[int]:
@@ -215,7 +184,7 @@ class Communicator:
         self._given = group
         self._ordered = ordered
         self._parts: list[Communicator] = []
-        self._count = dict.fromkeys(KINDS, 0)
+        self._count = dict.fromkeys(PURPOSES, 0)
         self._nodes = nodes
         self._on_host = False
         self._peers: Sequence[int] = ()
@@ -228,7 +197,6 @@ class Communicator:
         self.timeout: timedelta = limit or timeout_from_environment()
         if self.sends:
             backend = _backend(group if whole is None else whole._given, device)
-            self._on_host = backend == "gloo"
             self.imagined = backend == "fake"
             self._peers = self.members
             self._failures = FailureReports(ledger, self.members, self.rank)
@@ -236,19 +204,20 @@ class Communicator:
             if whole is None and not self.imagined and self.world == dist.get_world_size():
                 groups.enter(call or name, self.timeout)
             self._cache = cache = inherited or groups.GroupCache(self.timeout, backend, device)
+            on_host = self._on_host = backend == "gloo"
             # Without a reference to this object, so that process groups are destroyed as soon as nothing refers to it.
-            group_of = functools.partial(_group_of, cache, self.members, self._on_host)
-            self._backend = own_backend = native.TorchBackend(group_of, self.world, ordered=ordered or self._on_host)
-            if not self._on_host:
+            group_of = functools.partial(cache.get, tuple(self.members))
+            self._backend = torch_backend = native.TorchBackend(group_of, self.world, ordered=ordered or on_host)
+            if not on_host:
                 # Now, because reductions are launched by threads that must not begin another collective.
-                own_backend.per_node = max(Counter(self.nodes()).values())
+                torch_backend.per_node = max(Counter(self.nodes()).values())
             elif near:
-                self._backend = intra_node_transport.connect(own_backend, self._group("explicit"), name)
+                self._backend = intra_node_transport.connect(torch_backend, self._group("explicit"), name)
 
     def _group(self, kind: str) -> dist.ProcessGroup:
         """Return the process group that carries a kind; the first time its ranks make it."""
         assert self._cache is not None, "destroyed"
-        return _group_of(self._cache, self.members, self._on_host, kind)
+        return self._cache.get(tuple(self.members), kind)
 
     def connect(self, *kinds: str) -> None:
         """Make the process groups that carry some kinds (all ranks call), so that no pass waits for that."""
@@ -318,8 +287,8 @@ class Communicator:
         size = 0
         for full, _ in pairs:
             size += full.nbytes
-        record = self._next("all_gather", size, size * (self.world - 1) // self.world, label, kind)
-        return self._launch(lambda: self._backend.all_gather(pairs, record), record)
+        sent = size * (self.world - 1) // self.world
+        return self._launch("all_gather", size, sent, label, kind, self._backend.all_gather, pairs)
 
     def reduce_scatter(
         self,
@@ -339,9 +308,11 @@ class Communicator:
             accumulate: add to `out` instead of replacing it.
             kind: with which collectives it is in one order.
         """
-        size = sum(full.nbytes for _, full in pairs)
-        record = self._next("reduce_scatter", size, size * (self.world - 1) // self.world, label, kind)
-        return self._launch(lambda: self._backend.reduce_scatter(pairs, record, accumulate), record)
+        size = 0
+        for _, full in pairs:
+            size += full.nbytes
+        sent = size * (self.world - 1) // self.world
+        return self._launch("reduce_scatter", size, sent, label, kind, self._backend.reduce_scatter, pairs, accumulate)
 
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank.
@@ -352,19 +323,18 @@ class Communicator:
         size = tensor.numel() * tensor.element_size()
         if size > MOST_GATHERED and self.sends:
             return self._all_reduce_large(tensor, label)
-        record = self._next("all_reduce", size, size * (self.world - 1), label, kind)
-        return self._launch(lambda: self._backend.all_reduce(tensor, record), record)
+        return self._launch("all_reduce", size, size * (self.world - 1), label, kind, self._backend.all_reduce, tensor)
 
     def _all_reduce_large(self, tensor: torch.Tensor, label: str) -> Handle:
         if not (self._on_host or self._ordered):
             return self._sum_at_once(tensor, label)
         flat = tensor.detach().reshape(-1)
         padded = torch.nn.functional.pad(flat, (0, -flat.numel() % self.world))
-        self.sum_large(padded, label)
+        done = self.sum_large(padded, label)
         tensor.detach().copy_(padded[: flat.numel()].view(tensor.shape))
-        return Handle(None, None, self.ledger)
+        return done
 
-    def sum_large(self, flat: torch.Tensor, label: str, out: torch.Tensor | None = None) -> None:
+    def sum_large(self, flat: torch.Tensor, label: str, out: torch.Tensor | None = None) -> Handle:
         """Sum a 1-D tensor over ranks: the same bits on every rank (it blocks).
 
         On Gloo and under `ordered` each rank adds up a range in rank order and sends the result to the others, as a
@@ -379,8 +349,9 @@ class Communicator:
         if not (self._on_host or self._ordered or not self.sends):
             if out is not None:
                 out.copy_(flat)
-            self._sum_at_once(flat if out is None else out, label).wait()
-            return
+            done = self._sum_at_once(flat if out is None else out, label)
+            done.wait()
+            return done
         length = flat.numel() // self.world
         half = flat.dtype in (torch.bfloat16, torch.float16)
         if out is None or half:
@@ -388,18 +359,19 @@ class Communicator:
         else:
             own = out[self.rank * length : (self.rank + 1) * length]
         self.reduce_scatter([(own, flat)], label, kind="explicit").wait()
-        self.all_gather([(flat if out is None else out, own.to(flat.dtype))], label, kind="explicit").wait()
+        done = self.all_gather([(flat if out is None else out, own.to(flat.dtype))], label, kind="explicit")
+        done.wait()
+        return done
 
     def _sum_at_once(self, flat: torch.Tensor, label: str) -> Handle:
         sent = 2 * flat.nbytes * (self.world - 1) // self.world
-        record = self._next("all_reduce", flat.nbytes, sent, label, "explicit")
-        return self._launch(lambda: self._backend.sum_in_place(flat, record), record)
+        return self._launch("all_reduce", flat.nbytes, sent, label, "explicit", self._backend.sum_in_place, flat)
 
     def broadcast(self, tensor: torch.Tensor, src: int, label: str, kind: str = "explicit") -> Handle:
         """Copy a tensor from group rank `src` to all ranks, in place."""
         size = tensor.numel() * tensor.element_size()
-        record = self._next("broadcast", size, size if self.rank == src else 0, label, kind)
-        return self._launch(lambda: self._backend.broadcast(tensor, src, record) if size else None, record)
+        sent, launch = size if self.rank == src else 0, self._backend.broadcast if size else _nothing
+        return self._launch("broadcast", size, sent, label, kind, launch, tensor, src)
 
     def all_to_all(
         self,
@@ -421,19 +393,17 @@ class Communicator:
             kind: with which collectives it is in one order.
         """
         size = given.numel() * given.element_size()
-        record = self._next("all_to_all", size, size - input_sizes[self.rank] * given.element_size(), label, kind)
-        return self._launch(lambda: self._backend.all_to_all(output, given, output_sizes, input_sizes, record), record)
+        sent, launch = size - input_sizes[self.rank] * given.element_size(), self._backend.all_to_all
+        return self._launch("all_to_all", size, sent, label, kind, launch, output, given, output_sizes, input_sizes)
 
     def share_object(self, value: object, label: str, src: int = 0) -> object:
         """Return rank `src`'s JSON-like `value` on every rank (set-up only: it blocks)."""
-        record = self._open("share_object", 0, 0, label)
         if self.sends and not self.imagined:
             own = json.dumps(value).encode() if self.rank == src else b""
             length = torch.tensor([len(own)], dtype=torch.int64, device=self.device)
             self.broadcast(length, src, label).wait()
             data = self._broadcast_bytes(own, src, int(length.item()), label)
             value = json.loads(own or data)
-        self._handle(None, record)
         return value
 
     def exchange(self, value: Any, label: str) -> list[Any]:
@@ -496,8 +466,8 @@ class Communicator:
         mine = everything[self.rank * width : (self.rank + 1) * width]
         if own:
             mine[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
-        record = self._next("exchange", everything.numel(), everything.numel() - width, label, "explicit")
-        self._launch(lambda: self._backend.all_gather([(everything, mine)], record), record).wait()
+        size, pairs = everything.numel(), [(everything, mine)]
+        self._launch("exchange", size, size - width, label, "explicit", self._backend.all_gather, pairs).wait()
         here = everything.cpu()
         return [ctypes.string_at(here.data_ptr() + rank * width, width) for rank in range(self.world)]
 
@@ -562,12 +532,12 @@ class Communicator:
         self.all_reduce(sign, label).wait()
         sign.cpu()  # on CUDA only the stream has waited so far
 
-    @property
+    @functools.cached_property
     def waits_on_host(self) -> bool:
         """Whether `Handle.wait` returns when the result is there; NCCL's only makes the current stream wait."""
         return self._on_host or not self.sends
 
-    @property
+    @functools.cached_property
     def async_gathers(self) -> bool:
         """Whether all-gathers run on a CUDA stream of their own.
 
@@ -575,12 +545,12 @@ class Communicator:
         """
         return not self.waits_on_host or (not self.sends and self.streams.beside)
 
-    @property
+    @functools.cached_property
     def sends(self) -> bool:
         """Whether there are other ranks; tests have a single rank send to itself."""
         return self.world > 1
 
-    @property
+    @functools.cached_property
     def streams(self) -> Streams:
         """The streams of the device."""
         return streams_of(self.device)
@@ -600,7 +570,7 @@ class Communicator:
 
         Those of passes in its parts are among them.
         """
-        return self._launched([kind for kind in KINDS if kind not in _UNCOUNTED])
+        return self._launched([kind for kind in PURPOSES if kind not in _UNCOUNTED])
 
     def _launched(self, kinds: Sequence[str]) -> list[int]:
         own = [self._count[kind] for kind in kinds]
@@ -616,20 +586,46 @@ class Communicator:
             self._cache.close()
         self._cache = None
 
-    def _next(self, op: str, size: int, sent: int, label: str, kind: str) -> Record:
-        """Number a collective, and write it into the ledger."""
-        record = self._open(op, size, sent, label)
-        if self.sends:
-            record.kind, record.turn = kind, self._count[kind]
-            self._count[kind] += 1
-        return record
+    def _launch(
+        self,
+        op: str,
+        size: int,
+        sent: int,
+        label: str,
+        kind: str,
+        launch: Callable[..., native.PendingCollective | None],
+        *given: Any,
+    ) -> Handle:
+        """Number a collective, open its record, and launch it; the handle closes the record.
 
-    def _launch(self, launch: Callable[[], native.PendingCollective | None], record: Record) -> Handle:
+        Args:
+            op: name of the operation.
+            size: bytes of the whole message.
+            sent: bytes that this rank sends, if there are peers.
+            label: for the record.
+            kind: sequence of collectives that this one belongs to.
+            launch: of the backend; gets `given` and the record.
+            given: arguments of `launch`.
+        """
+        ledger, turn = self.ledger, 0
+        if self.sends:
+            turn = self._count[kind]
+            self._count[kind] = turn + 1
+        else:
+            kind = ""
+        sent = sent if self.world > 1 else 0
+        record = ledger.open(op, self.name, size, sent, label, self.world, self._peers, kind, turn)
+        streams = None if self.waits_on_host else self.streams
+        if streams is not None and ledger.timed:
+            record.begun = now(cuda=True)
         try:
-            return self._handle(launch(), record)
+            pending = launch(*given, record)
         except PeerLostError as error:
             assert self._failures is not None  # there are peers
             raise self._failures.explain(error, position_of(record)) from error.__cause__
+        if pending is None:
+            ledger.close(record, 0.0)
+        return Handle(pending, record, ledger, self._failures, streams)
 
     def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError | DesyncError:
         """Return an error that also says where the other ranks are, for exchanges outside of this class.
@@ -642,18 +638,6 @@ class Communicator:
         if self._failures is None:
             return error
         return self._failures.explain(error, Position(what, line=user_line(), seconds=waited))
-
-    def _open(self, op: str, size: int, sent: int, label: str) -> Record:
-        return self.ledger.open(op, self.name, size, sent if self.world > 1 else 0, label, self.world, self._peers)
-
-    def _handle(self, pending: native.PendingCollective | None, record: Record) -> Handle:
-        if pending is None:
-            self.ledger.close(record, 0.0)
-            return Handle(None, None, self.ledger)
-        streams = None if self.waits_on_host else self.streams
-        if streams is not None and self.ledger.timed:
-            record.begun = now(cuda=True)
-        return Handle(pending, record, self.ledger, self._failures, streams)
 
 
 _MOST_VERSIONS = 4
@@ -710,8 +694,8 @@ def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str
     )
 
 
-def _group_of(cache: GroupCache, members: Sequence[int], on_host: bool, kind: str) -> dist.ProcessGroup:
-    return cache.get(members, purpose_of(kind, on_host))
+def _nothing(*_: object) -> None:
+    """Launch no collective."""
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

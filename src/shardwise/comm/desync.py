@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.coded import coded, decoded
 from shardwise.comm.ledger import Ledger, Record, is_of_script, user_line
 from shardwise.comm.rendezvous import answers
 from shardwise.compat import all_gather_single, backend_of, default_store
@@ -85,8 +86,7 @@ class Position:
     def read(cls, found: Mapping[str, Any]) -> Position | None:
         """Return what `written` has returned, or None if it is something else."""
         try:
-            members = [start + step * i for start, count, step in found.get("members", ()) for i in range(count)]
-            return cls(**{**found, "members": members})
+            return cls(**{**found, "members": decoded(found["members"]) if "members" in found else ()})
         except (TypeError, ValueError):
             return None
 
@@ -94,7 +94,7 @@ class Position:
         """Return the position in JSON's terms, in a few hundred bytes: what has its default value is left out."""
         found = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
         if self.members:
-            found["members"] = _runs(self.members)
+            found["members"] = coded(self.members)
         return found
 
     @property
@@ -121,24 +121,6 @@ class Position:
             return f"waits in {self.what} for {self.seconds:.0f} s{inside}{at}{after}"
         where = f"is in {self.doing}" if self.doing else "is outside of collectives"
         return f"{where}{at}{after}"
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return numbers as runs of (start, count, step): groups of a mesh are a few of them, however many ranks they have.
-
-    >>> _runs([0, 8, 16, 17, 18])
-    [(0, 3, 8), (17, 2, 1)]
-    """
-    found: list[tuple[int, int, int]] = []
-    for number in numbers:
-        start, count, step = found[-1] if found else (0, 0, 0)
-        if count == 1:
-            found[-1] = start, 2, number - start
-        elif count and number == start + count * step:
-            found[-1] = start, count + 1, step
-        else:
-            found.append((number, 1, 1))
-    return found
 
 
 def named(record: Record) -> str:

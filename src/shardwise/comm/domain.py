@@ -27,6 +27,7 @@ import torch
 
 from shardwise.comm.collective_queue import CollectiveQueue, Launch, Work
 from shardwise.comm.communicator import Communicator, Handle
+from shardwise.comm.native import PendingCollective
 
 SHARD, REPLICATE = "shard", "replicate"
 """Names of mesh dimensions: over which state is divided, and over which what is divided is replicated."""
@@ -249,7 +250,8 @@ class Domain:
                 if fine > dimension:
                     own = source if fine == dimension + 1 else self.within(target, level, dimension + 1)
                     pairs.append((self.within(target, level, dimension), own))
-            launches.append(_gather(self.dimensions[dimension], pairs, label, _after(kind, launches)))
+            kind_here = kind if not launches else "gather_on" if kind == "gather" else "reduce_on"
+            launches.append(functools.partial(self.dimensions[dimension].all_gather, pairs, label, kind_here))
         return launches
 
     def gather(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> Work:
@@ -259,7 +261,7 @@ class Domain:
     def reducing(
         self,
         outputs: Sequence[torch.Tensor],
-        first: Callable[[Sequence[torch.Tensor]], Work],
+        first: Callable[[Sequence[torch.Tensor]], PendingCollective],
         coarse: int,
         fine: int,
         label: str,
@@ -296,12 +298,8 @@ class Domain:
             if dimension == coarse:
                 launches.append(functools.partial(first, sums))
             else:
-                pairs = list(zip(sums, given, strict=True))
-                launches.append(
-                    functools.partial(
-                        _sum_on, self.dimensions[dimension], pairs, label, accumulate and last, wire, made
-                    )
-                )
+                ranks = self.dimensions[dimension]
+                launches.append(functools.partial(_sum_on, ranks, given, label, accumulate and last, wire, made, sums))
         return launches
 
     def onward(
@@ -320,24 +318,10 @@ class Domain:
             pairs: what receives the sum, and what is summed.
             coarse, label, accumulate, wire, made: see `reducing`.
         """
-
-        def first(sums: Sequence[torch.Tensor]) -> Work:
-            given = [total for _, total in pairs]
-            single = coarse + 1 == self.depth
-            numbered = list(zip(sums, given, strict=True))
-            return _sum_on(self.dimensions[coarse], numbered, label, accumulate and single, wire, made)
-
-        outputs = [out for out, _ in pairs]
+        ranks, single = self.dimensions[coarse], coarse + 1 == self.depth
+        outputs, given = [out for out, _ in pairs], [total for _, total in pairs]
+        first = functools.partial(_sum_on, ranks, given, label, accumulate and single, wire, made)
         return self.reducing(outputs, first, coarse, self.depth, label, accumulate=accumulate, wire=wire, made=made)
-
-    def reduce(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Work:
-        """Launch what `reducing`, `onward` and `gathering` have returned, of gradients; there must be something.
-
-        Args:
-            launches: see above.
-            made: gets each buffer that the first collective has made for itself.
-        """
-        return self.reductions.start(launches, made)
 
     def close(self) -> None:
         """End the threads of chains; process groups belong to the communicator of all ranks."""
@@ -363,28 +347,18 @@ class Domains:
         return self.main if key is None else self.others[key]
 
 
-def _after(kind: str, launches: Sequence[Launch]) -> str:
-    """Return the kind of a collective that is launched after others: by a thread that does not see the script's."""
-    if not launches:
-        return kind
-    return "gather_on" if kind == "gather" else "reduce_on"
-
-
-def _gather(ranks: Communicator, pairs: list[tuple[torch.Tensor, torch.Tensor]], label: str, kind: str) -> Launch:
-    return lambda: ranks.all_gather(pairs, label, kind=kind)
-
-
 def _sum_on(
     ranks: Communicator,
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    given: Sequence[torch.Tensor],
     label: str,
     accumulate: bool,
     wire: torch.dtype | None,
     made: Callable[[torch.Tensor], None],
+    outputs: Sequence[torch.Tensor],
 ) -> Handle:
-    """Launch a reduction of sums."""
+    """Launch the reduce-scatter of sums that another dimension has formed."""
     sent = []
-    for out, total in pairs:
+    for out, total in zip(outputs, given, strict=True):
         cast = total if wire is None else total.to(wire)
         if cast is not total:
             made(cast)

@@ -6,15 +6,17 @@ What an exchange holds for itself is made by the backend that would run it, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from shardwise.comm import native
-from shardwise.comm.communicator import KINDS, MOST_GATHERED, Communicator, purpose_of
+from shardwise.comm.communicator import MOST_GATHERED, Communicator, Handle
+from shardwise.comm.groups import PURPOSES, purposes_of
 from shardwise.comm.ledger import Ledger, Record
 from shardwise.comm.native import Pair, Works
 from shardwise.comm.setup import timeout_from_environment
-from shardwise.device.streams import HostStreams, Streams
+from shardwise.device.streams import HostStreams
 
 
 class _FakeBackend(native.Backend):
@@ -31,7 +33,7 @@ class _FakeBackend(native.Backend):
     def all_gather(self, pairs: Sequence[Pair], record: Record) -> Works:
         return Works(())
 
-    def reduce_scatter(self, pairs: Sequence[Pair], record: Record, accumulate: bool) -> Works:
+    def reduce_scatter(self, pairs: Sequence[Pair], accumulate: bool, record: Record) -> Works:
         scratch = self._like.scratch(pairs, accumulate) if self._world > 1 else ()
         return Works((), scratch=scratch)
 
@@ -92,13 +94,14 @@ class FakeCommunicator(Communicator):
         self._ordered = like is not None and like._ordered
         # Plans of other world sizes or device types have no communicator to compare with.
         self._on_host = device.type == "cpu" if like is None else like._on_host
-        self._count = dict.fromkeys(KINDS, 0)
+        self._count = dict.fromkeys(PURPOSES, 0)
         self._parts: list[Communicator] = []
         self._failures = None
         self._peers = ()
         self._nodes = ["fake"] * world
-        self._waits = device.type == "cpu" or world == 1 if like is None else like.waits_on_host
-        self._async_gathers = device.type != "cpu" if like is None else like.async_gathers
+        self.waits_on_host = device.type == "cpu" or world == 1 if like is None else like.waits_on_host
+        self.async_gathers = device.type != "cpu" if like is None else like.async_gathers
+        self.streams = HostStreams()  # where nothing is exchanged, nothing is to be ordered
         self._connected: dict[tuple[tuple[int, ...], str], None] = {}
         self._torch = native.TorchBackend(self._group, world, ordered=self._ordered or self._on_host)
         self._backend = _FakeBackend(self._torch if like is None else like._backend.planned(world), world)
@@ -111,7 +114,7 @@ class FakeCommunicator(Communicator):
         part.members = [self.members[place] for place in members]
         part._connected = self._connected
         part._on_host, part._ordered = self._on_host, self._ordered
-        part._waits, part._async_gathers = self._waits, self._async_gathers
+        part.waits_on_host, part.async_gathers = self.waits_on_host, self.async_gathers
         like = self._backend if near else self._torch
         part._backend = _FakeBackend(like.planned(part.world), part.world)
         return part
@@ -119,24 +122,12 @@ class FakeCommunicator(Communicator):
     def connect(self, *kinds: str) -> None:
         """Count the process groups that real ranks would make for some kinds."""
         for kind in kinds if self.world > 1 else ():
-            self._connected[tuple(self.members), purpose_of(kind, self._on_host)] = None
+            self._connected[tuple(self.members), purposes_of(self._on_host)[kind]] = None
 
     def communicators(self) -> list[tuple[tuple[int, ...], str]]:
         """Return ranks and purpose of each process group that real ranks would have made."""
         return list(self._connected)
 
-    @property
-    def waits_on_host(self) -> bool:
-        return self._waits
-
-    @property
-    def async_gathers(self) -> bool:
-        return self._async_gathers
-
-    @property
-    def streams(self) -> Streams:
-        return HostStreams()  # where nothing is exchanged, nothing is to be ordered
-
-    def _next(self, op: str, size: int, sent: int, label: str, kind: str) -> Record:
+    def _launch(self, op: str, size: int, sent: int, label: str, kind: str, *launch: Any) -> Handle:
         self.connect(kind)
-        return self._open(op, size, sent, label)
+        return super()._launch(op, size, sent, label, kind, *launch)

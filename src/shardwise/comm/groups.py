@@ -21,18 +21,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise import compat
-from shardwise.comm.ledger import Record, user_line
-from shardwise.comm.rank_status import Waiting
+from shardwise.comm.ledger import Record, user_line, waiting
 from shardwise.comm.rendezvous import REFUSED, meet
 from shardwise.errors import DesyncError, PeerLostError
-
-T = TypeVar("T")
 
 CPU = torch.device("cpu")
 _ROUNDING_S = 0.005
@@ -64,36 +61,33 @@ class Deadline:
 
 
 def made_well(
-    make: Callable[[int], T],
-    discard: Callable[[T], None],
-    own: Callable[[T], dist.ProcessGroup],
+    make: Callable[[int], dist.ProcessGroup],
+    discard: Callable[[dist.ProcessGroup], object],
     store: dist.Store | None,
     ranks: int,
     name: str,
-) -> T:
-    """Make a group, again if its connections are not those of its ranks (all ranks call).
+) -> dist.ProcessGroup:
+    """Create a process group; create it again if another program has taken a connection (all ranks call).
 
     Args:
-        make: makes it, given the number of the attempt.
-        discard: gives it back.
-        own: the one that this rank is in, of what has been made.
-        store: through which the ranks agree; nothing is checked without.
-        ranks: how many call this.
-        name: the same on all of them, and of no other call.
+        make: creates the group, given the number of the attempt.
+        discard: destroys a group.
+        store: through which the ranks agree; None: the connections are not checked.
+        ranks: number of ranks.
+        name: the same on all ranks, and of no other call.
 
     Raises:
-        PeerLostError: that has not helped.
+        PeerLostError: no attempt has succeeded.
     """
     for attempt in range(_ATTEMPTS):
-        made = make(attempt)
-        group = own(made)
+        group = make(attempt)
         if ranks == 1 or store is None or compat.backend_of(group, CPU) != "gloo":
-            return made
+            return group
         key = f"shardwise/made/{name}/{attempt}"
         missing = _missing(group, key)
         if _all_agree(store, key, ranks, missing is None):
-            return made
-        discard(made)
+            return group
+        discard(group)
         if missing is not None:
             _log.warning(
                 "rank %d: rank %d of a new process group does not answer; another program may have connected to a port "
@@ -151,45 +145,64 @@ def _all_agree(store: dist.Store, key: str, ranks: int, here: bool) -> bool:
     return bool(store.get(f"{key}/all") == b"good")
 
 
-class GroupCache:
-    """Process groups of one engine, keyed by ranks and purpose. A group is made at its first use, by its own ranks.
+PURPOSES = {
+    "gather": "gather",
+    "reduce": "reduce",
+    "replicate": "reduce",
+    "small": "small",
+    "explicit": "small",
+    "gather_on": "gather_on",
+    "reduce_on": "reduce_on",
+}
+"""By kind of collective, the purpose of the process group that carries the kind.
 
-    Invariant: all ranks of a group ask for it at the same point of their program.
+Kinds: parameter all-gathers, reduce-scatters, all-gathers of reduced gradients, small sums, collectives of scripts and
+checkpoints, and the later collectives of a chain (`shardwise.comm.collective_queue`). All ranks launch the collectives
+of one group in one order, on one stream. Later collectives of a chain have groups of their own only where the host
+waits for collectives, because a thread launches them."""
+
+
+def purposes_of(on_host: bool) -> dict[str, str]:
+    """Return `PURPOSES`, with one group for a chain unless the host waits for collectives."""
+    return PURPOSES if on_host else {kind: purpose.removesuffix("_on") for kind, purpose in PURPOSES.items()}
+
+
+class GroupCache:
+    """Process groups of one engine, keyed by ranks and purpose. The first use of a group by its ranks creates it.
+
+    Invariant: all ranks of a group use it first at the same point of their program.
 
     Args:
         timeout: limit for one collective.
         backend: see `torch.distributed.new_group`.
-        device: on NCCL, this rank's: a group connects when it is made, not inside its first collective.
+        device: of this rank. On NCCL a group connects when it is created, not inside its first collective.
     """
 
     def __init__(self, timeout: timedelta, backend: str, device: torch.device) -> None:
         self._timeout, self._backend, self._device = timeout, backend, device
+        self._purposes = purposes_of(backend == "gloo")
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._closed = False
         _caches.add(self)
 
-    def get(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
-        """Return the group of some ranks (global numbers, this one among them) for a purpose.
+    def get(self, ranks: tuple[int, ...], kind: str) -> dist.ProcessGroup:
+        """Return the group of some ranks (global numbers, this one among them) that carries a kind of collective.
 
         Raises:
-            PeerLostError: it cannot be made.
+            PeerLostError: the group cannot be created.
         """
         assert not self._closed, "destroyed"
-        key = (tuple(ranks), purpose)
+        key = (ranks, self._purposes[kind])
         if key not in self._made:
-            self._made[key] = new_group(ranks, self._timeout, self._backend, self._device, purpose)
+            self._made[key] = new_group(ranks, self._timeout, self._backend, self._device, key[1])
         return self._made[key]
 
     def made(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return the ranks and the purpose of each group that has been made."""
+        """Return the ranks and the purpose of each group that has been created."""
         return list(self._made)
 
-    def groups(self) -> list[dist.ProcessGroup]:
-        """Return all groups that have been made."""
-        return list(self._made.values())
-
     def close(self) -> None:
-        """Destroy all groups; no more can be made."""
+        """Destroy all groups; `get` raises from now on."""
         self._closed = True
         while self._made:
             give_back(self._made.popitem()[1])
@@ -203,28 +216,26 @@ _caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
 
 
 class _Names:
-    """Names of groups: the same on all ranks of a group, and never used before.
+    """Numbered names, counted since the default group was created: the same on all ranks, and never used before.
 
-    torch's own names depend on how many groups this process has, which may differ between ranks. A name that has been
-    used leads to addresses in the store at which no rank listens any more.
+    torch's own names of groups depend on the number of groups of this process, which may differ between ranks. A name
+    that has been used leads to addresses in the store at which no rank listens any more.
     """
 
     def __init__(self) -> None:
         self._default: object = None
         self._count: Counter[str] = Counter()
 
-    def next(self, ranks: Sequence[int], purpose: str) -> str:
-        """Return a name for the next group of some ranks for a purpose."""
+    def next(self, name: str) -> str:
+        """Return a name with the number of its use."""
         if self._default is not dist.group.WORLD:
             self.clear()
             self._default = dist.group.WORLD
-        digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
-        name = f"shardwise/{purpose}/{digest}"
         self._count[name] += 1
         return f"{name}/{self._count[name]}"
 
     def clear(self) -> None:
-        """Forget the default group."""
+        """Release the default group."""
         self._default = None
         self._count.clear()
 
@@ -240,7 +251,8 @@ def new_group(
     Raises:
         PeerLostError: see `made_well`.
     """
-    name = _names.next(ranks, purpose)
+    digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    name = _names.next(f"shardwise/{purpose}/{digest}")
     whole = len(ranks) == dist.get_world_size()
     bound = device if backend == "nccl" else None
 
@@ -251,7 +263,7 @@ def new_group(
             return compat.make_group(ranks, f"{name}/{attempt}", timeout, backend, options, bound)
 
     await_ranks(ranks, timeout, name, f"the making of a process group of {len(ranks)} ranks")
-    return made_well(make, dist.destroy_process_group, lambda made: made, compat.default_store(), len(ranks), name)
+    return made_well(make, dist.destroy_process_group, compat.default_store(), len(ranks), name)
 
 
 def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) -> None:
@@ -272,7 +284,7 @@ def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) 
         return
     record = Record(0, "new_group", "", 0, 0, f"of {len(ranks)} ranks", user_line(), time.perf_counter())
     record.kind, record.members = name, list(ranks)
-    with Waiting(record, record.launched):
+    with waiting(record, record.launched):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         meet(meeting_store(name, store), dist.get_rank(), ranks, timeout, attempt, what)
 
@@ -288,24 +300,6 @@ _TEXT = 2000
 """Characters of an error that other ranks show."""
 
 
-class _Calls:
-    """Numbers of the calls that this process has entered, since its default group was made."""
-
-    def __init__(self) -> None:
-        self._default: object = None
-        self._count = 0
-
-    def next(self) -> str:
-        """Return the key of the next call: the same on all ranks that have made the same calls."""
-        if self._default is not dist.group.WORLD:
-            self._default, self._count = dist.group.WORLD, 0
-        self._count += 1
-        return f"entry/{self._count}"
-
-
-_calls = _Calls()
-
-
 def enter(what: str, timeout: timedelta) -> None:
     """Wait until all ranks of the default group have entered a call.
 
@@ -317,7 +311,7 @@ def enter(what: str, timeout: timedelta) -> None:
         DesyncError: a rank has entered another call, or has refused its arguments.
         LaunchError: a rank has ended, or has not come within the limit.
     """
-    store, name = compat.default_store(), _calls.next()
+    store, name = compat.default_store(), _names.next("entry")
     if store is None:
         return
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -333,7 +327,7 @@ def refuse(what: str, error: BaseException) -> None:
     """Tell ranks that are waiting in `enter` that this rank has refused the call (it counts as entered here)."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    store, name = compat.default_store(), _calls.next()
+    store, name = compat.default_store(), _names.next("entry")
     if store is not None:
         text = f"{type(error).__name__}: {error}"[:_TEXT]
         _publish(meeting_store(name, store), f"rank {dist.get_rank()} has refused its arguments with {text}")

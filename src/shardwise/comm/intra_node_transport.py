@@ -55,7 +55,7 @@ from shardwise.comm import native
 from shardwise.comm.groups import Deadline
 from shardwise.comm.ledger import Record
 from shardwise.comm.native import Pair
-from shardwise.compat import share_memory, timeout_of
+from shardwise.compat import all_gather_single, share_memory, timeout_of
 from shardwise.errors import PeerLostError, UsageError
 
 VARIABLE = "SHARDWISE_TRANSPORT"
@@ -404,7 +404,7 @@ class IntraNodeTransport(native.TorchBackend):
     def all_gather(self, pairs: Sequence[Pair], record: Record) -> Exchange:
         return self._launch(_Gather(self, pairs, record))
 
-    def reduce_scatter(self, pairs: Sequence[Pair], record: Record, accumulate: bool) -> Exchange:
+    def reduce_scatter(self, pairs: Sequence[Pair], accumulate: bool, record: Record) -> Exchange:
         return self._launch(_Reduction(self, pairs, record, accumulate))
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
@@ -710,13 +710,13 @@ def _exchange_cards(group: dist.ProcessGroup, card: dict[str, Any]) -> list[dict
     own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=CPU)
     world = dist.get_world_size(group)
     rows = torch.zeros(world * _CARD_BYTES, dtype=torch.uint8, device=CPU)
-    native.all_gather([(rows, own)], group).wait()
+    all_gather_single(rows, own, group=group)
     return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows.view(world, -1)]
 
 
 def _all_agree(group: dist.ProcessGroup, here: bool) -> bool:
     count = torch.tensor([int(here)], dtype=torch.int64, device=CPU)
-    native.all_reduce(count, group).wait()
+    dist.all_reduce(count, group=group)
     return int(count.item()) == dist.get_world_size(group)
 
 

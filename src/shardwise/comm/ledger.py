@@ -19,10 +19,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardwise.compat import never_compiled
 from shardwise.device.clock import Instant, now
+from shardwise.device.streams import Mark, Streams
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ours: dict[str, bool] = {}
@@ -120,14 +121,53 @@ class Record:
     ended: Instant = None
 
 
+WAITING: dict[int, tuple[Any, float]] = {}
+"""By thread of this process: the collective that the thread waits for, and since when (`time.perf_counter()`)."""
+
+
+@contextlib.contextmanager
+def waiting(what: object, since: float) -> Iterator[None]:
+    """Enter a collective, which this thread waits for in the block, into `WAITING`."""
+    thread = threading.get_ident()
+    WAITING[thread] = what, since
+    try:
+        yield
+    finally:
+        WAITING.pop(thread, None)
+
+
+_MOST_FOLLOWED = 1024
+"""Because the host never runs more kernels ahead of its device."""
+_followed: deque[tuple[Any, Mark, float]] | None = None
+"""The last collectives of a device, an event behind each, and the times of the launches (`time.perf_counter()`); None:
+following is off. An entry refers to no buffer, and to no `Work` of torch, which refers to its outputs."""
+
+
+def follow_devices(on: bool) -> None:
+    """Switch the following of device collectives on or off; forget the collectives followed so far."""
+    global _followed
+    _followed = deque(maxlen=_MOST_FOLLOWED) if on else None
+
+
+def followed() -> deque[tuple[Any, Mark, float]] | None:
+    """Return the followed collectives; None if following is off."""
+    return _followed
+
+
+def follow(what: object, streams: Streams) -> None:
+    """Record an event on the current stream behind a collective, if following is on."""
+    if _followed is not None:
+        _followed.append((what, streams.mark(), time.perf_counter()))
+
+
 class Watcher(Protocol):
-    """Observes collectives, on the thread and the CUDA stream that each belongs to."""
+    """Observes collectives, on the thread and the CUDA stream of each."""
 
     def opened(self, record: Record) -> None:
-        """A collective is about to be launched."""
+        """Called before the launch of a collective."""
 
     def closed(self, record: Record) -> None:
-        """It has been waited for."""
+        """Called after the wait for a collective."""
 
 
 @dataclass
@@ -178,9 +218,18 @@ class Ledger:
         self._records = deque(maxlen=self.capacity)
 
     def open(
-        self, op: str, group: str, size: int, sent: int, label: str, ranks: int = 1, members: Sequence[int] = ()
+        self,
+        op: str,
+        group: str,
+        size: int,
+        sent: int,
+        label: str,
+        ranks: int = 1,
+        members: Sequence[int] = (),
+        kind: str = "",
+        turn: int = 0,
     ) -> Record:
-        """Append and return a record; called immediately before the collective is launched."""
+        """Append and return a record; called immediately before the launch of the collective."""
         line = user_line() if self.record_lines else ""
         step = 0 if self.step is None else self.step()
         with self._lock:  # chains are continued by threads of their own
@@ -193,11 +242,13 @@ class Ledger:
                 label,
                 line,
                 time.perf_counter(),
+                kind=kind,
+                turn=turn,
                 ranks=ranks,
                 members=members,
+                call=self.call if self.call != line else "",
                 step=step,
             )
-            record.call = self.call if self.call != line else ""
             self.sequence += 1
             self._records.append(record)
             totals = self.totals.setdefault(op, Totals())
@@ -218,8 +269,16 @@ class Ledger:
         finally:
             self.call = before
 
-    def close(self, record: Record, waited: float) -> None:
-        """Complete a record after its `wait()`; `waited` is the time the caller was blocked, in seconds."""
+    def close(self, record: Record, waited: float, streams: Streams | None = None) -> None:
+        """Complete a record after the wait for its collective.
+
+        Args:
+            record: from `open`.
+            waited: seconds for which the caller was blocked.
+            streams: of a device that waits instead of the host.
+        """
+        if streams is not None and _followed is not None:
+            _followed.append((record, streams.mark(), time.perf_counter()))
         record.waited = waited
         record.finished = time.perf_counter()
         watcher = self.watcher

@@ -17,13 +17,14 @@ In a step an engine's collectives are only queued. They are added up when the lo
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -359,13 +360,13 @@ class CommsLogger:
                 [0],
             )
 
-    def put(self, number: int, record: Record, on_host: bool) -> None:
-        """Record a collective of an engine that has been waited for.
+    def put(self, number: int, on_host: bool, record: Record) -> None:
+        """Record a collective of an engine after the wait for it.
 
         Args:
-            number: of the engine, in the order in which they were made.
+            number: of the engine, in the order in which engines were created.
+            on_host: the host has waited; else the device, whose events give the time without a wait in a step.
             record: of the collective.
-            on_host: the host has waited for it; else the device, which knows the time.
         """
         if not self.wants(record.op):
             return
@@ -385,14 +386,14 @@ class CommsLogger:
             while waiting and (wait or waiting[0].known() or len(waiting) > _WAITING):
                 self._add(waiting.popleft(), wait=wait)
 
-    def source(self, comm: Communicator) -> EngineLog:
+    def source(self, comm: Communicator) -> Callable[[Record], None]:
         """Return a listener for the ledger of an engine.
 
         Args:
             comm: the engine's. Ranks make their engines in the same order.
         """
         self._sources.append(weakref.ref(comm))
-        return EngineLog(self, len(self._sources) - 1, comm.waits_on_host)
+        return functools.partial(self.put, len(self._sources) - 1, comm.waits_on_host)
 
     def parts(self) -> list[Part]:
         """Return this rank's part in the newest collectives of engines; times are of this rank."""
@@ -515,27 +516,6 @@ class CommsLogger:
                 ]
                 lines.append("".join(f"{cell:<20}" for cell in cells))
         return "\n".join(lines)
-
-
-class EngineLog:
-    """Listens to an engine's ledger, and writes into the communication log.
-
-    Times of a device are those of its events. They are read when the device has reached them, without a wait in a step.
-
-    Args:
-        log: see there.
-        number: of the engine, in the order in which they were made.
-        on_host: waiting for a collective is the host's; else the device's.
-    """
-
-    def __init__(self, log: CommsLogger, number: int, on_host: bool) -> None:
-        self._log = log
-        self._number = number
-        self._on_host = on_host
-
-    def __call__(self, record: Record) -> None:
-        """Take a complete record."""
-        self._log.put(self._number, record, self._on_host)
 
 
 def readable(size: int) -> str:

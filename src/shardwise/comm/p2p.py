@@ -104,11 +104,6 @@ class P2PConnections:
         self._door.close()
         self._asking = {}
 
-    @property
-    def open_to(self) -> list[int]:
-        """The ranks to which this one has connected."""
-        return sorted(self._asking)
-
     def patience(self) -> float | None:
         """Return after how many seconds `expire` wants to be called; None: when something has come in."""
         return self._door.patience()

@@ -1,9 +1,10 @@
 """Where a rank is: which collective it waits for, and what its script does.
 
-The host waits inside of `Waiting`. On a device the host goes on while collectives wait: an event behind each of them is
-followed (`follow`), and queried once the host has launched none for a while. What the script does is read from the
-stack of its thread: which of the engine's methods it is in, a data loader, a collective of torch, or just a line. If
-that thread waits for another one (autograd's of a device, `Thread.join`, `Future.result`), that stack is read, too.
+The ledger names the collective that each thread of the host waits for (`WAITING`). On a device the host goes on while
+collectives wait: the ledger follows an event behind each of them, which is queried once the host has launched no
+collective for a while. The stack of the script's thread names the engine's method, the data loader, the collective of
+torch or the line that the script is in. If that thread waits for another one (autograd's of a device, `Thread.join`,
+`Future.result`), that thread's stack is read, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -38,39 +38,12 @@ from shardwise.comm.desync import (
     position_of,
     size_of,
 )
-from shardwise.comm.ledger import Ledger, Record, line_of
+from shardwise.comm.ledger import WAITING, Ledger, Record, followed, line_of
 from shardwise.comm.rendezvous import machine
 from shardwise.compat import group_named, launched_of, local_of
-from shardwise.device.streams import Mark
 
 _DEEP = 400
 """Frames of a stack that are looked at."""
-
-_waits: dict[int, tuple[Record, float]] = {}
-"""What each thread of this process waits for, and since when (`time.perf_counter()`)."""
-
-_followed: deque[tuple[Record | TorchLaunch, Mark, float]] | None = None
-"""The last collectives that a device has been given, the event behind each, and when (`time.perf_counter()`); None:
-following is off. An entry must not refer to a buffer, nor to a `Work` of torch, which refers to its outputs."""
-_MOST_FOLLOWED = 1024
-"""Because a host that is so far ahead of its device waits for it."""
-
-
-class Waiting:
-    """Let it be known inside of the block that this thread waits for a collective, since a time of the host."""
-
-    __slots__ = ("_record", "_since", "_thread")  # one is made for each collective
-
-    def __init__(self, record: Record | None, since: float) -> None:
-        self._record, self._since = record, since
-
-    def __enter__(self) -> None:
-        self._thread = threading.get_ident()
-        if self._record is not None:
-            _waits[self._thread] = self._record, self._since
-
-    def __exit__(self, *_: object) -> None:
-        _waits.pop(self._thread, None)
 
 
 @dataclass(frozen=True)
@@ -101,50 +74,10 @@ class TorchLaunch:
         return cls(name, kept, size, -1 if group is None else launched_of(group), line)
 
 
-class WaitingForWork:
-    """Let it be known inside of the block that this thread waits for an asynchronous collective of torch."""
-
-    def __init__(self, launch: TorchLaunch) -> None:
-        self._launch = launch
-
-    def __enter__(self) -> None:
-        self._thread = threading.get_ident()
-        _works[self._thread] = self._launch, time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        _works.pop(self._thread, None)
-
-
-_works: dict[int, tuple[TorchLaunch, float]] = {}
-"""The asynchronous collective of torch that each thread of this process waits for, and since when."""
-
-
-def follow(record: Record | TorchLaunch, mark: Mark) -> None:
-    """Add a collective to those that are followed, if following is on.
-
-    Args:
-        record: of the collective.
-        mark: event in the stream that waits for the collective, behind it.
-    """
-    if _followed is not None:
-        _followed.append((record, mark, time.perf_counter()))
-
-
-def is_following() -> bool:
-    """Whether collectives of devices are followed."""
-    return _followed is not None
-
-
-def follow_devices(on: bool) -> None:
-    """Switch following on or off; either forgets all collectives."""
-    global _followed
-    _followed = deque(maxlen=_MOST_FOLLOWED) if on else None
-
-
 def quiet_for() -> float:
     """Return how long no collective of a device has been launched; 0 if none is followed."""
-    followed = _followed
-    return time.perf_counter() - followed[-1][2] if followed else 0.0
+    launched = followed()
+    return time.perf_counter() - launched[-1][2] if launched else 0.0
 
 
 def oldest_under_way(quiet: float = 0.0) -> tuple[Record | TorchLaunch, float] | None:
@@ -154,10 +87,10 @@ def oldest_under_way(quiet: float = 0.0) -> tuple[Record | TorchLaunch, float] |
         quiet: seconds since the last launch before which the device is not queried. Because a query from another thread
             breaks the capture of a CUDA graph, it is left to stalls that are suspected.
     """
-    followed = list(_followed or ())
-    if not followed or time.perf_counter() - followed[-1][2] < quiet:
+    launched = list(followed() or ())
+    if not launched or time.perf_counter() - launched[-1][2] < quiet:
         return None
-    return next(((record, followed[-1][2]) for record, mark, _ in followed if not mark.reached()), None)
+    return next(((record, launched[-1][2]) for record, mark, _ in launched if not mark.reached()), None)
 
 
 def turn_of(what: str) -> int:
@@ -192,20 +125,19 @@ class Here:
         if script.torch is None and script.inner is not None:
             code, place, call_of = script.inner
             if not code.co_filename.startswith(_PACKAGE) and _calls_wait(code, place):
-                script = replace(script, torch=_TorchCall.of_work((call_of, place)))
+                script = replace(script, torch=_work_position((call_of, place)))
         default = dist.group.WORLD
         rest: dict[str, Any] = {"doing": script.doing, "line": script.line, **self._facts()}
         rest["collectives"] = -1 if default is None else launched_of(default)
         wait = self._wait(thread, script.blocked, quiet)
         if wait is not None and isinstance(record := wait[0], Record):
             return position_of(record, wait[1], **{**rest, "line": record.line or script.line})
-        call, launch = script.torch, _works.get(thread) if wait is None else wait
-        if launch is not None and isinstance(launch[0], TorchLaunch):
-            call = _TorchCall.of(launch[0], id(launch[0]))
-            rest["line"] = launch[0].line or script.line
+        call = script.torch
+        if wait is not None and isinstance(launch := wait[0], TorchLaunch):
+            call = _torch_position(launch, id(launch))
+            rest["line"] = launch.line or script.line
         if call is not None:
-            return Position(call.what, call.size, call.kind, call.members, seconds=self._seen(call.number),
-                            number=call.number, turn=call.turn, **rest)  # fmt: skip
+            return replace(call, seconds=self._seen(call.number), **rest)
         return Position(**rest)
 
     def launched_in_torch(self, kind: str, turn: int, here: Position) -> bool:
@@ -255,10 +187,11 @@ class Here:
 
     def _wait(self, thread: int, blocked: bool, quiet: float) -> tuple[Record | TorchLaunch, float] | None:
         """Return what the script waits for, and how long it has."""
-        waits = dict(_waits)
+        waits = dict(WAITING)
         found: tuple[Record | TorchLaunch, float] | None = waits.get(thread)
-        if found is None and blocked and waits:  # in the hands of another thread
-            found = min(waits.values(), key=lambda wait: wait[1])
+        if found is None and blocked:  # another thread waits for it
+            of_engines = [wait for wait in waits.values() if isinstance(wait[0], Record)]
+            found = min(of_engines, key=lambda wait: wait[1], default=None)
         found = found or oldest_under_way(quiet)
         return None if found is None else (found[0], time.perf_counter() - found[1])
 
@@ -270,67 +203,46 @@ class Here:
         return now - self._since[1]
 
 
-@dataclass(frozen=True)
-class _TorchCall:
-    """A collective of torch that a thread is in.
+def _torch_position(launch: TorchLaunch, place: object) -> Position:
+    """Return the position of a thread in a collective of torch; `place` tells the call from others."""
+    name, given = launch.name, launch.given
+    group = _group_of(given)
+    members: list[int] = []
+    with suppress(RuntimeError, ValueError, KeyError):  # the group has been destroyed
+        members = dist.get_process_group_ranks(group)
+    shown = []
+    if "op" in given and (op := str(given["op"]).rpartition(".")[2]) != "SUM":
+        shown.append(f"op={op}")
+    peer = -1
+    for root in ("src", "dst"):
+        own = given.get(f"group_{root}")
+        number = members[own] if isinstance(own, int) and own < len(members) else given.get(root)
+        if isinstance(number, int):
+            peer = number
+            shown.append(f"{root}={number}")
+    if group is not dist.group.WORLD:
+        shown.append(f"group=ranks {', '.join(map(str, members[:8]))}{', ...' if len(members) > 8 else ''}")
+    kind = f"{TORCH}{getattr(group, 'group_name', '')}"
+    if name in _PAIRS:
+        ends = (dist.get_rank(), peer) if name.endswith("send") else (peer, dist.get_rank())
+        kind = f"{PAIR}{ends[0]}>{ends[1]}/{given.get('tag')}"
+        members = sorted(end for end in ends if end >= 0)
+    what = f"torch.distributed.{name}({', '.join(shown)})"
+    turn = -1 if name in _UNCOUNTED else launch.turn
+    return Position(what, launch.size, kind, members, number=hash((place, launch.turn)), turn=turn)
 
-    Attributes:
-        what: see `Position`.
-        size: see there.
-        kind: see there.
-        members: see there.
-        number: identifies the call, as far as two looks can tell.
-        turn: see there.
+
+def _work_position(place: object) -> Position | None:
+    """Return the position of a thread in `Work.wait` of an unknown collective; None: torch has launched none.
+
+    The collective is taken for the last one of the default group. Other ranks that have launched that one, too, are
+    known to take part.
     """
-
-    what: str
-    size: int
-    kind: str
-    members: Sequence[int]
-    number: int
-    turn: int = -1
-
-    @classmethod
-    def of(cls, launch: TorchLaunch, place: object) -> _TorchCall:
-        """Return a call from what has been launched, and something that tells it from others."""
-        name, given = launch.name, launch.given
-        group = _group_of(given)
-        members: list[int] = []
-        with suppress(RuntimeError, ValueError, KeyError):  # it has been destroyed
-            members = dist.get_process_group_ranks(group)
-        said = []
-        if "op" in given and (op := str(given["op"]).rpartition(".")[2]) != "SUM":
-            said.append(f"op={op}")
-        peer = -1
-        for root in ("src", "dst"):
-            own = given.get(f"group_{root}")
-            number = members[own] if isinstance(own, int) and own < len(members) else given.get(root)
-            if isinstance(number, int):
-                peer = number
-                said.append(f"{root}={number}")
-        if group is not dist.group.WORLD:
-            said.append(f"group=ranks {', '.join(map(str, members[:8]))}{', ...' if len(members) > 8 else ''}")
-        kind = f"{TORCH}{getattr(group, 'group_name', '')}"
-        if name in _PAIRS:
-            ends = (dist.get_rank(), peer) if name.endswith("send") else (peer, dist.get_rank())
-            kind = f"{PAIR}{ends[0]}>{ends[1]}/{given.get('tag')}"
-            members = sorted(end for end in ends if end >= 0)
-        what = f"torch.distributed.{name}({', '.join(said)})"
-        turn = -1 if name in _UNCOUNTED else launch.turn
-        return cls(what, launch.size, kind, members, hash((place, launch.turn)), turn)
-
-    @classmethod
-    def of_work(cls, place: object) -> _TorchCall | None:
-        """Return the wait for a `Work` of which only the place is known; None: nothing has been launched.
-
-        It is taken for the last collective of the default group: where the other ranks have launched that, too, it is
-        on its way.
-        """
-        default = dist.group.WORLD
-        if default is None or (turn := launched_of(default)) < 1:
-            return None
-        kind, members = f"{TORCH}{default.group_name}", dist.get_process_group_ranks(default)
-        return cls(f"{_WORK}()", 0, kind, members, hash((place, turn)), turn)
+    default = dist.group.WORLD
+    if default is None or (turn := launched_of(default)) < 1:
+        return None
+    kind, members = f"{TORCH}{default.group_name}", dist.get_process_group_ranks(default)
+    return Position(f"{_WORK}()", 0, kind, members, number=hash((place, turn)), turn=turn)
 
 
 @functools.lru_cache(64)
@@ -390,7 +302,7 @@ class _Script:
 
     line: str = ""
     doing: str = ""
-    torch: _TorchCall | None = None
+    torch: Position | None = None
     blocked: bool = False
     inner: tuple[CodeType, int, int] | None = None
 
@@ -421,7 +333,7 @@ class _Script:
             name = _WAITING.get(called.f_code.co_name, called.f_code.co_name)
             arguments = (*_SAYING_WHICH, _ALIKE.get(name, "group"))
             given = {one: value for one in arguments if (value := local_of(called, one)) is not None}
-            call = _TorchCall.of(TorchLaunch.of(name, given), (id(called), called.f_lasti))
+            call = _torch_position(TorchLaunch.of(name, given), (id(called), called.f_lasti))
         return cls(line_of(frame), doing, call, blocked, (frame.f_code, frame.f_lasti, id(frame)))
 
 
@@ -467,7 +379,7 @@ def _of_autograd(frames: Mapping[int, FrameType]) -> int:
     """Return the thread, of those that Python has not started, which is in a collective of torch."""
     own = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     strange = (thread for thread in frames if thread not in own)
-    return next((thread for thread in strange if thread in _works or _Script.of(frames[thread]).torch is not None), 0)
+    return next((thread for thread in strange if thread in WAITING or _Script.of(frames[thread]).torch is not None), 0)
 
 
 def _working_on(future: object, frames: Mapping[int, FrameType]) -> int:

@@ -120,7 +120,7 @@ def init_distributed(
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
-    made_well(start, lambda _: destroy(), lambda made: made, store, place.world_size, "default")
+    made_well(start, lambda _: destroy(), store, place.world_size, "default")
     _at_exit(_end_with_process)
     if verbose and place.rank == 0:
         ranks = f"{place.world_size} rank{'s' * (place.world_size > 1)}"

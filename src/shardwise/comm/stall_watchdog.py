@@ -47,8 +47,8 @@ from shardwise.comm.desync import (
     unsealed,
     waits_of,
 )
-from shardwise.comm.ledger import Ledger
-from shardwise.comm.rank_status import Here, follow_devices, process_word, quiet_for, state_of
+from shardwise.comm.ledger import Ledger, follow_devices
+from shardwise.comm.rank_status import Here, process_word, quiet_for, state_of
 from shardwise.comm.rendezvous import answers
 from shardwise.compat import default_store
 from shardwise.errors import DesyncError, PeerLostError

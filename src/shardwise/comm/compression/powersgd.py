@@ -149,18 +149,14 @@ class PowerSGD(Compressor):
     def __init__(
         self, parameters: gradients.PowerSGDOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
     ) -> None:
-        super().__init__(parameters.start_compressing_after_step, comm.device, hold)
-        self.comm = comm
-        self._parameters = parameters
-
-    def _split(self, shapes: Sequence[tuple[int, torch.Size]]) -> Split:
-        return split(shapes, self._parameters.matrix_approximation_rank, self._parameters.min_compression_rate)
+        super().__init__(comm, parameters.start_compressing_after_step, hold)
+        self.parameters = parameters
 
     @override
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
     ) -> Running:
-        jobs = [_Job(flat, self._split(flat.shapes), self, scale) for flat in flats]
+        jobs = [_Job(flat, self, scale) for flat in flats]
         for job in jobs:
             job.project()
         firsts = [job.first for job in jobs]
@@ -170,14 +166,14 @@ class PowerSGD(Compressor):
             self._spread(firsts, label)
             rest = [job for job in jobs if job.split.matrices]
             for job in rest:
-                job.factorize(self._parameters.orthogonalization_epsilon)
+                job.factorize(self.parameters.orthogonalization_epsilon)
             if rest:
                 seconds = [job.second for job in rest]
                 owns = [torch.empty_like(self._own(second)) for second in seconds]
                 under_way = self.comm.reduce_scatter(list(zip(owns, seconds, strict=True)), label)
                 for buffer in (*owns, *under_way.scratch):
                     self.hold(buffer)
-                if self._parameters.use_error_feedback:
+                if self.parameters.use_error_feedback:
                     for job in rest:
                         job.keep_rest()
                 under_way.wait()
@@ -186,7 +182,7 @@ class PowerSGD(Compressor):
                 self._spread(seconds, label)
             for job in jobs:
                 job.store(self.comm.rank, accumulate)
-                if job.split.matrices and self._parameters.warm_start:
+                if job.split.matrices and self.parameters.warm_start:
                     job.keep_factor()
 
         return Running([handle], finish, firsts)
@@ -201,39 +197,25 @@ class PowerSGD(Compressor):
         self.comm.all_gather(pairs, label, kind="replicate").wait()
 
     def message(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer of at least so many elements that can be divided between ranks."""
-        buffer = torch.zeros(self._padded(numel), dtype=dtype, device=self.comm.device)
-        self.hold(buffer)
-        return buffer
-
-    def _padded(self, numel: int) -> int:
+        """Return a buffer of at least `numel` elements, a multiple of the number of ranks."""
         world = self.comm.world
-        return max(1, -(-numel // world)) * world
+        return self.buffer(max(1, -(-numel // world)) * world, dtype=dtype)
 
     def seeded(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return random numbers to start from: the same on all ranks."""
-        step = 0 if self._parameters.warm_start else self.steps
-        text = f"{self._parameters.random_seed} {name} {step}"
+        step = 0 if self.parameters.warm_start else self.steps
+        text = f"{self.parameters.random_seed} {name} {step}"
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
         return torch.randn(numel, generator=generator, dtype=dtype, device="cpu").to(self.comm.device)
-
-    @property
-    def recovers(self) -> bool:
-        """Whether orthogonalizing gives as many vectors as there are columns even if they are zero."""
-        return self._parameters.orthogonalization_epsilon == 0
-
-    @property
-    def use_error_feedback(self) -> bool:
-        """Whether what has not been sent is kept."""
-        return self._parameters.use_error_feedback
 
 
 class _Job:
     """The reduction of one section."""
 
-    def __init__(self, flat: Flat, parts: Split, method: PowerSGD, scale: float) -> None:
-        self.flat = flat
-        self.split = parts
+    def __init__(self, flat: Flat, method: PowerSGD, scale: float) -> None:
+        chosen = method.parameters
+        parts = split(flat.shapes, chosen.matrix_approximation_rank, chosen.min_compression_rate)
+        self.flat, self.split = flat, parts
         self.dtype = working_dtype(flat.full.dtype)
         self._method = method
         self.first = method.message(parts.first, self.dtype)
@@ -241,7 +223,7 @@ class _Job:
 
     def _with_what_is_kept(self, scale: float) -> list[torch.Tensor]:
         flat, method = self.flat, self._method
-        if not method.use_error_feedback:
+        if not method.parameters.use_error_feedback:
             wide = [m.view(flat.full, m.offset).to(self.dtype) for m in self.split.matrices]
             if flat.full.dtype is not self.dtype:
                 for matrix in wide:
@@ -260,7 +242,7 @@ class _Job:
         """Form M Q of all matrices, and add what is exact to the message."""
         if self.split.matrices:
             start = self._method.kept.get(self._factor)
-            if start is None or not self._method.recovers:
+            if start is None or self._method.parameters.orthogonalization_epsilon:  # else QR recovers from zeros
                 seeded = self._method.seeded(self.flat.name, self.split.second, self.dtype)
                 start = seeded if start is None else self._revived(start, seeded)
             for place, matrix in zip(self.split.matrices, self._matrices, strict=True):

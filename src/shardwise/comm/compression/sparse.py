@@ -116,17 +116,7 @@ def _aligned(size: int) -> int:
 
 
 class Sparse(Compressor):
-    """What sparse reductions have in common: selecting, sending, adding up.
-
-    Args:
-        start: steps at the beginning that are reduced exactly.
-        comm: the data-parallel group.
-        hold: counts a buffer until it is given back.
-    """
-
-    def __init__(self, start: int, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> None:
-        super().__init__(start, comm.device, hold)
-        self.comm = comm
+    """Base of sparse reductions: selects, sends and adds up entries."""
 
     @property
     def ratio(self) -> float:
@@ -134,17 +124,17 @@ class Sparse(Compressor):
         raise NotImplementedError
 
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
-        """Return what may be sent of a section: its gradient, with what has been kept.
+        """Return the candidates of a flat parameter: its gradient plus the error feedback state.
 
         Args:
-            flat: the section.
+            flat: the flat parameter.
             scale: see `Compressor.reduce`.
             first: this is the first reduction in a step.
         """
         raise NotImplementedError
 
     def sent(self, flat: Flat, first: int, positions: torch.Tensor) -> None:
-        """Entries of a section are being sent: `positions` from element `first` on."""
+        """Called when entries of a flat parameter are sent: `positions` from element `first` on."""
 
     @override
     def reduce(
@@ -156,23 +146,17 @@ class Sparse(Compressor):
         parts = _parts(shards, dtypes, self.ratio)
         size = parts[-1].stop
         everybody = flats[0].whole is not None and _spreads(world, size, shards)
-        # Where a message is not filled up, and in a dry run, zeros are sent and received.
-        messages = torch.zeros(world, size, dtype=torch.uint8, device=self.comm.device)
-        shape = (world, world, size) if everybody else (world, size)
-        received = torch.zeros(shape, dtype=torch.uint8, device=self.comm.device)
-        self.hold(messages)
-        self.hold(received)
+        messages = self.buffer(world, size)
         for flat, part in zip(flats, parts, strict=True):
             values = self.gather(flat, scale, not accumulate)
             shard = flat.own.numel()
             for rank, message in enumerate(messages):
                 self._fill(flat, rank * shard, values[rank * shard : (rank + 1) * shard], part, message)
-        flat_messages, flat_received = messages.view(-1), received.view(-1)
         if everybody:
-            handle = self.comm.all_gather([(flat_received, flat_messages)], label, kind="reduce")
+            received = self.buffer(world, world, size)
+            handle = self.comm.all_gather([(received.view(-1), messages.view(-1))], label, kind="reduce")
         else:
-            sizes = [size] * world
-            handle = self.comm.all_to_all(flat_received, flat_messages, sizes, sizes, label, kind="reduce")
+            received, handle = self.exchange(messages, label)
 
         def add_up() -> None:
             for flat, part in zip(flats, parts, strict=True):
@@ -233,7 +217,7 @@ class TopK(Sparse):
     def __init__(
         self, parameters: gradients.TopKOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
     ) -> None:
-        super().__init__(parameters.start_compressing_after_step, comm, hold)
+        super().__init__(comm, parameters.start_compressing_after_step, hold)
         self._parameters = parameters
 
     @override
@@ -271,7 +255,7 @@ class DGC(Sparse):
     def __init__(
         self, parameters: gradients.DGCOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
     ) -> None:
-        super().__init__(parameters.start_compressing_after_step, comm, hold)
+        super().__init__(comm, parameters.start_compressing_after_step, hold)
         self._parameters = parameters
 
     @override

@@ -32,6 +32,7 @@ from typing_extensions import override
 from shardwise.comm.collective_queue import Launch, Work
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
+from shardwise.comm.native import PendingCollective
 from shardwise.compat import is_shared, never_compiled, storage_users, without_overrides
 from shardwise.device.ranges import named
 from shardwise.errors import UsageError
@@ -476,7 +477,7 @@ class ShardSource(GatherSource):
         if not launches:
             return [lambda: _Coming(sections)]
 
-        def begin() -> Work:
+        def begin() -> PendingCollective:
             for section in sections:
                 section.bring_shard()
             return launches[0]()
