@@ -1,9 +1,9 @@
 """Queues of collectives: chains, in which each collective needs the result of the one before, behind one `wait()`.
 
-Later collectives of a chain are launched without the caller, because other ranks may already wait for them. Where
-waiting blocks the host, a thread launches them, chain by chain in the order in which they were begun, which is the same
-on all ranks. Elsewhere the whole chain is launched at once on a CUDA stream of the queue's own
-(`shardwise.device.streams`). The caller's stream waits for it when it needs the result.
+Later collectives of a chain are launched without the caller, because other ranks may already wait for them. With a CUDA
+stream of the queue (`shardwise.device.streams`) the whole chain is launched at once, and the caller's stream waits
+where it needs the result. Where waiting blocks the host, a thread launches later collectives, chain by chain in the
+order of their starts, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Work(Protocol):
 
 Launch = Callable[[], native.PendingCollective]
 _LEAVING_S, _EXITING_S, _FAILED_S = 1.0, 10.0, 0.5
-"""How long a thread is waited for: when its engine is closed, when the process ends, and when it ends in an error."""
+"""Seconds for which a thread is waited for: when its engine is closed, at a normal exit, and after an error."""
 
 _open: weakref.WeakSet[CollectiveQueue] = weakref.WeakSet()
 
@@ -80,7 +80,7 @@ class WorkChain:
         self._wait(self._begun)
 
     def wait(self) -> None:
-        """Block until the last collective has ended; raises as `wait_first` does."""
+        """Block until the last collective has ended; raises as `wait_first`."""
         self._wait(self._ended)
 
     def _note(self) -> None:
@@ -101,7 +101,7 @@ class WorkChain:
 
 
 class _Imagined(WorkChain):
-    """A chain of a dry run: holds the buffers that a thread would hold, and exchanges nothing."""
+    """A chain of a dry run, which allocates the buffers of a real one and exchanges nothing."""
 
     def wait_first(self) -> None:
         """Wait for the first collective, and launch the others."""
@@ -119,15 +119,14 @@ class _Imagined(WorkChain):
 class CollectiveQueue:
     """Runs chains of collectives, one after the other.
 
-    On a device with streams all collectives of a chain are launched at once, on a CUDA stream of the queue's own. The
-    stream waits for the current stream only at `follow`: collectives run ahead of computation. Where waiting blocks the
-    host, collectives are launched on the current stream. So are the reductions of a single rank, which has no peers.
+    The queue's CUDA stream waits for the current stream only at `follow`: collectives run ahead of computation. Where
+    waiting blocks the host, and on a single rank, collectives run on the current stream.
 
     Args:
-        streams: of the device on which the collectives' tensors lie.
-        waits_on_host: whether waiting for a collective blocks the host.
+        streams: of the tensors' device.
+        waits_on_host: waiting for a collective blocks the host.
         name: of the stream, or of the thread.
-        limit: how long the host waits for the end of a chain.
+        limit: longest wait of the host for the end of a chain.
         imagined: a dry run, in which no other rank exists.
     """
 
@@ -144,12 +143,12 @@ class CollectiveQueue:
         self._stream = None if waits_on_host else streams.make(name)
 
     def follow(self) -> None:
-        """Make the queue's stream wait for all work of the current stream so far."""
+        """Make the queue's stream wait for the present work of the current stream."""
         if self._stream is not None and self._streams.beside:
             self._stream.wait(self._streams.mark())
 
     def leave(self) -> None:
-        """Note that no stream has waited for a collective, because no stream needs its result."""
+        """Note that no stream has waited for a collective, because none needs its result."""
         self._unawaited = True
 
     def catch_up(self) -> None:
@@ -162,11 +161,11 @@ class CollectiveQueue:
             self.mark().wait()
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Allocate and launch on the queue's stream inside of the block."""
+        """Allocate and launch on the queue's stream inside the block."""
         return (self._stream or self._streams.current()).use()
 
     def mark(self) -> Mark:
-        """Return an event behind all work of the queue's stream."""
+        """Record an event behind the present work of the queue's stream."""
         with self.aside():
             return self._streams.mark()
 
@@ -178,7 +177,7 @@ class CollectiveQueue:
             made: called with each buffer that a collective launched here has allocated.
 
         Returns:
-            An event behind the chain, if the queue has a stream.
+            With a stream: an event behind the chain.
         """
         if self._stream is not None:
             with self._stream.use():
@@ -212,11 +211,11 @@ class CollectiveQueue:
         return chain
 
     def synchronize(self, link: Work | Mark, what: str) -> None:
-        """Block the host until a chain has ended, so that its input may be freed on any stream.
+        """Block the host until a chain has ended, so that its input may be released on any stream.
 
         Args:
-            link: what `start` returned.
-            what: the chain, for errors.
+            link: from `start`.
+            what: name of the chain, for errors.
 
         Raises:
             PeerLostError: the chain has not ended within the limit, or a rank has gone.
@@ -233,7 +232,7 @@ class CollectiveQueue:
             raise lost
 
     def close(self, limit: float = _LEAVING_S) -> None:
-        """End the thread after the chains in the queue; wait `limit` seconds for that."""
+        """End the thread after the queued chains; wait at most `limit` seconds."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(limit)

@@ -1,15 +1,14 @@
-"""The communicator numbers every collective of an engine, and writes it into the ledger before it is launched.
+"""Collectives of an engine over one group of ranks: numbered, recorded in the ledger, and launched by a backend.
 
-A backend launches it: torch.distributed (`shardwise.comm.native`), or on one machine a transport between processes that
-read each other's memory (`shardwise.comm.intra_node_transport`).
+The backend is torch.distributed (`shardwise.comm.native`), or shared memory between processes of one machine
+(`shardwise.comm.intra_node_transport`).
 
-Different kinds of collective (gathers, reductions, small sums) may be launched in different interleavings on different
-ranks: each has a process group. Those of scripts and checkpoints ("explicit") share that of the small sums and are
-launched in one order with them. Within one kind the order must be the same on all ranks; that is what
-`shardwise.zero.passes.gather` and `shardwise.zero.passes.reduce` guarantee.
+Each kind of collective (`shardwise.comm.groups.PURPOSES`) is a sequence of its own, because ranks may interleave
+all-gathers, reduce-scatters and small sums differently. All ranks launch one kind in the same order, which
+`shardwise.zero.passes.gather` and `shardwise.zero.passes.reduce` guarantee. Scripts and checkpoints share the order of
+the small sums.
 
-A backend serves one type of device: NCCL refuses tensors of the CPU. Every tensor handed in therefore lies on the
-communicator's device, and what is made here is made there.
+All tensors lie on the communicator's device, because a backend serves one type of device.
 """
 
 from __future__ import annotations
@@ -41,21 +40,21 @@ from shardwise.device.streams import Streams, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 
 _UNCOUNTED = ("gather_on", "reduce_on")
-"""Kinds of which ranks in one place may have launched different numbers, because threads launch them."""
+"""Kinds whose counts differ between ranks in one place, because threads launch them."""
 _IN_PASSES = ("gather", "reduce", "replicate")
-"""Kinds of which all parts of a group launch the same numbers; small ones of `exchange` depend on values."""
+"""Kinds that all parts of a group launch equally often; the number of small ones depends on values."""
 
 _DIGEST, _LENGTH, _INLINE = 16, 4, 44
-"""Bytes of an exchanged value's digest, of its length, and of a value that needs no further collective."""
+"""Bytes of an exchanged value's digest, of its length, and of a value that fits into the first row."""
 _BROADCAST_COST = 4096
-"""Bytes that take about as long as the start of a broadcast."""
+"""Bytes that take about as long to send as a broadcast takes to start."""
 _MOST_BYTES = 4 << 20
-"""Size of the buffer on the device in which long values are gathered."""
+"""Bytes of the device buffer in which long values are gathered."""
 _ERROR_TEXT = 2000
 """Characters of an exception that other ranks show."""
 
 MOST_GATHERED = 4096
-"""Bytes of what `all_reduce` gathers from all ranks; larger tensors are reduced and then gathered."""
+"""Bytes up to which `all_reduce` gathers from all ranks; larger tensors are reduced and then gathered."""
 
 T = TypeVar("T")
 
@@ -120,7 +119,7 @@ class Handle:
 
 
 def members_of(group: dist.ProcessGroup | None) -> list[int]:
-    """Return the global numbers of the ranks of a group, in their order; None: the default group, if there is one."""
+    """Return the global ranks of a group, in its order; None: of the default group, if initialised."""
     if not (dist.is_available() and dist.is_initialized()):
         return [0]
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
@@ -129,34 +128,40 @@ def members_of(group: dist.ProcessGroup | None) -> list[int]:
 class Communicator:
     """Collectives of one engine over one data-parallel group.
 
-    Process groups are made at their first use (`shardwise.comm.groups.GroupCache`); a communicator and its parts share
-    a cache, so that parts of the same ranks share groups.
+    Process groups are created at first use (`shardwise.comm.groups.GroupCache`). A communicator and its parts share a
+    cache, so that parts of the same ranks share groups.
 
     Args:
-        group: the ranks that share the work, or None for the default group; must be initialised unless the world is one
-            process.
-        ledger: where the collectives are recorded.
-        device: where the tensors of the collectives lie.
-        name: name of the group in records.
-        call: the call that makes it, in which all ranks have to be; empty: `name`.
-        ordered: exchange pieces and add them in rank order instead of using the backend's reductions (config key
+        group: the process group; None: the default group. It is initialised, unless the world is one process.
+        ledger: records the collectives.
+        device: of all tensors.
+        name: of the group in records.
+        call: the call of all ranks that creates the communicator; empty: `name`.
+        ordered: exchange ranges and add them in rank order instead of the backend's reductions (configuration key
             `deterministic_reduce`). On Gloo sums are always in rank order.
         near: ranks of one machine may read each other's memory.
-        nodes: names the node of each rank, as `nodes()` does; None: the ranks ask each other when it is needed.
-        alone: of this rank only; needs no group.
-        whole: the communicator of which this is a part.
-        members: global numbers of the part's ranks.
+        nodes: the node of each rank, as from `nodes()`; None: found with a collective when needed.
+        alone: a group of this rank only.
+        whole: the communicator that this one is a part of.
+        members: global ranks of the part.
 
     Attributes:
         timeout: limit for one collective: that of `group`.
-        imagined: there are no other ranks (torch's fake backend, and `shardwise.comm.fake`).
-        members: the global numbers of its ranks, in their order.
+        imagined: no other rank exists (torch's fake backend, and `shardwise.comm.fake`).
+        members: the global ranks, in order.
 
     Raises:
-        UsageError: the group has no backend that can be used with tensors of this device.
+        UsageError: the group has no backend for tensors of this device.
     """
 
     members: Sequence[int]
+    timeout: timedelta
+    imagined = False
+    _given: dist.ProcessGroup | None = None
+    _cache: GroupCache | None = None
+    _failures: FailureReports | None = None
+    _peers: Sequence[int] = ()
+    _on_host = _is_part = False
 
     def __init__(
         self,
@@ -173,9 +178,7 @@ class Communicator:
         whole: Communicator | None = None,
         members: Sequence[int] = (),
     ) -> None:
-        self.ledger = ledger
-        self.device = device
-        self.name = name
+        self.ledger, self.device, self.name = ledger, device, name
         initialised = not alone and dist.is_available() and dist.is_initialized()
         own = [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
         self.members = list(members) or (members_of(group) if initialised else own)
@@ -186,15 +189,10 @@ class Communicator:
         self._parts: list[Communicator] = []
         self._count = dict.fromkeys(PURPOSES, 0)
         self._nodes = nodes
-        self._on_host = False
-        self._peers: Sequence[int] = ()
-        self._cache: GroupCache | None = None
         self._is_part = whole is not None
-        self.imagined = False
-        self._failures: FailureReports | None = None
         self._backend = native.Backend()
         limit = whole.timeout if whole is not None else timeout_of(group, device) if initialised else None
-        self.timeout: timedelta = limit or timeout_from_environment()
+        self.timeout = limit or timeout_from_environment()
         if self.sends:
             backend = _backend(group if whole is None else whole._given, device)
             self.imagined = backend == "fake"
@@ -215,12 +213,12 @@ class Communicator:
                 self._backend = intra_node_transport.connect(torch_backend, self._group("explicit"), name)
 
     def _group(self, kind: str) -> dist.ProcessGroup:
-        """Return the process group that carries a kind; the first time its ranks make it."""
+        """Return the process group that carries a kind; its ranks create it at first use."""
         assert self._cache is not None, "destroyed"
         return self._cache.get(tuple(self.members), kind)
 
     def connect(self, *kinds: str) -> None:
-        """Make the process groups that carry some kinds (all ranks call), so that no pass waits for that."""
+        """Create the process groups of some kinds (all ranks call), so that no pass waits for them."""
         for kind in kinds if self.sends else ():
             self._group(kind)
 
@@ -228,39 +226,39 @@ class Communicator:
     def process_group(self) -> dist.ProcessGroup | None:
         """The process group of these ranks, for collectives of a script; None: the default group.
 
-        All its ranks call for that of a part: the first time they make it.
+        All ranks of a part call, because the first use creates the group.
         """
         if not self._is_part:
             return self._given
         return self._group("explicit") if self._cache is not None else None
 
     def communicators(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return ranks and purpose of each process group that this communicator and its parts have made."""
+        """Return ranks and purpose of each process group created by this communicator and its parts."""
         return [] if self._cache is None else self._cache.made()
 
     def run_of(self, size: int, name: str) -> Communicator:
-        """Return a communicator of this rank and those next to it: runs of `size` ranks, one after the other.
+        """Return a communicator of this rank's run, where runs of `size` ranks follow one another (all ranks call).
 
-        All ranks call; `destroy()` destroys it. Its ranks exchange messages, because a rank that waits in one transport
-        through memory does not read offers of another.
+        `destroy()` destroys it. Its ranks exchange messages, because a rank that waits in one shared-memory transport
+        does not serve another one.
 
         Args:
             size: divides the number of ranks.
-            name: name of the group in records.
+            name: of the group in records.
         """
         return self.part([range(first, first + size) for first in range(0, self.world, size)], name)
 
     def across_runs(self, size: int, name: str) -> Communicator:
-        """Return a communicator of the ranks at this rank's place in all runs of `size` ranks; see `run_of`."""
+        """Return a communicator of the ranks at this rank's place in all runs of `size` ranks, as `run_of`."""
         return self.part([range(place, self.world, size) for place in range(size)], name)
 
     def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:
-        """Return a communicator of the ranks of that list which this rank is in; see `run_of`.
+        """Return a communicator of this rank's list of ranks, as `run_of`.
 
         Args:
-            parts: ranks of this communicator; each is in one list.
-            name: name of the group in records.
-            near: ranks of one machine read each other's memory: worth its connections where much is waited for.
+            parts: disjoint lists of ranks of this communicator.
+            name: of the group in records.
+            near: ranks of one machine read each other's memory, over connections of their own.
         """
         own = next(list(places) for places in parts if self.rank in places)
         part = Communicator(
@@ -280,9 +278,9 @@ class Communicator:
     def all_gather(
         self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], label: str, kind: str = "gather"
     ) -> Handle:
-        """Gather each 1-D `shard` of S elements into its 1-D `full` of world * S elements, without blocking.
+        """Launch the all-gather of each 1-D `shard` of S elements into its 1-D `full` of world * S elements.
 
-        `shard` may be the view of `full` at this rank's place; then nothing is copied locally.
+        `shard` may be the view of `full` at this rank's place, which saves a copy.
         """
         size = 0
         for full, _ in pairs:
@@ -298,15 +296,15 @@ class Communicator:
         accumulate: bool = False,
         kind: str = "reduce",
     ) -> Handle:
-        """Reduce each `full` over ranks, in rank order, and keep this rank's range in `out`, without blocking.
+        """Launch the reduce-scatter of each `full`, in rank order, into this rank's range `out`.
 
-        out = (out if accumulate else 0) + sum over ranks of full[rank's range], added up in the dtype of `out`.
+        out = (out if accumulate else 0) + sum over ranks of full[rank's range], in the dtype of `out`.
 
         Args:
             pairs: `out` and `full` of each reduction.
             label: for the record.
             accumulate: add to `out` instead of replacing it.
-            kind: with which collectives it is in one order.
+            kind: sequence of collectives.
         """
         size = 0
         for _, full in pairs:
@@ -317,8 +315,8 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank.
 
-        Of a few numbers every rank receives those of all. More numbers are summed as `sum_large` does it, so that what
-        a rank receives does not grow with the number of ranks.
+        Every rank gathers a few numbers from all. Larger tensors are summed by `sum_large`, so that the received bytes
+        do not grow with the number of ranks.
         """
         size = tensor.numel() * tensor.element_size()
         if size > MOST_GATHERED and self.sends:
@@ -335,16 +333,16 @@ class Communicator:
         return done
 
     def sum_large(self, flat: torch.Tensor, label: str, out: torch.Tensor | None = None) -> Handle:
-        """Sum a 1-D tensor over ranks: the same bits on every rank (it blocks).
+        """Sum a 1-D tensor over ranks: the same bits on every rank (blocking).
 
-        On Gloo and under `ordered` each rank adds up a range in rank order and sends the result to the others, as a
-        stage 0 reduction does: twice the tensor is sent and, in place, its range is held once more, on any number of
-        ranks; half precision is summed in fp32 and rounded once. Other backends have one all-reduce of their own.
+        On Gloo and under `ordered` a reduce-scatter in rank order and an all-gather do so, as in a stage 0 reduction:
+        twice the tensor is sent, and an in-place sum allocates this rank's range. Half precision is summed in fp32 and
+        rounded once. Other backends run one all-reduce.
 
         Args:
             flat: its length is a multiple of the number of ranks.
             label: for the record.
-            out: receives the sum, and `flat` stays what it is; None: `flat` does.
+            out: receives the sum; None: `flat` does.
         """
         if not (self._on_host or self._ordered or not self.sends):
             if out is not None:
@@ -368,7 +366,7 @@ class Communicator:
         return self._launch("all_reduce", flat.nbytes, sent, label, "explicit", self._backend.sum_in_place, flat)
 
     def broadcast(self, tensor: torch.Tensor, src: int, label: str, kind: str = "explicit") -> Handle:
-        """Copy a tensor from group rank `src` to all ranks, in place."""
+        """Launch the broadcast of a tensor from group rank `src` to all ranks, in place."""
         size = tensor.numel() * tensor.element_size()
         sent, launch = size if self.rank == src else 0, self._backend.broadcast if size else _nothing
         return self._launch("broadcast", size, sent, label, kind, launch, tensor, src)
@@ -382,22 +380,23 @@ class Communicator:
         label: str,
         kind: str = "explicit",
     ) -> Handle:
-        """Send the r-th part of 1-D `given` to rank r and receive the r-th part of 1-D `output` from it.
+        """Launch the all-to-all that sends range r of 1-D `given` to rank r and receives range r of 1-D `output` from
+        it.
 
         Args:
-            output: receives; its parts lie in rank order, as those of `given`.
-            given: is sent.
-            output_sizes: elements of each part of `output`; they may differ and may be zero.
-            input_sizes: elements of each part of `given`.
+            output: receives, in rank order.
+            given: is sent, in rank order.
+            output_sizes: elements of each range of `output`; may differ and may be zero.
+            input_sizes: elements of each range of `given`.
             label: for the record.
-            kind: with which collectives it is in one order.
+            kind: sequence of collectives.
         """
         size = given.numel() * given.element_size()
         sent, launch = size - input_sizes[self.rank] * given.element_size(), self._backend.all_to_all
         return self._launch("all_to_all", size, sent, label, kind, launch, output, given, output_sizes, input_sizes)
 
     def share_object(self, value: object, label: str, src: int = 0) -> object:
-        """Return rank `src`'s JSON-like `value` on every rank (set-up only: it blocks)."""
+        """Return the JSON value of rank `src` on every rank (blocking, for set-up only)."""
         if self.sends and not self.imagined:
             own = json.dumps(value).encode() if self.rank == src else b""
             length = torch.tensor([len(own)], dtype=torch.int64, device=self.device)
@@ -407,11 +406,10 @@ class Communicator:
         return value
 
     def exchange(self, value: Any, label: str) -> list[Any]:
-        """Return the JSON values that all ranks have passed, in rank order (it blocks).
+        """Return the JSON values of all ranks, in rank order (blocking).
 
-        A value comes back as JSON has it: a tuple as a list. Ranks first send a row of fixed size: digest, length, and
-        the value if it is short. Of longer values one rank sends each that differs from the others, and one long value
-        does not make the others long. Equal values are parsed once and are one object.
+        A tuple comes back as a list. Each rank first sends a row of fixed size: digest, length, and the value if it is
+        short. One rank sends each distinct long value. Equal values are parsed once and are one object.
         """
         if not self.sends or self.imagined:
             return [value] * self.world
@@ -430,11 +428,11 @@ class Communicator:
         return [values[row[:_DIGEST]] for row in rows]
 
     def _long_texts(self, own: bytes, senders: dict[bytes, tuple[int, int]], label: str) -> dict[bytes, bytes]:
-        """Return long values by digest, each of which one rank sends; the buffer on the device is bounded.
+        """Return long values by digest, each sent by one rank; the buffer on the device is bounded.
 
         Args:
-            own: this rank's value.
-            senders: rank and size of each, by digest.
+            own: value of this rank.
+            senders: rank and size of each value, by digest.
             label: for records.
         """
         # Of the longest values each is broadcast, and the others are gathered from all ranks: what takes the least.
@@ -461,7 +459,7 @@ class Communicator:
         return ctypes.string_at(here.data_ptr(), size)
 
     def _rows(self, own: bytes, width: int, label: str) -> list[bytes]:
-        """Return the bytes of all ranks, each filled up to the same length."""
+        """Return the bytes of all ranks, each padded to `width`."""
         everything = torch.zeros(self.world * width, dtype=torch.uint8, device=self.device)
         mine = everything[self.rank * width : (self.rank + 1) * width]
         if own:
@@ -472,22 +470,22 @@ class Communicator:
         return [ctypes.string_at(here.data_ptr() + rank * width, width) for rank in range(self.world)]
 
     def fingerprints(self, text: str, label: str) -> list[str]:
-        """Return a digest of each rank's text, in rank order, equal where texts are (one small collective)."""
+        """Return a digest of each rank's text, in rank order (one small collective)."""
         digest = hashlib.sha256(text.encode()).digest()[:_DIGEST]
         if not self.sends or self.imagined:
             return [digest.hex()] * self.world
         return [row.hex() for row in self._rows(digest, _DIGEST, label)]
 
     def together(self, what: str, work: Callable[[], T]) -> T:
-        """Return what a function without collectives returns; if it raises on some ranks, all ranks raise.
+        """Return the result of a function without collectives; if it raises on some ranks, all ranks raise.
 
         Args:
-            what: is done, for the other ranks' error.
+            what: description of the function, for the other ranks' error.
             work: the function.
 
         Raises:
             DesyncError: another rank has raised an exception.
-            Exception: that of this rank.
+            Exception: of this rank.
         """
         error: Exception | None = None
         try:
@@ -507,47 +505,47 @@ class Communicator:
         return found
 
     def nodes(self) -> Sequence[str]:
-        """Return a name of each rank's node, in rank order (all ranks call; the first time it is a small collective).
+        """Return a name of each rank's node, in rank order (the first call is a small collective of all ranks).
 
-        See `shardwise.comm.rendezvous.node`; of imagined ranks all share one.
+        Fake ranks share one node. See `shardwise.comm.rendezvous.node`.
         """
         if self._nodes is None:
             self._nodes = self.fingerprints(node(), "nodes")
         return self._nodes
 
     def group_rank(self, rank: int) -> int:
-        """Translate a global rank into this group's."""
+        """Return the rank in this group of a global rank."""
         return 0 if self.world == 1 else list(self.members).index(rank)
 
     def groups_of_ranks(self) -> dict[str, list[int]]:
-        """Return the global numbers of the ranks of this communicator and its parts, by the name in records."""
+        """Return the global ranks of this communicator and its parts, by name in records."""
         found = {self.name: list(self.members)}
         for part in self._parts:
             found.update(part.groups_of_ranks())
         return found
 
     def barrier(self, label: str = "barrier") -> None:
-        """Block until every rank of the group is here."""
+        """Block until all ranks of the group have called."""
         sign = torch.zeros(1, device=self.device)
         self.all_reduce(sign, label).wait()
         sign.cpu()  # on CUDA only the stream has waited so far
 
     @functools.cached_property
     def waits_on_host(self) -> bool:
-        """Whether `Handle.wait` returns when the result is there; NCCL's only makes the current stream wait."""
+        """Whether `Handle.wait` blocks the host until the result is there; on NCCL the current stream waits."""
         return self._on_host or not self.sends
 
     @functools.cached_property
     def async_gathers(self) -> bool:
         """Whether all-gathers run on a CUDA stream of their own.
 
-        On one rank an all-gather is a copy of parameters from the host: it too overlaps with computation.
+        On one rank an all-gather is a copy of parameters from the host, which also overlaps with computation.
         """
         return not self.waits_on_host or (not self.sends and self.streams.beside)
 
     @functools.cached_property
     def sends(self) -> bool:
-        """Whether there are other ranks; tests have a single rank send to itself."""
+        """Whether there are other ranks; tests let a single rank send to itself."""
         return self.world > 1
 
     @functools.cached_property
@@ -557,18 +555,18 @@ class Communicator:
 
     @property
     def transport(self) -> str:
-        """How gathers and reductions reach other ranks: "memory", "messages", or "nccl"."""
+        """Transport of all-gathers and reduce-scatters: "memory", "messages", or "nccl"."""
         return self._backend.transport if self.waits_on_host else "nccl"
 
     def received(self, sent: int) -> int:
-        """Return about how many bytes a reduction of `sent` bytes holds for what arrives from other ranks."""
+        """Return about how many bytes a reduction of `sent` bytes allocates for received values."""
         return self._backend.received(sent)
 
     @property
     def launched(self) -> list[int]:
-        """How many collectives of each kind this rank has launched; two ranks in one place have the same numbers.
+        """How many collectives of each kind this rank has launched, those of passes of its parts included.
 
-        Those of passes in its parts are among them.
+        Two ranks in one place of the program have the same numbers.
         """
         return self._launched([kind for kind in PURPOSES if kind not in _UNCOUNTED])
 
@@ -577,7 +575,7 @@ class Communicator:
         return own + [number for part in self._parts for number in part._launched(_IN_PASSES)]
 
     def destroy(self) -> None:
-        """Destroy the process groups made by this communicator and its parts (not the group that it was given)."""
+        """Destroy the process groups created by this communicator and its parts (not the group given)."""
         for part in self._parts:
             part.destroy()
         self._parts = []
@@ -631,8 +629,8 @@ class Communicator:
         """Return an error that also says where the other ranks are, for exchanges outside of this class.
 
         Args:
-            error: names the rank of the group that did not answer.
-            what: what it was waited for in, in words that are the same on all ranks.
+            error: names the group rank that did not answer.
+            what: the exchange, in words that are the same on all ranks.
             waited: seconds.
         """
         if self._failures is None:
@@ -641,20 +639,20 @@ class Communicator:
 
 
 _MOST_VERSIONS = 4
-"""Of what differs, so many are compared."""
+"""Different versions that are compared."""
 _MOST_DIFFERENCES = 5
 """Differences that the error lists."""
 
 
 def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
-    """Compare what ranks were given; one small all-reduce, and more only if they differ (all ranks call).
+    """Compare the arguments of all ranks (all ranks call): one small collective, and more if they differ.
 
     Args:
-        comm: the ranks that have to agree.
-        facts: what this rank was given: name of a fact to what it is, in the same order on all ranks.
+        comm: the ranks that must agree.
+        facts: arguments of this rank by name, in the same order on all ranks.
 
     Raises:
-        DesyncError: on every rank, if any rank's facts differ from rank 0's; the first differences are listed.
+        DesyncError: on every rank, if the facts of a rank differ from rank 0's; lists the first differences.
     """
     if comm.world == 1:
         return
@@ -664,12 +662,12 @@ def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
 
 
 def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str]) -> DesyncError:
-    """Return an error that names what differs (all ranks call); one rank sends each of the first few versions.
+    """Return an error that names the differences (all ranks call); one rank sends each of the first few versions.
 
     Args:
-        comm: the ranks that have to agree.
-        facts: see `check_agreement`.
-        given: of each rank, what is equal where facts are.
+        comm: the ranks that must agree.
+        facts: as in `check_agreement`.
+        given: of each rank, a text that is equal where facts are.
     """
     senders: dict[str, int] = {}
     for rank, version in enumerate(given):
@@ -699,7 +697,7 @@ def _nothing(*_: object) -> None:
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Return the backend for the tensors of a device, or say what is wrong with the group."""
+    """Return the backend for tensors of a device; raise if the group has none."""
     backend = backend_of(group, device)
     if backend is None or (backend == "gloo" and device.type != "cpu"):
         raise UsageError(

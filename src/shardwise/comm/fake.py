@@ -87,8 +87,6 @@ class FakeCommunicator(Communicator):
         self.ledger, self.device, self.name = Ledger(), device, name
         self.world, self.rank = world, rank
         self.imagined = True
-        self._given = self._cache = None
-        self._is_part = False
         self.members = list(range(world))
         self.timeout = timeout_from_environment()
         self._ordered = like is not None and like._ordered
@@ -96,8 +94,6 @@ class FakeCommunicator(Communicator):
         self._on_host = device.type == "cpu" if like is None else like._on_host
         self._count = dict.fromkeys(PURPOSES, 0)
         self._parts: list[Communicator] = []
-        self._failures = None
-        self._peers = ()
         self._nodes = ["fake"] * world
         self.waits_on_host = device.type == "cpu" or world == 1 if like is None else like.waits_on_host
         self.async_gathers = device.type != "cpu" if like is None else like.async_gathers

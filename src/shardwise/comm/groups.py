@@ -1,13 +1,13 @@
-"""Process groups of our own, each checked when it is made.
+"""Process groups of engines, checked at creation, and calls that all ranks enter together.
 
 A rank of Gloo identifies itself by a small number, without proof. Another program that connects to its port first takes
-the rank's place, and both ranks would wait for the whole limit of a collective. So each pair of ranks of a new group
-exchanges a message before the group is used. If a message is missing, all ranks make another group. They agree on that
-through the default group's store.
+the rank's place, and both ranks would wait for the whole limit of a collective. Therefore each pair of ranks of a new
+group exchanges a message. If a message is missing, all ranks create another group, agreed through the default group's
+store.
 
 All ranks enter a call (`initialize`, `zero.Init`, `tp_model_init`) before its first collective. A rank that has entered
-another call, or has refused its arguments, is named at once; else its peers would wait for the whole limit of a
-collective. Each rank makes three requests to the store, and polls it while it waits.
+another call, or has refused its arguments, is named at once. Each rank makes three requests to the store, and polls the
+store while it waits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ROUNDING_S = 0.005
 
 _ATTEMPTS = 5
 _LIMIT = timedelta(seconds=10)
-"""How long the first messages of a group may take: its ranks have just come from making it."""
+"""Limit for the first messages of a group, whose ranks have just created it."""
 _TAG = 1
 _POLL_S, _SLOWEST_POLL_S = 0.001, 0.1
 
@@ -45,18 +45,18 @@ _log = logging.getLogger("shardwise")
 
 
 class Deadline:
-    """End of several waits that share one limit; None: there is none."""
+    """End of several waits that share one limit; None: no limit."""
 
     def __init__(self, limit: timedelta | None) -> None:
         self.limit = limit
         self._end = None if limit is None else time.monotonic() + limit.total_seconds()
 
     def left(self) -> timedelta | None:
-        """Return the time that is left, at least a millisecond (Gloo takes 0 for no limit); None without a limit."""
+        """Return the remaining time, at least a millisecond (Gloo takes 0 for no limit); None without a limit."""
         return None if self._end is None else timedelta(seconds=max(self._end - time.monotonic(), 0.001))
 
     def over(self) -> bool:
-        """Return whether a wait that has failed now has failed because the time is up."""
+        """Return True if a wait that fails now has reached the limit."""
         return self._end is not None and time.monotonic() > self._end - _ROUNDING_S
 
 
@@ -103,7 +103,7 @@ def made_well(
 
 
 def _missing(group: dist.ProcessGroup, key: str) -> int | None:
-    """Exchange one message with each other rank of a group; return one whose message has not come, or None."""
+    """Exchange one message with each other rank of a group; return a rank whose message is missing, or None."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     sent = [list(hashlib.sha256(f"{key}/{member}".encode()).digest()) for member in range(world)]
     cards = torch.tensor(sent, dtype=torch.uint8, device=CPU)
@@ -131,7 +131,7 @@ def _missing(group: dist.ProcessGroup, key: str) -> int | None:
 
 
 def _all_agree(store: dist.Store, key: str, ranks: int, here: bool) -> bool:
-    """Whether all ranks find the same group good."""
+    """Return True if all ranks accept the group."""
     if not here:
         store.set(f"{key}/bad", "")
     if store.add(key, 1) == ranks:
@@ -163,7 +163,7 @@ waits for collectives, because a thread launches them."""
 
 
 def purposes_of(on_host: bool) -> dict[str, str]:
-    """Return `PURPOSES`, with one group for a chain unless the host waits for collectives."""
+    """Return `PURPOSES`; where the host does not wait for collectives, a chain has one group."""
     return PURPOSES if on_host else {kind: purpose.removesuffix("_on") for kind, purpose in PURPOSES.items()}
 
 
@@ -198,7 +198,7 @@ class GroupCache:
         return self._made[key]
 
     def made(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return the ranks and the purpose of each group that has been created."""
+        """Return ranks and purpose of each group that has been created."""
         return list(self._made)
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class GroupCache:
             give_back(self._made.popitem()[1])
 
     def forget(self) -> None:
-        """Drop all references to groups, which torch has destroyed or is about to."""
+        """Release the references to groups, which torch destroys."""
         self._made = {}
 
 
@@ -246,10 +246,10 @@ _names = _Names()
 def new_group(
     ranks: Sequence[int], timeout: timedelta, backend: str, device: torch.device, purpose: str
 ) -> dist.ProcessGroup:
-    """Make a group of some ranks (no other rank calls); arguments as of `GroupCache`.
+    """Create a group of some ranks (no other rank calls); arguments as of `GroupCache`.
 
     Raises:
-        PeerLostError: see `made_well`.
+        PeerLostError: from `made_well`.
     """
     digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
     name = _names.next(f"shardwise/{purpose}/{digest}")
@@ -267,17 +267,17 @@ def new_group(
 
 
 def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) -> None:
-    """Wait until ranks have come: torch would wait without a word for those of a group, and name a key of its store.
+    """Wait until all ranks have come. Because torch waits without a message, and names a key of its store at the limit.
 
     Args:
-        ranks: global numbers.
+        ranks: global ranks.
         timeout: limit for the wait.
-        name: of the meeting, the same on all of them, and of no other.
-        what: to which they come, in words.
+        name: of the rendezvous, the same on all ranks, and used once.
+        what: the call or group, in words.
 
     Raises:
-        LaunchError: see `shardwise.comm.rendezvous.meet`.
-        DesyncError: see there.
+        LaunchError: from `shardwise.comm.rendezvous.meet`.
+        DesyncError: from there.
     """
     store = compat.default_store()
     if store is None or dist.get_backend() == "fake":
@@ -290,7 +290,7 @@ def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) 
 
 
 def meeting_store(name: str, store: dist.Store) -> dist.Store:
-    """Return the part of a store in which the ranks of a meeting write."""
+    """Return the part of a store that a rendezvous uses."""
     return dist.PrefixStore(f"shardwise/made/{name}", store)
 
 
@@ -324,7 +324,7 @@ def enter(what: str, timeout: timedelta) -> None:
 
 
 def refuse(what: str, error: BaseException) -> None:
-    """Tell ranks that are waiting in `enter` that this rank has refused the call (it counts as entered here)."""
+    """Report to ranks that wait in `enter` that this rank has refused the call, which counts as entered here."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     store, name = compat.default_store(), _names.next("entry")
@@ -350,7 +350,7 @@ def give_back(group: dist.ProcessGroup) -> None:
 
 
 def forget() -> None:
-    """Drop all references to groups, so that none outlives its destruction."""
+    """Release all references to groups, so that none outlives its destruction."""
     for cache in list(_caches):
         cache.forget()
     _names.clear()

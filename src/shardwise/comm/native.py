@@ -1,16 +1,13 @@
-"""The collectives of an engine, launched through torch.distributed, and the interface of other transports.
+"""Collectives through torch.distributed, and the interface of backends.
 
-Sums are formed in the dtype of the output (fp32 as a rule), in one of two ways:
+A reduce-scatter forms sums in the dtype of the output (as a rule fp32), in one of two ways:
 
-* exchange: an all-to-all brings the pieces to their owner as they are. The owner adds them in rank order, which is
-  bit-identical for any number of ranks;
-* the backend's reduce-scatter, for which a narrower wire is widened first.
+* exchange: an all-to-all brings each range to its owner in the dtype of the wire. The owner adds in rank order, with
+  the same bits for any number of ranks.
+* reduction: the backend's reduce-scatter, for which a narrower wire is widened first.
 
-On Gloo, and where the order is asked for, pieces are exchanged. Elsewhere the backend's reduce-scatter is used if the
-dtypes are the same. Of 16-bit gradients and fp32 sums the exchange sends half the bytes of each rank, and within a node
-that decides. Between nodes it is bytes of a node that count: in an exchange each of its ranks sends all other nodes
-their parts, while the backend adds up within the node and sends each sum about once. So the exchange is left where it
-would send more; see `exchanges`.
+Gloo and `ordered` always exchange. Other backends exchange where dtypes differ and the exchange sends fewer bytes
+between nodes (`exchanges`): it sends half the bytes of each rank, but the backend adds up within a node first.
 """
 
 from __future__ import annotations
@@ -84,22 +81,22 @@ class Works:
 
 
 Users = Sequence[tuple[torch.Tensor, int]]
-"""Tensors of one collective, and how many objects refer to the memory of each when the collective is launched."""
+"""Tensors of a collective, and the number of references to the memory of each at the launch."""
 
 _RELEASE_S = 0.02
-"""Longest wait of the host for references of a transport."""
+"""Longest wait of the host for the references of a transport."""
 
 
 def users_of(*tensors: torch.Tensor) -> Users:
-    """Return the users of tensors on a CPU; of other devices, and where torch does not tell, nothing."""
+    """Return the users of CPU tensors; nothing for other devices, and where torch does not tell."""
     return [(tensor, users) for tensor in tensors if tensor.is_cpu and (users := storage_users(tensor)) is not None]
 
 
 def await_release(users: Users) -> None:
-    """Wait until a collective that has ended refers to none of some tensors, which nothing else may have come to use.
+    """Wait until a collective that has ended no longer refers to its tensors.
 
-    Because a thread of Gloo drops its references a little after it has reported the end, memory would outlive the
-    collective for as long as that thread gets no core.
+    Because a thread of Gloo releases its references a little after the end, memory would outlive the collective for as
+    long as that thread has no core.
     """
     end = time.monotonic() + _RELEASE_S
     for tensor, before in users:
@@ -116,12 +113,12 @@ thread = _Thread()
 
 
 class Backend:
-    """Collectives of one rank without peers; the interface of all backends. Arguments are those of `Communicator`.
+    """Interface of all backends, and the collectives of one rank without peers. Arguments are those of `Communicator`.
 
-    A method returns a launched collective; None: it has ended.
+    A method returns a launched collective, or None if the collective is complete.
 
     Attributes:
-        transport: name of the way on which gathers and reductions reach other ranks.
+        transport: name of the transport of all-gathers and reduce-scatters.
     """
 
     transport = "messages"
@@ -147,7 +144,7 @@ class Backend:
         return None
 
     def sum_in_place(self, tensor: torch.Tensor, record: Record) -> PendingCollective | None:
-        """Sum a tensor over ranks by one collective of the backend: the same bits on every rank."""
+        """Sum a tensor over ranks by one all-reduce of the backend: the same bits on every rank."""
         return None
 
     def broadcast(self, tensor: torch.Tensor, src: int, record: Record) -> PendingCollective | None:
@@ -162,24 +159,24 @@ class Backend:
         input_sizes: Sequence[int],
         record: Record,
     ) -> PendingCollective | None:
-        """Send the r-th part of `given` to rank r and receive the r-th part of `output` from it."""
+        """Send range r of `given` to rank r and receive range r of `output` from it."""
         output.copy_(given)
         return None
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
-        """Return buffers as `reduce_scatter` makes them for itself, for plans of memory."""
+        """Return buffers as `reduce_scatter` allocates them, for memory plans."""
         return []
 
     def received(self, sent: int) -> int:
-        """Return about how many bytes a reduction of so many holds for what arrives."""
+        """Return about how many bytes a reduction of `sent` bytes allocates for received values."""
         return 0
 
     def planned(self, world: int) -> Backend:
-        """Return what makes the same buffers for a number of ranks, of which no other exists."""
+        """Return a backend that allocates the same buffers for a number of ranks without peers."""
         return Backend()
 
     def close(self) -> None:
-        """Give back what the backend holds beside process groups."""
+        """Release resources other than process groups."""
 
 
 class TorchBackend(Backend):
@@ -286,7 +283,7 @@ needed."""
 
 
 def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Any]:
-    """Launch `op(output, input)` for each pair; on a recorded device it is written down."""
+    """Launch `op(output, input)` for each pair; a recorded device records it."""
     recorder = recording.current()
     if recorder is None or not pairs:
         return launch_together(op, pairs, group, async_op=not thread.in_order)
@@ -303,14 +300,15 @@ def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGr
 
 
 def exchanges(wire: torch.dtype, total: torch.dtype, world: int, per_node: int) -> bool:
-    """Whether pieces are exchanged, by the bytes that leave a node, rather than widened and reduced by the backend.
+    """Return True if ranges are exchanged, by the bytes that leave a node; False: widened and reduced by the backend.
 
-    With M elements, W ranks, G of them on each node: an exchange sends G * M * (W - G) / W of the wire's dtype, the
-    backend about M of the sum's. For bf16, fp32 and 8 ranks a node the exchange sends twice as much between 2 nodes and
-    nearly four times between many; with up to 2 ranks a node, and within one node, it never sends more.
+    With M elements, W ranks and G of them on each node, an exchange sends G * M * (W - G) / W elements of the wire's
+    dtype from each node, the backend about M of the sum's dtype. For bf16, fp32 and 8 ranks a node the exchange sends
+    twice as much between 2 nodes, and nearly four times between many. With up to 2 ranks a node, and within one node,
+    it never sends more.
 
     Args:
-        wire: dtype of what is reduced.
+        wire: dtype of the gradients.
         total: dtype of the sums.
         world: number of ranks.
         per_node: ranks of the group on a node.

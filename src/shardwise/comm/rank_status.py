@@ -43,7 +43,7 @@ from shardwise.comm.rendezvous import machine
 from shardwise.compat import group_named, launched_of, local_of
 
 _DEEP = 400
-"""Frames of a stack that are looked at."""
+"""Frames of a stack that are examined."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ class TorchLaunch:
 
     Attributes:
         name: of the collective.
-        given: its arguments that say which it is; no tensor.
-        size: its bytes, if they are the same on all ranks; else 0.
-        turn: how many collectives the rank has launched in the group, with this one; -1: not known.
+        given: arguments that identify the collective; no tensor.
+        size: bytes, if equal on all ranks; else 0.
+        turn: collectives that the rank has launched in the group, this one included; -1: unknown.
         line: of the script.
     """
 
@@ -75,17 +75,17 @@ class TorchLaunch:
 
 
 def quiet_for() -> float:
-    """Return how long no collective of a device has been launched; 0 if none is followed."""
+    """Return the seconds since the last launch of a followed collective; 0 if none is followed."""
     launched = followed()
     return time.perf_counter() - launched[-1][2] if launched else 0.0
 
 
 def oldest_under_way(quiet: float = 0.0) -> tuple[Record | TorchLaunch, float] | None:
-    """Return the first followed collective that the device has not ended, and when the last one was launched.
+    """Return the first followed collective that the device has not completed, and the time of the last launch.
 
     Args:
-        quiet: seconds since the last launch before which the device is not queried. Because a query from another thread
-            breaks the capture of a CUDA graph, it is left to stalls that are suspected.
+        quiet: seconds after the last launch in which the device is not queried. Because a query from another thread
+            breaks the capture of a CUDA graph, only a suspected stall causes one.
     """
     launched = list(followed() or ())
     if not launched or time.perf_counter() - launched[-1][2] < quiet:
@@ -94,17 +94,17 @@ def oldest_under_way(quiet: float = 0.0) -> tuple[Record | TorchLaunch, float] |
 
 
 def turn_of(what: str) -> int:
-    """Return the number of a collective in its order from its name; -1 if it has none."""
+    """Return the number of a collective in its order from its name; -1: none."""
     number = what.rpartition("#")[2]
     return int(number) if number.isdigit() else -1
 
 
 class Here:
-    """Tells where this process is.
+    """Finds the position of this process.
 
     Args:
-        ledger: what it has launched.
-        thread: in which the script runs; None: the main thread.
+        ledger: collectives that the process has launched.
+        thread: of the script; None: the main thread.
         facts: returns `step` and `loader` of a position.
     """
 
@@ -120,7 +120,7 @@ class Here:
         self._since: tuple[int, float] = (-1, 0.0)  # of a collective of torch
 
     def __call__(self, quiet: float = 0.0) -> Position:
-        """Return the position of this process; `quiet` is as in `oldest_under_way`."""
+        """Return the position of this process; `quiet` as in `oldest_under_way`."""
         thread, script = _script_of(self._thread or 0)
         if script.torch is None and script.inner is not None:
             code, place, call_of = script.inner
@@ -141,19 +141,19 @@ class Here:
         return Position(**rest)
 
     def launched_in_torch(self, kind: str, turn: int, here: Position) -> bool:
-        """Return whether this rank has launched the collective of torch that another rank waits for, and left it.
+        """Return True if this rank has launched, and left, the collective of torch that another rank waits for.
 
         Args:
             kind: of the other rank's position.
-            turn: likewise.
-            here: where this rank is.
+            turn: of the other rank's position.
+            here: position of this rank.
         """
         group = group_named(kind.removeprefix(TORCH)) if turn >= 0 else None
         # Of two ranks that are in the same turn, each says which collective that is.
         return group is not None and launched_of(group) - (here.kind == kind) >= turn
 
     def launched(self, waits: Sequence[Place]) -> list[bool]:
-        """Return for each collective that some rank waits for whether this rank has launched it."""
+        """Return, for each collective that a rank waits for, True if this rank has launched it."""
         kept: dict[str, dict[int, Place]] = {kind: {} for _, kind, _ in waits}
         for record in self._records():
             if (kind := order_of(record)) in kept:
@@ -166,7 +166,7 @@ class Here:
         return found
 
     def recent(self, kinds: Sequence[str]) -> dict[str, tuple[int, str]]:
-        """Return for each order the number of one of its last collectives, and digests of that and all later ones."""
+        """Return, by order, the number of a recent collective, and digests of that one and all later ones."""
         kept: dict[str, dict[int, Record]] = {}
         for record in self._records():
             if (kind := order_of(record)) in kinds:
@@ -186,7 +186,7 @@ class Here:
         return [] if self._ledger is None else [record for record in self._ledger.records() if record.kind]
 
     def _wait(self, thread: int, blocked: bool, quiet: float) -> tuple[Record | TorchLaunch, float] | None:
-        """Return what the script waits for, and how long it has."""
+        """Return the collective that the script waits for, and the seconds."""
         waits = dict(WAITING)
         found: tuple[Record | TorchLaunch, float] | None = waits.get(thread)
         if found is None and blocked:  # another thread waits for it
@@ -196,7 +196,7 @@ class Here:
         return None if found is None else (found[0], time.perf_counter() - found[1])
 
     def _seen(self, number: int) -> float:
-        """Return for how long a call has been seen."""
+        """Return the seconds since the first look at a call."""
         now = time.perf_counter()
         if self._since[0] != number:
             self._since = number, now
@@ -247,7 +247,7 @@ def _work_position(place: object) -> Position | None:
 
 @functools.lru_cache(64)
 def _calls_wait(code: CodeType, place: int) -> bool:
-    """Return whether a function is in `something.wait()`, as `torch.distributed.Work` has it.
+    """Return True if a function is in `something.wait()`, as of `torch.distributed.Work`.
 
     >>> code = compile("work.wait()", "train.py", "eval")
     >>> [_calls_wait(code, one.offset) for one in dis.get_instructions(code) if one.opname.startswith("CALL")]
@@ -273,7 +273,7 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
 _PAIRS = ("send", "recv", "isend", "irecv")
 _WORK = "torch.distributed.Work.wait"
 _UNCOUNTED = (*_PAIRS, "monitored_barrier", "wait_tensor")
-"""Of torch's collectives those that do not count in their group."""
+"""Collectives of torch that do not count in their group."""
 _SAYING_WHICH = ("op", "src", "dst", "group_src", "group_dst", "group", "tag")
 _ALIKE = {
     "all_reduce": "tensor",
@@ -290,14 +290,14 @@ _ALIKE = {
 
 @dataclass(frozen=True)
 class _Script:
-    """What a stack tells.
+    """Facts from a stack.
 
     Attributes:
         line: of the script.
-        doing: see `Position`.
-        torch: the collective of torch that it is in, whoever has called that.
-        blocked: it may wait for another thread that works for it.
-        inner: the innermost function, where in it the thread is, and which call of it that is.
+        doing: as in `Position`.
+        torch: the collective of torch that the thread is in.
+        blocked: the thread may wait for another thread.
+        inner: innermost function, offset in the function, and identity of the call.
     """
 
     line: str = ""
@@ -338,10 +338,10 @@ class _Script:
 
 
 def _script_of(thread: int) -> tuple[int, _Script]:
-    """Return the stack of the script of a thread, or of the thread that it waits for, and the number of that thread.
+    """Return the facts of a thread's stack, or of the thread that it waits for, and the number of that thread.
 
-    Because a frame keeps the locals of its function alive, frames are held for less than the interpreter gives a thread
-    at once (5 ms), and no longer than here.
+    Because a frame keeps local variables alive, frames are held for less than a time slice of the interpreter (5 ms),
+    and only here.
     """
     frames = sys._current_frames()
     own = threading.get_ident()
@@ -354,7 +354,7 @@ def _script_of(thread: int) -> tuple[int, _Script]:
 
 
 def _waited_for(frame: FrameType | None, frames: Mapping[int, FrameType]) -> int:
-    """Return the thread for which the thread of a frame waits with certainty, 0 if none is known.
+    """Return the thread that the thread of a frame waits for with certainty, or 0.
 
     Because a thread of the script may wait for its own peers for long, no other thread counts: the rank is only slow.
     """
@@ -376,14 +376,14 @@ _WAITING_FRAMES = 6
 
 
 def _of_autograd(frames: Mapping[int, FrameType]) -> int:
-    """Return the thread, of those that Python has not started, which is in a collective of torch."""
+    """Return the thread that Python has not started and that is in a collective of torch, or 0."""
     own = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     strange = (thread for thread in frames if thread not in own)
     return next((thread for thread in strange if thread in WAITING or _Script.of(frames[thread]).torch is not None), 0)
 
 
 def _working_on(future: object, frames: Mapping[int, FrameType]) -> int:
-    """Return the thread of an executor that computes a future."""
+    """Return the thread of an executor that computes a future, or 0."""
     for thread, inner in frames.items():
         frame: FrameType | None = inner
         for _ in range(_DEEP):
@@ -409,20 +409,20 @@ _LOADERS = (os.path.join("torch", "utils", "data", ""), os.path.join(_PACKAGE, "
 _METHODS = {"forward": "a forward pass"}
 _NO_WAITS = ("_", "get_", "is_")
 _WAITING = {"unwrap": "wait_tensor", "trigger_wait": "wait_tensor"}
-"""Methods of torch in which a functional collective is waited for, and the function that does."""
+"""Methods of torch that wait for a functional collective, and the public function."""
 
 
 def process_word() -> dict[str, Any]:
-    """Return what lets processes of the same machine look at this one."""
+    """Return the facts by which processes of the same machine identify this one."""
     return {"machine": _machine(), "pid": os.getpid(), "began": _status(os.getpid())[1]}
 
 
 def state_of(word: Mapping[str, Any], waited: float) -> str:
-    """Say what is known of a process that does not answer.
+    """Describe a process that does not answer.
 
     Args:
-        word: what its `process_word` was.
-        waited: seconds for which it has not answered.
+        word: its `process_word`.
+        waited: seconds without an answer.
     """
     pid, began = word.get("pid"), word.get("began")
     begin = f"has not answered for {waited:.0f} s"
@@ -452,7 +452,7 @@ def _machine() -> str:
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """Return the state of a process as one letter, and when it began; both empty if it cannot be known."""
+    """Return the state of a process as one letter, and its start time; both empty if unknown."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             parts = stat.read().rpartition(")")[2].split()
