@@ -238,7 +238,10 @@ class Domain:
             kind: sequence of collectives.
         """
         launches: list[Launch] = []
-        for dimension in reversed(range(level, max((fine for _, _, fine in moves), default=level))):
+        finest = level
+        for _, _, fine in moves:
+            finest = max(finest, fine)
+        for dimension in range(finest - 1, level - 1, -1):
             pairs = []
             for target, source, fine in moves:
                 if fine > dimension:
