@@ -1,17 +1,16 @@
 """Gradient reduction in quantised blocks, in one hop or, between nodes, in two.
 
-Each rank quantises what it has for every other rank, one all-to-all exchanges the codes, and each owner adds up, in
-fp32 and in rank order, what it has received and what it would have sent to itself: so that all terms are treated alike.
+Each rank quantises its values for every rank, one all-to-all exchanges the codes, and each owner adds in fp32 and in
+rank order. The owner's own values are quantised, too, so that all terms are treated alike.
 
 In two hops (qgZ of Wang et al., "ZeRO++: Extremely efficient collective communication for giant model training", 2023,
-arXiv 2306.10209, section 3.3) the first exchange stays within the node. The ranks of a node are numbered by place; the
-rank at place p receives what its node has for the ranks at place p of all nodes, adds that up, quantises each sum again
-and sends it to where it belongs: one sum a node crosses the wire instead of one a rank. Sending by place is the paper's
-reordering of slices: what arrives last lies in its owner's range.
+arXiv 2306.10209, section 3.3) the first exchange stays within the node. The rank at place p of a node receives the
+node's values for the ranks at place p of all nodes, adds them, quantises each sum and sends it to its owner: one sum
+per node crosses the network instead of one per rank. The order by place is the paper's reordering of slices.
 
-What rounding has cut off may be added to the next gradient (error feedback; with `memory`, the moving average of Xie et
-al., "LoCo: Low-bit communication adaptor for large-scale model training", 2024, arXiv 2407.04480). It is kept in bf16,
-whose own rounding is a 256th of it.
+Error feedback adds the rounding error to the next gradient; with `memory`, as the moving average of Xie et al., "LoCo:
+Low-bit communication adaptor for large-scale model training", 2024, arXiv 2407.04480. The error is kept in bf16, whose
+own rounding is a 256th of it.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ if TYPE_CHECKING:
     from shardwise.config.schema import gradients
 
 KEPT_DTYPE = torch.bfloat16
-"""Type of what rounding has cut off."""
+"""Dtype of rounding errors."""
 
 _SECOND = ".node"
-"""End of the names of what the second hop keeps."""
+"""Suffix of the names of the second hop's errors."""
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """What becomes of what rounding has cut off: it is added to the next gradient.
+    """Error feedback.
 
     Attributes:
-        memory: part of the old error in the new one; 0: only what the last rounding has cut off counts.
-        reset_every: steps after which it is forgotten; 0: never.
+        memory: weight of the old error in the new one; 0: plain error feedback.
+        reset_every: steps after which errors are cleared; 0: never.
     """
 
     memory: float = 0.0
@@ -68,13 +67,13 @@ class QuantizedReduction(Compressor):
 
     Args:
         comm: the ranks.
-        code: how values are quantised.
-        hold: counts a buffer until it is given back.
+        code: of the values.
+        hold: counts a buffer until it is released.
         start: steps at the beginning that are reduced exactly.
         hops: exchange within nodes first; None: one exchange among all ranks. Ranks are numbered node by node.
-        feedback: add what has been cut off to the next gradient; None: it is lost.
-        stochastic: round at random instead of to nearest, so that errors are zero on average.
-        exact_copies: where every rank keeps the whole sum, it is gathered exactly; False: as codes.
+        feedback: None: rounding errors are lost.
+        stochastic: stochastic rounding, which makes errors zero on average.
+        exact_copies: where every rank keeps the whole sum, gather it exactly; False: as codes.
     """
 
     zeroed = False
@@ -209,7 +208,7 @@ class QuantizedReduction(Compressor):
 def in_blocks(
     bits: int, parameters: gradients.Blocks, comm: Communicator, hold: Callable[[torch.Tensor], None]
 ) -> QuantizedReduction:
-    """Return the method that `compression.type` names, with codes of so many bits."""
+    """Return the method of `compression.type` with codes of `bits` bits."""
     feedback = Feedback(parameters.err_beta, int(parameters.reset_T or 0)) if parameters.use_error_feedback else None
     return QuantizedReduction(
         comm,
