@@ -167,7 +167,6 @@ def _of_log(*, prof: bool = False, log_name: str | None = None, debug: Any = Non
 
 
 def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
-    """Replace `**log` by the arguments of `Log`."""
     parameters = list(signature.parameters.values())
     if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
         parameters[-1:] = inspect.signature(_of_log).parameters.values()

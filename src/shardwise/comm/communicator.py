@@ -213,7 +213,6 @@ class Communicator:
                 self._backend = intra_node_transport.connect(torch_backend, self._group("explicit"), name)
 
     def _group(self, kind: str) -> dist.ProcessGroup:
-        """Return the process group that carries a kind; its ranks create it at first use."""
         assert self._cache is not None, "destroyed"
         return self._cache.get(tuple(self.members), kind)
 
@@ -459,7 +458,6 @@ class Communicator:
         return ctypes.string_at(here.data_ptr(), size)
 
     def _rows(self, own: bytes, width: int, label: str) -> list[bytes]:
-        """Return the bytes of all ranks, each padded to `width`."""
         everything = torch.zeros(self.world * width, dtype=torch.uint8, device=self.device)
         mine = everything[self.rank * width : (self.rank + 1) * width]
         if own:
@@ -697,7 +695,6 @@ def _nothing(*_: object) -> None:
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """Return the backend for tensors of a device; raise if the group has none."""
     backend = backend_of(group, device)
     if backend is None or (backend == "gloo" and device.type != "cpu"):
         raise UsageError(

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -261,16 +261,12 @@ def judge(
 
 
 def _slow(there: Mapping[int, Position]) -> str:
-    """Explain why a collective may not end although all of its ranks have come."""
-    counts: dict[int, list[int]] = {}
-    for rank, place in there.items():
-        counts.setdefault(place.collectives, []).append(rank)
+    counts = _by(there, lambda rank: there[rank].collectives)
     if len(counts) == 1 or -1 in counts:
         return "the network between them is slow"
-    shown = ", ".join(f"{count} on {ranks_in_words(ranks)}" for count, ranks in _few(counts))
     return (
         "the network between them is slow, or a device waits for a collective that the script has launched on some "
-        f"ranks only (launched with torch.distributed in the default group: {shown})"
+        f"ranks only (launched with torch.distributed in the default group: {_few(counts, '{} on {}')})"
     )
 
 
@@ -290,7 +286,6 @@ def waits_of(places: Positions) -> list[Position]:
 
 
 def _may_end(waited: Position, there: Mapping[int, Position], confirmed: Mapping[int, Confirmation]) -> bool:
-    """Return True if all ranks of a collective that wait have come to the collective."""
     members = [rank for rank in waited.members or there if rank in there]
     return all(
         there[rank].place == waited.place or (rank in confirmed and waited.place in confirmed[rank].launched)
@@ -335,61 +330,58 @@ def parting_in_words(launches: Mapping[int, Launch]) -> list[str]:
 
 def _table(places: Positions, silent: Mapping[int, str]) -> list[str]:
     """Return a line for each position; ranks whose positions differ only by seconds share a line."""
-    alike: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        alike.setdefault(silent.get(rank, "") if place is None else str(replace(place, seconds=0.0)), []).append(rank)
-    lines = []
-    for ranks in list(alike.values())[:_MOST_LINES]:
+
+    def text_of(rank: int) -> str:
+        place = places[rank]
+        return silent.get(rank, "") if place is None else str(replace(place, seconds=0.0))
+
+    alike, lines = list(_by(places, text_of).values()), []
+    for ranks in alike[:_MOST_LINES]:
         longest = max((place for rank in ranks if (place := places[rank])), key=lambda one: one.seconds, default=None)
         text = silent.get(ranks[0], "has not answered") if longest is None else str(longest)
         lines.append(f"  {ranks_in_words(ranks)}: {text}")
-    rest = [rank for ranks in list(alike.values())[_MOST_LINES:] for rank in ranks]
+    rest = [rank for ranks in alike[_MOST_LINES:] for rank in ranks]
     return [*lines, f"  {ranks_in_words(rest)}: elsewhere"] if rest else lines
 
 
 def _advice(places: Mapping[int, Position]) -> list[str]:
-    """Name the mistake of the script, where it is known."""
     found: list[str] = []
-    doing: dict[str, list[int]] = {}
-    sizes: dict[tuple[str, str], dict[int, list[int]]] = {}
-    ways: dict[str, dict[str, list[int]]] = {}
-    for rank, place in places.items():
-        name = f"{place.what.partition('(')[0]}()" if place.torch else place.doing
-        doing.setdefault(name, []).append(rank)
-        sizes.setdefault((place.what, place.kind), {}).setdefault(place.size, []).append(rank)
-        if place.torch:
-            ways.setdefault(name, {}).setdefault(f"{place.what} at {place.line}", []).append(rank)
-    for (what, _), by_size in sizes.items():
-        if len(by_size) > 1:
-            shown = ", ".join(f"{size} bytes on {ranks_in_words(ranks)}" for size, ranks in _few(by_size))
-            found.append(f"Ranks pass tensors of different sizes to {what}: {shown}.")
-    for name, by_call in ways.items():
-        if len({call.partition(" at ")[0] for call in by_call}) > 1:
-            shown = ", ".join(f"{call} by {ranks_in_words(ranks)}" for call, ranks in _few(by_call))
+    names = {rank: f"{p.what.partition('(')[0]}()" if p.torch else p.doing for rank, p in places.items()}
+    for (what, _), ranks in _by(places, lambda rank: (places[rank].what, places[rank].kind)).items():
+        sizes = _by(ranks, lambda rank: places[rank].size)
+        if len(sizes) > 1:
+            found.append(f"Ranks pass tensors of different sizes to {what}: {_few(sizes, '{} bytes on {}')}.")
+    for name, ranks in _by((rank for rank in places if places[rank].torch), names.__getitem__).items():
+        if len({places[rank].what for rank in ranks}) > 1:
+            calls = _by(ranks, lambda rank: f"{places[rank].what} at {places[rank].line}")
+            shown = _few(calls, "{} by {}")
             found.append(f"Ranks call {name} with different arguments: {shown}. Pass the same on every rank.")
-    if len(doing) > 1:
-        for method, ranks in doing.items():
-            if method in _TOGETHER or method.startswith("torch."):
-                lines = " and ".join(sorted({places[rank].call or places[rank].line for rank in ranks})[:4])
-                others = [rank for rank in places if rank not in set(ranks)]
-                found.append(
-                    f"{method} has been called by {ranks_in_words(ranks)} at {lines}, and not by "
-                    f"{ranks_in_words(others)}: every rank of its group has to call it, at the same point. Take it "
-                    "out of `if rank == 0:`, or, if it comes after a loop over data, see that all ranks get the same "
-                    "number of batches."
-                )
-    loaders: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        if place.loader:
-            loaders.setdefault(place.loader, []).append(rank)
+    doing = _by(places, names.__getitem__)
+    for method, ranks in doing.items() if len(doing) > 1 else ():
+        if method in _TOGETHER or method.startswith("torch."):
+            lines = " and ".join(sorted({places[rank].call or places[rank].line for rank in ranks})[:4])
+            others = [rank for rank in places if rank not in set(ranks)]
+            found.append(
+                f"{method} has been called by {ranks_in_words(ranks)} at {lines}, and not by "
+                f"{ranks_in_words(others)}: every rank of its group has to call it, at the same point. Take it "
+                "out of `if rank == 0:`, or, if it comes after a loop over data, see that all ranks get the same "
+                "number of batches."
+            )
+    loaders = _by((rank for rank in places if places[rank].loader), lambda rank: places[rank].loader)
     if len(loaders) > 1:
-        shown = ", ".join(f"that of {ranks_in_words(ranks)} {text}" for text, ranks in _few(loaders))
-        found.append(f"Loaders differ: {shown}")
+        found.append(f"Loaders differ: {_few(loaders, 'that of {1} {0}')}")
     return found
 
 
-def _few(groups: Mapping[T, list[int]]) -> list[tuple[T, list[int]]]:
-    return list(groups.items())[:4]
+def _by(ranks: Iterable[int], key: Callable[[int], T]) -> dict[T, list[int]]:
+    found: dict[T, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(key(rank), []).append(rank)
+    return found
+
+
+def _few(groups: Mapping[T, list[int]], form: str) -> str:
+    return ", ".join(form.format(value, ranks_in_words(ranks)) for value, ranks in list(groups.items())[:4])
 
 
 _TOGETHER = tuple(
@@ -582,7 +574,6 @@ def publish_end() -> None:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return the line of the script that has led to an exception, or ""."""
     found, trace = "", error.__traceback__
     while trace is not None:
         if is_of_script(trace.tb_frame.f_code.co_filename):
@@ -700,7 +691,6 @@ class FailureReports:
         return report
 
     def _read_others(self, own: int, peer: int | None) -> tuple[list[int], dict[int, Word]]:
-        """Return the ranks whose statuses are read (the peer, and ranks that follow this one), and the statuses."""
         place = self._ranks.index(own) + 1
         following = [*self._ranks[place:], *self._ranks[: place - 1]][:_MOST_READ]
         others = list(dict.fromkeys([*([] if peer is None else [peer]), *following]))
@@ -768,10 +758,8 @@ def check_call(
         return
     texts = _gathered(f"{call} at {user_line()}".encode()[:_TEXT].ljust(_TEXT, b"\0"), group)
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    alike: dict[str, list[int]] = {}
-    for rank, text in zip(ranks, texts, strict=True):
-        alike.setdefault(text.rstrip(b"\0").decode(errors="replace"), []).append(rank)
-    table = [f"  {ranks_in_words(alike[text])}: {text}" for text in alike]
+    calls = {rank: text.rstrip(b"\0").decode(errors="replace") for rank, text in zip(ranks, texts, strict=True)}
+    table = [f"  {ranks_in_words(alike)}: {text}" for text, alike in _by(calls, calls.__getitem__).items()]
     raise DesyncError(
         "\n".join(["strict_sync: the ranks have called different collectives:", *table])
         + "\nEvery rank of the group has to call the same, in the same order, with the same arguments and tensors of "
@@ -780,7 +768,6 @@ def check_call(
 
 
 def _gathered(own: bytes, group: Any) -> list[bytes]:
-    """Return as many bytes from each rank; they are not parsed."""
     cpu = torch.device("cpu")
     device = cpu if backend_of(group, cpu) else torch.device("cuda", torch.cuda.current_device())
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)

@@ -351,7 +351,6 @@ def _sum_on(
     made: Callable[[torch.Tensor], None],
     outputs: Sequence[torch.Tensor],
 ) -> Handle:
-    """Launch the reduce-scatter of sums that another dimension has formed."""
     sent = []
     for out, total in zip(outputs, given, strict=True):
         cast = total if wire is None else total.to(wire)

@@ -25,6 +25,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.errors import LaunchError
 
@@ -68,10 +69,7 @@ class RankPlace:
         return self.local_world_size == self.world_size
 
 
-@dataclass(frozen=True)
-class _Scheme:
-    """Variables of one family of launchers."""
-
+class _Scheme(NamedTuple):
     source: str
     rank: str
     world_size: str
@@ -79,24 +77,16 @@ class _Scheme:
     local_world_size: str
 
 
+def _mpi(source: str, prefix: str) -> _Scheme:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return _Scheme(source, *(f"{prefix}_COMM_WORLD_{name}" for name in names))
+
+
 TORCH_LAYOUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SCHEDULERS = (
-    _Scheme(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Scheme(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    # The step's variables exist only in processes that srun has started: SLURM_NTASKS is also set in a batch
-    # script.
+    _mpi("Open MPI", "OMPI"),
+    _mpi("MVAPICH", "MV2"),
+    # Only processes that srun has started have the step's variables; a batch script has SLURM_NTASKS, too.
     _Scheme("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
     _Scheme("MPI (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
@@ -152,7 +142,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _from_torch_layout(env: Mapping[str, str]) -> RankPlace | None:
-    """RANK, WORLD_SIZE and the rest, as torchrun sets them."""
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
     rank, world_size = _rank_and_size(env, "RANK", "WORLD_SIZE")
@@ -181,7 +170,6 @@ def _from_torch_layout(env: Mapping[str, str]) -> RankPlace | None:
 
 
 def _from_scheduler(env: Mapping[str, str]) -> RankPlace | None:
-    """The first MPI or Slurm layout whose rank and size are both set."""
     for scheme in _SCHEDULERS:
         if scheme.rank not in env or scheme.world_size not in env:
             continue
@@ -292,7 +280,6 @@ def _require(env: Mapping[str, str], names: tuple[str, ...]) -> None:
 
 
 def _refuse_leftovers(env: Mapping[str, str]) -> None:
-    """Refuse variables that need RANK and WORLD_SIZE."""
     if any(name in env for name in TORCH_LAYOUT):
         _require(env, ("RANK", "WORLD_SIZE"))
 

@@ -131,7 +131,6 @@ def _missing(group: dist.ProcessGroup, key: str) -> int | None:
 
 
 def _all_agree(store: dist.Store, key: str, ranks: int, here: bool) -> bool:
-    """Return True if all ranks accept the group."""
     if not here:
         store.set(f"{key}/bad", "")
     if store.add(key, 1) == ranks:

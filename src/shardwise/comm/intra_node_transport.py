@@ -100,7 +100,6 @@ class _Range(ctypes.Structure):
 
 @functools.cache
 def _process_vm_readv() -> Any:
-    """Return the C library's function, or None."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -229,8 +228,6 @@ class Exchange:
 
 
 class _Gather(Exchange):
-    """All-gather: each shard is read into its range."""
-
     def __init__(self, transport: IntraNodeTransport, pairs: Sequence[Pair], record: Record) -> None:
         super().__init__(transport, pairs, record)
         self._places = []
@@ -469,7 +466,6 @@ class IntraNodeTransport(native.TorchBackend):
         raise self._failure
 
     def _listen(self, deadline: Deadline) -> None:
-        """Block until a message arrives, with the lock released."""
         limit = min(deadline.left() or _LISTENING, _LISTENING)
         self._polling = True
         self._changed.release()
@@ -482,7 +478,6 @@ class IntraNodeTransport(native.TorchBackend):
         self._read()
 
     def _read(self) -> None:
-        """Read all messages that have arrived, and send pending ones."""
         if any(self._unsent.values()):
             for peer in list(self._unsent):
                 self._flush(peer)
@@ -503,7 +498,6 @@ class IntraNodeTransport(native.TorchBackend):
                     self._accept(exchange, peer, addresses)
 
     def _message(self, peer: int) -> bytes | None:
-        """Return the next message of a peer, or None."""
         try:
             try:
                 message = self._sockets[peer].recv(_MESSAGE_BYTES)
@@ -607,13 +601,11 @@ class IntraNodeTransport(native.TorchBackend):
 
 
 def _hang_up(sockets: dict[int, socket.socket]) -> None:
-    """Close the sockets of a transport that was released without `close`."""
     while sockets:
         sockets.popitem()[1].close()
 
 
 def _serve_idle(reference: weakref.ref[IntraNodeTransport], busy: threading.Event) -> None:
-    """Serve the peers of a rank that is elsewhere, while exchanges are in flight."""
     going_on = True
     while going_on:
         busy.wait()
@@ -692,7 +684,6 @@ def _machine() -> str:
 
 
 def _listener() -> socket.socket | None:
-    """Return a socket under a name that the kernel chooses, or None."""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind("")  # an unused name of the abstract namespace
@@ -720,7 +711,6 @@ def _all_agree(group: dist.ProcessGroup, here: bool) -> bool:
 
 
 def _readable(card: dict[str, Any]) -> bool:
-    """Return True if the memory at the address of a rank holds its proof."""
     seen = torch.zeros(_PROOF_BYTES, dtype=torch.uint8, device=CPU)
     try:
         read_tensor(card["process"], card["address"], seen)
@@ -762,7 +752,6 @@ def _call_all(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socke
 
 
 def _call(connection: socket.socket, name: bytes, deadline: Deadline) -> None:
-    """Connect to a listener, again while its backlog is full."""
     while True:
         connection.settimeout((deadline.left() or _CONNECTING).total_seconds())
         try:

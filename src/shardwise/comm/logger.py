@@ -331,7 +331,6 @@ class CommsLogger:
                 self.file.put(call)
 
     def _add(self, call: Call, *, wait: bool = True) -> None:
-        """Add a call to its operation and size; without waiting its time may stay unknown."""
         name = f"{call.op} | {call.line}" if self.debug and call.line else call.op
         seconds = call.seconds() if wait or call.known() else None
         measured: Sequence[float] = ()
@@ -371,7 +370,6 @@ class CommsLogger:
             self._add_up()
 
     def _add_up(self, *, wait: bool = False) -> None:
-        """Add up calls that have ended; `wait`: wait for devices, and add up all."""
         waiting = self._waiting
         with self._adding:
             while waiting and (wait or waiting[0].known() or len(waiting) > _WAITING):

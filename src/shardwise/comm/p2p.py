@@ -150,7 +150,6 @@ def receive(connection: socket.socket, into: memoryview, deadline: float) -> Non
 
 
 def _allow_files(more: int) -> None:
-    """Raise this process's limit of open files, as far as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and more > soft // 2:  # the rest is for others
         wanted = soft + more if hard == resource.RLIM_INFINITY else min(soft + more, hard)
@@ -210,8 +209,6 @@ def _tune(connection: socket.socket) -> None:
 
 
 class _Unproven:
-    """A connection without a proof."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.number = secrets.token_bytes(_NUMBER_BYTES)

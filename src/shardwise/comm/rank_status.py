@@ -186,7 +186,6 @@ class Here:
         return [] if self._ledger is None else [record for record in self._ledger.records() if record.kind]
 
     def _wait(self, thread: int, blocked: bool, quiet: float) -> tuple[Record | TorchLaunch, float] | None:
-        """Return the collective that the script waits for, and the seconds."""
         waits = dict(WAITING)
         found: tuple[Record | TorchLaunch, float] | None = waits.get(thread)
         if found is None and blocked:  # another thread waits for it
@@ -196,7 +195,6 @@ class Here:
         return None if found is None else (found[0], time.perf_counter() - found[1])
 
     def _seen(self, number: int) -> float:
-        """Return the seconds since the first look at a call."""
         now = time.perf_counter()
         if self._since[0] != number:
             self._since = number, now
@@ -265,7 +263,6 @@ def _calls_wait(code: CodeType, place: int) -> bool:
 
 
 def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """Return the group of a collective of torch from its arguments."""
     group = given.get("group")
     return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
 
@@ -376,14 +373,12 @@ _WAITING_FRAMES = 6
 
 
 def _of_autograd(frames: Mapping[int, FrameType]) -> int:
-    """Return the thread that Python has not started and that is in a collective of torch, or 0."""
     own = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     strange = (thread for thread in frames if thread not in own)
     return next((thread for thread in strange if thread in WAITING or _Script.of(frames[thread]).torch is not None), 0)
 
 
 def _working_on(future: object, frames: Mapping[int, FrameType]) -> int:
-    """Return the thread of an executor that computes a future, or 0."""
     for thread, inner in frames.items():
         frame: FrameType | None = inner
         for _ in range(_DEEP):
@@ -452,7 +447,6 @@ def _machine() -> str:
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """Return the state of a process as one letter, and its start time; both empty if unknown."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             parts = stat.read().rpartition(")")[2].split()

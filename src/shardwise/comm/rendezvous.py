@@ -283,7 +283,6 @@ def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
 
 
 def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that have not come, with about as many requests as there are missing ranks."""
     if store.check([_came(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:

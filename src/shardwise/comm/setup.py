@@ -164,7 +164,6 @@ def _at_exit(end: Callable[[], None]) -> None:
 
 
 def _end_with_process() -> None:
-    """End the process group of `init_distributed` when the interpreter ends."""
     forget()
     if not is_initialized():
         return
@@ -213,7 +212,6 @@ def timeout_from_environment(env: Mapping[str, str] = os.environ) -> timedelta:
 
 
 def _place(rank: int, world_size: int, schedulers: bool, init_method: str | None) -> RankPlace:
-    """Return the launcher's facts, joined with the arguments of a script that starts its own processes."""
     env = dict(os.environ)
     if rank >= 0:
         for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
@@ -259,7 +257,6 @@ def _backend(asked: str | None, place: RankPlace) -> str:
 
 
 def _has_nccl(backend: str) -> bool:
-    """Return whether a backend string names NCCL for any device type, as "cpu:gloo,cuda:nccl" does."""
     return any(part.rpartition(":")[2] == "nccl" for part in backend.split(","))
 
 

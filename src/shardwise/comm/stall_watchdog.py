@@ -315,7 +315,6 @@ class StallWatch:
     # -- asking ------------------------------------------------------------------------------------------------------
 
     def _ask(self, here: Position) -> None:
-        """Request positions from all ranks, unless another rank requests."""
         self._due = {here.number: 2 * here.seconds}  # waits that have ended count no more
         claim = f"{self._rank} {self._heard + 1}"
         held = self._claim = self._store.compare_set(self._key("claim"), self._claim, claim).decode()
@@ -337,7 +336,6 @@ class StallWatch:
     def _put(
         self, question: _Question, stage: str, of: Iterable[int], each: Mapping[int, dict[str, Any]] | None = None
     ) -> None:
-        """Write a request, with the part for each rank."""
         question.stage, question.since = stage, self._clock()
         question.missing, question.answers = set(of), {}
         for rank, own in (each or {}).items():
@@ -347,7 +345,6 @@ class StallWatch:
         self._heard = self._store.add(self._key("asked"), 1)
 
     def _collect(self, question: _Question, here: Position) -> None:
-        """Read new answers; go on when all have come, or after the patience."""
         if here.number != question.wait or not here.waits:
             self._question = None  # it has gone on
             return
@@ -380,7 +377,6 @@ class StallWatch:
             self._report(question)
 
     def _confirm(self, question: _Question, here: Position) -> None:
-        """Request second answers from ranks that all wait."""
         waits = waits_of(question.places)
         each = {
             rank: {"waits": [(*wait.place, wait.turn) for wait in waits if rank in wait.members or not wait.members]}
@@ -392,7 +388,6 @@ class StallWatch:
         question.missing.discard(self._rank)
 
     def _ask_for_parting(self, question: _Question) -> bool:
-        """Request the launches of the first differing collective; return False if there is none."""
         by_kind: dict[str, dict[int, tuple[int, str]]] = {}
         for rank, said in question.confirmed.items():
             for kind, recent in said.recent.items():
@@ -414,7 +409,6 @@ class StallWatch:
         return True
 
     def _report(self, question: _Question) -> None:
-        """Log a report, or end the job."""
         self._question = None
         if self._store.compare_set(self._key("claim"), question.claim, question.claim).decode() != question.claim:
             return  # another rank asks, and has got the answers
@@ -431,7 +425,6 @@ class StallWatch:
             logger.warning("%s", report.text, extra={"event": event})
 
     def _silent(self, places: Positions) -> dict[int, str]:
-        """Return the state of processes that have not answered, as far as known."""
         found = {}
         for rank in [rank for rank, place in places.items() if place is None]:
             found[rank] = state_of(self._read("process", rank) or {}, self._patience)
@@ -455,7 +448,6 @@ class StallWatch:
         self._store.set(key, seal(json.dumps(value, separators=(",", ":")), self._secret, key))
 
     def _read(self, *place: object) -> Any:
-        """Return a value from a rank of this job; None: none."""
         key = self._key(*place)
         return self._checked(key, self._store.get(key)) if self._store.check([key]) else None
 
@@ -464,14 +456,12 @@ class StallWatch:
         return None if text is None else json.loads(text)
 
     def _said_by(self, ranks: Iterable[int], name: str) -> dict[int, Any]:
-        """Return the answers to a request that have come."""
         values = read_all(self._store, [self._key("answer", rank) for rank in sorted(ranks)])
         found = {int(key.rpartition("/")[2]): self._checked(key, data) for key, data in values.items()}
         return {rank: said for rank, said in found.items() if said is not None and said.get("to") == name}
 
 
 def _first_parting(candidates: Mapping[str, tuple[int, list[int]]], answers: Mapping[int, Any]) -> list[str]:
-    """Return lines about the first collective that ranks have launched differently, from the answers."""
     partings: list[dict[int, Launch]] = []
     for kind, (_, ranks) in candidates.items():
         found = {rank: answers.get(rank, {}).get("launches", {}).get(kind) for rank in ranks}

@@ -206,7 +206,6 @@ class OnebitAllReduce:
         values.sub_(self._decode(message, chunk, torch.empty_like(values)))
 
     def _decode(self, message: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> torch.Tensor:
-        """Write the values of a message into `out`."""
         unpack_signs(message[self._head : self._head + out.numel() // 8], out.dtype, out)
         scales = self._scales_in(message, chunk).to(out.dtype)
         torch._foreach_mul_(list(out.split(chunk.lengths)), list(scales.unbind()))

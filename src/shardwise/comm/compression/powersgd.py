@@ -189,11 +189,9 @@ class PowerSGD(Compressor):
         return Running([handle], finish, firsts)
 
     def _own(self, message: torch.Tensor) -> torch.Tensor:
-        """Return this rank's range of a message."""
         return message.view(self.comm.world, -1)[self.comm.rank]
 
     def _spread(self, messages: Sequence[torch.Tensor], label: str) -> None:
-        """All-gather each rank's range of messages."""
         pairs = [(message, self._own(message)) for message in messages]
         self.comm.all_gather(pairs, label, kind="replicate").wait()
 
@@ -211,8 +209,6 @@ class PowerSGD(Compressor):
 
 
 class _Job:
-    """The reduction of one flat parameter."""
-
     def __init__(self, flat: Flat, method: PowerSGD, scale: float) -> None:
         chosen = method.parameters
         parts = split(flat.shapes, chosen.matrix_approximation_rank, chosen.min_compression_rate)

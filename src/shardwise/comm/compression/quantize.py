@@ -189,11 +189,9 @@ class BlockCode:
                 target.copy_(total)
 
     def _sizes(self, numel: int) -> tuple[int, int]:
-        """Bytes of the scales and of the codes."""
         return _SCALE_BYTES * -(-numel // self.block), numel if self.bits == 8 else -(-numel // 2)
 
     def _parts(self, messages: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (rows, blocks) fp32 scales and (rows, bytes) codes, as views of the messages."""
         scales, codes = self._sizes(numel)
         assert messages.shape[1] == scales + codes + -codes % _SCALE_BYTES, (messages.shape, numel)
         return messages[:, :scales].view(torch.float32), messages[:, scales : scales + codes]
@@ -221,7 +219,6 @@ class BlockCode:
                     break
 
     def _places(self, begin: int, end: int, width: int) -> tuple[slice, slice]:
-        """Return where the scales and the codes of some columns are."""
         first = begin // self.block
         scales = slice(first, first + -(-(end - begin) // width))
         return scales, slice(begin, end) if self.bits == 8 else slice(begin // 2, -(-end // 2))
@@ -263,7 +260,6 @@ class BlockCode:
             codes.unflatten(1, (-1, low.shape[2])).copy_(low)
 
     def _unpack(self, codes: torch.Tensor, work: torch.Tensor) -> None:
-        """Read (rows, blocks, width) whole numbers."""
         if self.bits == 8:
             flat = work.flatten(1)
             flat[:, : codes.shape[1]].copy_(codes.view(torch.int8))

@@ -171,7 +171,6 @@ class QuantizedReduction(Compressor):
         return arrived
 
     def _copy(self, own: torch.Tensor, whole: torch.Tensor, label: str) -> None:
-        """All-gather the sum of one flat parameter."""
         comm = self.comm
         if self.exact_copies:
             comm.all_gather([(whole, own)], label, kind="reduce").wait()

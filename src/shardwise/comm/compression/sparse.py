@@ -170,7 +170,6 @@ class Sparse(Compressor):
         return Running([handle], add_up, [messages, received])
 
     def _fill(self, flat: Flat, first: int, values: torch.Tensor, part: _Part, message: torch.Tensor) -> None:
-        """Move the largest values of one rank's range into the message to it."""
         positions = largest(values, part.count)
         chosen = values.index_select(0, positions)
         sending = part.values_in(message)
