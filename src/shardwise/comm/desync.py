@@ -86,7 +86,8 @@ class Position:
     def read(cls, found: Mapping[str, Any]) -> Position | None:
         """Return the position from `written`, or None if the value is none."""
         try:
-            return cls(**{**found, "members": decoded(found["members"]) if "members" in found else ()})
+            members = found.get("members")
+            return cls(**{**found, "members": decoded(members) if members else ()})
         except (TypeError, ValueError):
             return None
 
