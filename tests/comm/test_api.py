@@ -18,8 +18,9 @@ import torch
 import shardwise
 from shardwise.comm import api
 from shardwise.comm.desync import Position, compare_calls
+from shardwise.comm.ledger import follow_devices
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.rank_status import Here, follow_devices
+from shardwise.comm.rank_status import Here
 from shardwise.compat import launched_of
 from shardwise.device.streams import HostStreams, standing_in
 from shardwise.errors import UsageError

@@ -27,7 +27,7 @@ from shardwise.comm import native
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import PeerLostError, UsageError
-from tests.comm.values import COPIED, SIZES, SUMMED, same_bits, values
+from tests.comm.values import COPIED, RECORD, SIZES, SUMMED, on_group, same_bits, values
 from tests.harness import RankFailure, run_ranks
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def reduce_both_ways(
             comm.reduce_scatter(pairs, "test", accumulate=accumulate).wait()
         else:
             assert dist.group.WORLD is not None
-            native.reduce_scatter(pairs, dist.group.WORLD, accumulate=accumulate, ordered=True).wait()
+            on_group(ordered=True).reduce_scatter(pairs, accumulate, RECORD).wait()
         results.append([out for out, _ in pairs])
     comm.destroy()
     return list(zip(*results, strict=True))

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.comm import communicator, native
+from shardwise.comm.ledger import followed
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.rank_status import Here, is_following
+from shardwise.comm.rank_status import Here
 from shardwise.compat import all_gather_single
 from shardwise.device.recording import recording
 from shardwise.engine.sequence import SharedSequences
@@ -105,7 +106,7 @@ def alive_after_steps(
         patch.setattr(native, "_launch", outputs.launch)
         patch.setattr("shardwise.comm.stall_watchdog.default_store", dist.HashStore)
         engine = start(case, Setting(stage, precision="bf16", extra=extra))
-        assert is_following() is ("stall_limit" not in dict(extra))
+        assert (followed() is not None) is ("stall_limit" not in dict(extra))
         for step in range(3):
             engine.backward(case.loss(engine, case.data(step, 0, 0, torch.bfloat16)))
             engine.step()
@@ -148,7 +149,7 @@ def keeps_works(kept: list[Any]) -> Callable[..., None]:
     def waited(self: communicator.Handle) -> None:
         works = getattr(self._pending, "_works", None)
         wait(self)
-        if is_following():
+        if followed() is not None:
             kept.append(works)
 
     return waited
@@ -182,7 +183,7 @@ def test_no_activation_that_ranks_exchange_outlives_its_last_reader(stage: int, 
         patch.setattr(SharedSequences, "compare", lambda *_, **__: None)  # imagined ranks have no tokens
         patch.setattr(communicator.Communicator, "barrier", lambda *_: None)
         engine = shardwise.initialize(model=Net(2), config=config)[0]
-        assert is_following()
+        assert followed() is not None
         for _ in range(3):
             engine.backward(engine(torch.ones(1, 2, 8)))
             engine.step()

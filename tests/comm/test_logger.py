@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from shardwise.comm import ledger as ledgers
 from shardwise.comm import logger
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.logger import UNKNOWN, CommsLogger, EngineLog
+from shardwise.comm.logger import UNKNOWN, CommsLogger
 from shardwise.errors import ConfigError
 from tests.harness import run_ranks
 from tests.profile.test_engine import engine_of, window
@@ -76,7 +77,7 @@ def test_times_of_a_device_are_read_when_it_has_got_there(monkeypatch: pytest.Mo
     log = CommsLogger()
     log.configure(enabled=True)
     ledger = Ledger(timed=True)
-    ledger.listener = EngineLog(log, 0, on_host=False)
+    ledger.listener = functools.partial(log.put, 0, False)
     for _ in range(3):
         record = ledger.open("all_gather", "data", 1000, 500, "layers.0", 2)
         record.begun = now(True)

@@ -20,7 +20,7 @@ from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.device import summing
 from shardwise.device.recording import Recorder
 from shardwise.errors import PeerLostError
-from tests.comm.values import COPIED, SIZES, SUMMED, ordered_sum, same_bits, values
+from tests.comm.values import COPIED, RECORD, SIZES, SUMMED, on_group, ordered_sum, same_bits, values
 from tests.device.recorded import imagined
 from tests.harness import RankFailure, run_ranks
 
@@ -55,7 +55,7 @@ def reduced(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[Any]]:
     """The sums, those formed by hand in rank order, and the (dtype, elements) of the buffers made."""
     ours = pairs_of(layout)
-    pending = native.reduce_scatter(ours, dist.group.WORLD, accumulate=accumulate, ordered=ordered)
+    pending = on_group(ordered=ordered).reduce_scatter(ours, accumulate, RECORD)
     scratch = [(buffer.dtype, buffer.numel()) for buffer in pending.scratch]
     pending.wait()
     pending.wait()
@@ -92,7 +92,7 @@ def widened(accumulate: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], l
     layout = [(5, BF16, FP32), (0, BF16, FP32), (4, FP32, FP32)]
     ours = pairs_of(layout)
     with mock.patch.object(native, "exchanges", lambda wire, total, world, per_node: (world, per_node) != (2, 1)):
-        pending = native.reduce_scatter(ours, dist.group.WORLD, accumulate=accumulate, per_node=1)
+        pending = on_group(per_node=1).reduce_scatter(ours, accumulate, RECORD)
     scratch = [(buffer.dtype, buffer.numel()) for buffer in pending.scratch]
     pending.wait()
     return [out for out, _ in ours], by_hand(layout, accumulate), scratch
@@ -156,16 +156,16 @@ def empty_like(pair: native.Pair) -> native.Pair:
 
 
 def moved() -> tuple[list[float], list[float], list[float]]:
-    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    rank, world, backend = dist.get_rank(), dist.get_world_size(), on_group()
     total = torch.tensor([[1.0, 1e8], [1e8, 1.0], [-1e8, -1e8]])[rank].clone()
-    native.all_reduce(total, group).wait()
+    backend.all_reduce(total, RECORD).wait()
     word = torch.full((2,), float(rank))
-    native.broadcast(word, 1, group).wait()
+    backend.broadcast(word, 1, RECORD).wait()
     sizes = [[0, 2, 1], [3, 0, 0], [1, 1, 2]]
     outgoing, incoming = sizes[rank], [row[rank] for row in sizes]
     given = torch.tensor([10.0 * rank + peer for peer in range(world) for _ in range(outgoing[peer])])
     output = torch.zeros(sum(incoming))
-    native.all_to_all(output, given, incoming, outgoing, group).wait()
+    backend.all_to_all(output, given, incoming, outgoing, RECORD).wait()
     return total.tolist(), word.tolist(), output.tolist()
 
 
@@ -189,8 +189,8 @@ def test_collectives_of_a_stream_of_their_own_run_on_it(monkeypatch: pytest.Monk
     with imagined(2, 0):
         pairs = [(torch.zeros(4), torch.zeros(2))]
         streams = CollectiveQueue(recorder, waits_on_host=False, name="gathers", limit=timedelta(seconds=1))
-        streams.start([lambda: native.all_gather(pairs, dist.group.WORLD)]).wait()
-        native.all_gather(pairs, dist.group.WORLD).wait()
+        streams.start([lambda: on_group().all_gather(pairs, RECORD)]).wait()
+        on_group().all_gather(pairs, RECORD).wait()
     assert seen == [("gathers", False), ("compute", True)]
 
 
@@ -205,7 +205,7 @@ def gather_case(layout: list[tuple[int, torch.dtype]], in_place: bool) -> list[t
         if in_place:
             shard = full[rank * size : (rank + 1) * size].copy_(shard)
         pairs.append((full, shard))
-    native.all_gather(pairs, dist.group.WORLD).wait()
+    on_group().all_gather(pairs, RECORD).wait()
     return [full for full, _ in pairs]
 
 
@@ -232,7 +232,7 @@ def reduce_case(sizes: list[int], wire: torch.dtype, dtype: torch.dtype, accumul
         terms = [values(peer, world * size, wire, salt)[own] for peer in range(world)]
         expected.append(ordered_sum(terms, dtype, out.clone() if accumulate else None))
         pairs.append((out, full))
-    native.reduce_scatter(pairs, dist.group.WORLD, accumulate=accumulate, ordered=True).wait()
+    on_group(ordered=True).reduce_scatter(pairs, accumulate, RECORD).wait()
     return [out for out, _ in pairs], expected
 
 
@@ -259,11 +259,12 @@ def test_ordered_sums_into_the_own_range_of_the_input(accumulate: bool) -> None:
 
 def small_cases(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     found = []
-    for launch in (native.all_reduce, lambda tensor, group: native.broadcast(tensor, 1, group)):
+    backend = on_group()
+    for launch in (backend.all_reduce, lambda tensor, record: backend.broadcast(tensor, 1, record)):
         tensor = values(dist.get_rank(), torch.Size(shape).numel(), dtype).reshape(shape)
         if tensor.dim() == 2:
             tensor = tensor.t().contiguous().t()  # not contiguous
-        launch(tensor, dist.group.WORLD).wait()
+        launch(tensor, RECORD).wait()
         found.append(tensor)
     return found[0], found[1]
 
@@ -304,7 +305,7 @@ def leave_early() -> None:
     if dist.get_rank() == 1:
         raise ValueError("rank 1 has had enough")
     full = torch.zeros(200)
-    native.all_gather([(full, full[:100])], dist.group.WORLD).wait()
+    on_group().all_gather([(full, full[:100])], RECORD).wait()
 
 
 def test_a_rank_that_leaves_ends_the_others_with_an_error_of_this_library() -> None:

@@ -20,14 +20,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardwise.comm import ledger as ledgers
 from shardwise.comm.desync import DIGEST, Confirmation, Position, Positions, Report, judge, order_of, seal
-from shardwise.comm.ledger import Ledger
+from shardwise.comm.ledger import Ledger, follow, follow_devices, followed
 from shardwise.comm.rank_status import (
     Here,
-    Waiting,
-    follow,
-    follow_devices,
-    is_following,
     process_word,
     state_of,
 )
@@ -124,7 +121,7 @@ def test_positions_of_this_process() -> None:
     record = Ledger().open("all_gather", "world", 8, 8, "layers.1", 2, (0, 1))
     record.kind, record.turn = "gather", 4
     here = Here(facts=lambda: {"step": 7, "loader": "has given 8 batches of epoch 0"})
-    with Waiting(record, time.perf_counter() - 2):
+    with ledgers.waiting(record, time.perf_counter() - 2):
         found = here()
     assert found.what == "all_gather 'layers.1' #4" and 2 <= found.seconds < 60
     assert found.members == (0, 1) and found.size == 8 and found.step == 7
@@ -135,7 +132,7 @@ def test_positions_of_this_process() -> None:
     assert len(json.dumps(large.written())) < 300
     assert Position.read(large.written()) == replace(large, members=list(large.members))
     record.members = (2, 3)  # a group of the same name has orders of its own
-    with Waiting(record, 0.0):
+    with ledgers.waiting(record, 0.0):
         assert here().kind != found.kind
 
 
@@ -177,6 +174,9 @@ class Event:
     def __init__(self) -> None:
         self.there, self.queries = False, 0
 
+    def mark(self) -> Event:
+        return self
+
     def wait(self) -> None: ...
 
     def reached(self) -> bool:
@@ -205,20 +205,20 @@ def test_collectives_of_a_device_are_followed_until_they_end() -> None:
     finally:
         follow_devices(False)
     follow(records[0], Event())
-    assert not is_following() and not here().waits
+    assert followed() is None and not here().waits
 
 
 def test_devices_are_followed_only_while_a_thread_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     for store in (None, FakeStore()):
         monkeypatch.setattr("shardwise.comm.stall_watchdog.default_store", lambda store=store: store)
         started = watch(range(2), 0, 30.0, SECRET, Ledger())
-        assert not is_following()
+        assert followed() is None
         stop_watching(started)
     monkeypatch.setattr("shardwise.comm.stall_watchdog.default_store", dist.HashStore)
     started = watch(range(2), 0, 30.0, SECRET, Ledger())
-    assert is_following()
+    assert followed() is not None
     stop_watching(started)
-    assert not is_following()
+    assert followed() is None
 
 
 def test_what_has_become_of_a_process() -> None:

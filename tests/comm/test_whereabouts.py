@@ -15,7 +15,8 @@ from torch.distributed import distributed_c10d
 
 import shardwise
 from shardwise.comm import desync
-from shardwise.comm.communicator import PURPOSES, Communicator
+from shardwise.comm.communicator import Communicator
+from shardwise.comm.groups import PURPOSES
 from shardwise.comm.intra_node_transport import IntraNodeTransport
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import ShardwiseError
@@ -30,7 +31,7 @@ def limit(comm: Communicator) -> None:
     """Shorten the limit, in groups that had time to start."""
     comm.connect(*PURPOSES)
     assert comm._cache is not None
-    for group in comm._cache.groups():
+    for group in comm._cache._made.values():
         distributed_c10d._set_pg_timeout(timedelta(seconds=LIMIT_S), group)
     if isinstance(comm._backend, IntraNodeTransport):
         comm._backend._limit = timedelta(seconds=LIMIT_S)

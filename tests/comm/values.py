@@ -1,8 +1,24 @@
-"""Values by rank, and sums of them in rank order, for tests of collectives."""
+"""Values by rank, sums of them in rank order, and a backend of a process group, for tests of collectives."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+
+from shardwise.comm.ledger import Record
+from shardwise.comm.native import TorchBackend
+
+RECORD = Record(0, "test", "group", 0, 0, "", "", 0.0, kind="explicit")
+
+
+def on_group(
+    group: dist.ProcessGroup | None = None, *, ordered: bool = False, per_node: int | None = None
+) -> TorchBackend:
+    """A backend all of whose collectives use one group; None: the default group."""
+    used = group if group is not None else dist.group.WORLD
+    assert used is not None
+    return TorchBackend(lambda _: used, dist.get_world_size(used), ordered=ordered, per_node=per_node)
+
 
 COPIED = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 SUMMED = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -19,11 +19,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.comm import collective_queue, native
-from shardwise.comm.collective_queue import CollectiveQueue, QueuedWork
+from shardwise.comm import native
+from shardwise.comm.collective_queue import CollectiveQueue
 from shardwise.device import checking
 from shardwise.device.later import Later
-from shardwise.device.recording import STREAMS, Event, Trace, recording
+from shardwise.device.recording import STREAMS, Event, Trace, _RecordedMark, recording
 from shardwise.engine import Engine
 from shardwise.registry import declare_part
 from shardwise.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
@@ -394,9 +394,24 @@ def plant(kind: str, name: str = "gpt", stage: int = 3, **changes: Any) -> Calla
     return add
 
 
+@contextlib.contextmanager
+def unawaited() -> Iterator[None]:
+    """No stream waits for an event that a queue of collectives has recorded on its stream."""
+    wait = _RecordedMark.wait
+
+    def waited(self: _RecordedMark) -> None:
+        events = reversed(self._recorder.trace.events)
+        mark = next(event for event in events if event.kind == "mark" and event.number == self.number)
+        if not mark.stream.startswith(("gathers", "reductions")):
+            wait(self)
+
+    with mock.patch.object(_RecordedMark, "wait", waited):
+        yield
+
+
 @plant("race")
 def a_unit_computes_before_its_gather_has_ended() -> Iterator[None]:
-    with mock.patch.object(QueuedWork, "wait", lambda self: None):
+    with unawaited():
         yield
 
 
@@ -462,7 +477,7 @@ def a_step_does_not_wait_for_the_last_reduction() -> Iterator[None]:
     land = Reducer._wait_oldest
 
     def landed(self: Reducer, *given: Any, **how: Any) -> None:
-        with mock.patch.object(QueuedWork, "wait", lambda self: None):
+        with unawaited():
             land(self, *given, **how)
 
     with mock.patch.object(Reducer, "_wait_oldest", landed):
@@ -474,7 +489,7 @@ def gradients_are_given_back_before_the_computing_stream_has_waited() -> Iterato
     land = Reducer._wait_oldest
 
     def landed(self: Reducer, most: int, **how: Any) -> None:
-        with mock.patch.object(QueuedWork, "wait", lambda self: None) if most else contextlib.nullcontext():
+        with unawaited() if most else contextlib.nullcontext():
             land(self, most, **how)
 
     with mock.patch.object(Reducer, "_wait_oldest", landed):
@@ -521,16 +536,17 @@ def whole_parameters_take_memory_of_the_wrong_stream() -> Iterator[None]:
 
 @plant("early", zero=(("mics_shard_size", 4),))
 def a_chain_does_not_wait_for_its_first_collective() -> Iterator[None]:
-    def queue_up(self: CollectiveQueue, launches: Any, made: Any) -> QueuedWork:
-        with self._stream.use():
+    def start(self: CollectiveQueue, launches: Any, made: Any = None) -> Any:
+        with self.aside():
             handles = []
             for launch in launches:
                 handles.append(launch())
-                collective_queue._tell(handles[-1], made)
+                for buffer in handles[-1].scratch if made is not None else ():
+                    made(buffer)
             handles[-1].wait()
-            return QueuedWork(self._streams.mark())
+            return self._streams.mark()
 
-    with mock.patch.object(CollectiveQueue, "_queue_up", queue_up):
+    with mock.patch.object(CollectiveQueue, "start", start):
         yield
 
 

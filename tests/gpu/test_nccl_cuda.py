@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from shardwise.comm import api, groups, native
 from shardwise.comm.communicator import Communicator
-from shardwise.comm.ledger import Ledger
-from shardwise.comm.rank_status import Here, follow_devices, oldest_under_way
+from shardwise.comm.ledger import Ledger, follow_devices
+from shardwise.comm.rank_status import Here, oldest_under_way
+from tests.comm.values import RECORD, on_group
 from tests.gpu.forced import start_group
 from tests.gpu.standin import rehearsing
 
@@ -39,7 +40,7 @@ def test_all_gather(group: dist.ProcessGroup, dtype: torch.dtype, in_place: bool
         shards = [values(size, dtype) for size in sizes]
         fulls = [shard if in_place else torch.zeros_like(shard) for shard in shards]
         pairs = [(full, full[: full.numel()] if in_place else own) for full, own in zip(fulls, shards, strict=True)]
-        native.all_gather(pairs, group).wait()
+        on_group(group).all_gather(pairs, RECORD).wait()
         assert all(torch.equal(full, values(full.numel(), dtype)) for full in fulls)
 
 
@@ -61,7 +62,7 @@ def test_reduce_scatter(
             pytest.skip("wider wires are always exchanged")
         monkeypatch.setattr(native, "exchanges", lambda *_: False)
     pairs = [(torch.full((size,), 2.0, dtype=total, device="cuda"), values(size, wire)) for size in (0, *SIZES)]
-    pending = native.reduce_scatter(pairs, group, accumulate=accumulate, ordered=ordered)
+    pending = on_group(group, ordered=ordered).reduce_scatter(pairs, accumulate, RECORD)
     pending.wait()
     for out, full in pairs:
         assert torch.equal(out, full.to(total) + (2.0 if accumulate else 0.0))
@@ -70,7 +71,8 @@ def test_reduce_scatter(
 def test_sums_in_place(group: dist.ProcessGroup) -> None:
     """Of several pairs, the output of some is where the input lies."""
     whole = values(256, FP32)
-    native.reduce_scatter([(whole[:256], whole), (torch.zeros(8, device="cuda"), values(8, FP32))], group).wait()
+    pairs = [(whole[:256], whole), (torch.zeros(8, device="cuda"), values(8, FP32))]
+    on_group(group).reduce_scatter(pairs, False, RECORD).wait()
     assert torch.equal(whole, values(256, FP32))
 
 
@@ -78,19 +80,19 @@ def test_sums_in_place(group: dist.ProcessGroup) -> None:
 def test_small_and_large_sums(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     for shape in ((), (1,), (3, 5)):
         tensor = torch.full(shape, 3, dtype=dtype, device="cuda")
-        native.all_reduce(tensor, group).wait()
-        native.sum_in_place(tensor, group).wait()
+        on_group(group).all_reduce(tensor, RECORD).wait()
+        on_group(group).sum_in_place(tensor, RECORD).wait()
         assert torch.equal(tensor, torch.full(shape, 3, dtype=dtype, device="cuda"))
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.uint8, torch.int64])
 def test_broadcast_and_all_to_all(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
     tensor = values(100, dtype)
-    native.broadcast(tensor, 0, group).wait()
+    on_group(group).broadcast(tensor, 0, RECORD).wait()
     assert torch.equal(tensor, values(100, dtype))
     out = torch.zeros_like(tensor)
-    native.all_to_all(out[:7], tensor[3:10], [7], [7], group).wait()
-    native.all_to_all(out[:0], tensor[:0], [0], [0], group).wait()
+    on_group(group).all_to_all(out[:7], tensor[3:10], [7], [7], RECORD).wait()
+    on_group(group).all_to_all(out[:0], tensor[:0], [0], [0], RECORD).wait()
     assert torch.equal(out[:7], tensor[3:10])
 
 

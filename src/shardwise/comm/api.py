@@ -1,8 +1,7 @@
 """Collectives for training scripts: torch.distributed's, written into the communication log.
 
-They act on `torch.distributed`'s process groups directly, take its arguments, and those of `Log` by keyword. In a
-process without any process group `get_rank` and `get_world_size` answer for a group of one, and a collective raises
-UsageError.
+They act on torch's process groups, and take torch's arguments and, by keyword, those of `Log`. Without any process
+group `get_rank` and `get_world_size` answer for a group of one, and a collective raises UsageError.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from shardwise.comm.clocks import measure_by
 from shardwise.comm.desync import check_call
-from shardwise.comm.ledger import user_line
+from shardwise.comm.ledger import follow, followed, user_line, waiting
 from shardwise.comm.logger import comms_logger
-from shardwise.comm.rank_status import TorchLaunch, WaitingForWork, follow, is_following
+from shardwise.comm.rank_status import TorchLaunch
 from shardwise.comm.stragglers import Stragglers, blame
 from shardwise.compat import all_gather_single, reduce_scatter_single
 from shardwise.device.streams import streams_of
@@ -35,16 +34,16 @@ P = ParamSpec("P")
 
 
 _ALIKE = ("op", "src", "dst")
-"""Arguments other than tensors that are the same on all ranks of a collective."""
+"""Arguments other than tensors that are equal on all ranks of a collective."""
 
 
 class Log(TypedDict, total=False):
-    """Arguments of a collective about the communication log.
+    """Arguments of a collective for the communication log.
 
     Attributes:
-        prof: record this call even if the log would not.
+        prof: record this call despite the settings.
         log_name: name in the log.
-        debug: accepted for existing code.
+        debug: has no effect; accepted for existing code.
     """
 
     prof: bool
@@ -53,12 +52,12 @@ class Log(TypedDict, total=False):
 
 
 def is_available() -> bool:
-    """Whether torch was built with distributed support."""
+    """Return True if torch was built with distributed support."""
     return dist.is_available()
 
 
 def is_initialized() -> bool:
-    """Whether there is a process group."""
+    """Return True if there is a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -107,13 +106,14 @@ def destroy_process_group(group: Group = None) -> None:
 def _collective(
     counted: str | None = None, *, asynchronous: bool = False, needed: bool = True, by: str = "all"
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
-    """Make a collective of a function that launches it: if the log wants it, it is recorded when it has ended.
+    """Decorate a function that launches a collective: check the call, watch its wait, and record its end if the log
+    wants it.
 
     Args:
-        counted: the argument whose bytes are recorded.
-        asynchronous: the function does not block; else its argument `async_op` tells.
-        needed: whether it is an error that there is no process group; otherwise there is nothing to do then.
-        by: who calls with tensors of which shapes: "all" with the same; "each" with its own; "two": two ranks.
+        counted: argument whose bytes are recorded.
+        asynchronous: the function never blocks; else its argument `async_op` decides.
+        needed: without a process group, True raises an error and False does nothing.
+        by: callers and shapes: "all" ranks with the same shapes; "each" with its own; "two" ranks.
     """
 
     def decorate(launch: Callable[P, Any]) -> Callable[P, Any]:
@@ -163,11 +163,10 @@ def _collective(
 
 
 def _of_log(*, prof: bool = False, log_name: str | None = None, debug: Any = None) -> None:
-    """Have the arguments of `Log`."""
+    """Carry the signature of `Log`."""
 
 
 def _spelled_out(signature: inspect.Signature) -> inspect.Signature:
-    """Put the arguments of `Log` in the place of `**log`."""
     parameters = list(signature.parameters.values())
     if parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
         parameters[-1:] = inspect.signature(_of_log).parameters.values()
@@ -187,39 +186,39 @@ def _after(
     work: Any, name: str, given: Mapping[str, Any], counted: str | None, pending: bool, start: float = 0.0,
     record: Recorder | None = None,
 ) -> Any:  # fmt: skip
-    """Let the stall watchdog know of a collective that has been launched; return what the script gets.
+    """Report a launched collective to the stall watchdog; return the script's result.
 
     Args:
-        work: what torch has returned.
+        work: from torch.
         name: of the collective.
         given: its arguments.
-        counted: which of them is the tensor.
-        pending: whether the script waits by itself.
-        start: see `_Pending`.
-        record: likewise.
+        counted: name of the tensor argument.
+        pending: the script waits itself.
+        start: as in `_Pending`.
+        record: as in `_Pending`.
     """
     waits = pending and work is not None
     tensors = given[counted] if counted is not None else None
     tensor = tensors[0] if isinstance(tensors, list) and tensors else tensors
     device = tensor.device if isinstance(tensor, torch.Tensor) else None
-    followed = device if device is not None and device.type != "cpu" and is_following() else None
+    on_device = device if device is not None and device.type != "cpu" and followed() is not None else None
     if waits:
-        launch = TorchLaunch.of(name, given, user_line() if followed is not None else "")
-        return _Pending(work, launch, followed, start, record)
-    if followed is not None:
-        follow(TorchLaunch.of(name, given, user_line()), streams_of(followed).mark())
+        launch = TorchLaunch.of(name, given, user_line() if on_device is not None else "")
+        return _Pending(work, launch, on_device, start, record)
+    if on_device is not None:
+        follow(TorchLaunch.of(name, given, user_line()), streams_of(on_device))
     return work
 
 
 class _Pending:
-    """torch's `Work`, with the same methods; the watchdog knows which collective a rank waits for in it.
+    """torch's `Work`, with the same methods, whose wait the stall watchdog knows.
 
     Args:
         work: of torch.
         launch: the collective, without its tensors.
-        followed: device on which its end is followed; None: it is not.
-        start: when it was launched (`time.perf_counter()`).
-        record: writes it into the log when it has been waited for; None: it is not logged.
+        followed: device on which its end is followed; None: not followed.
+        start: time of launch (`time.perf_counter()`).
+        record: writes the log after the wait; None: not logged.
     """
 
     def __init__(
@@ -234,10 +233,10 @@ class _Pending:
 
     def wait(self, *args: Any) -> Any:
         """Wait, and record."""
-        with WaitingForWork(self._launch):
+        with waiting(self._launch, time.perf_counter()):
             result = self._work.wait(*args)
         if self._followed is not None:
-            follow(self._launch, streams_of(self._followed).mark())
+            follow(self._launch, streams_of(self._followed))
             self._followed = None
         if self._record is not None:
             # On a device only the stream has waited.
@@ -428,8 +427,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
     """Print the communication log on rank 0; every rank must call it.
 
     Args:
-        show_straggler: also print how long each rank spent in communication, and which rank has waited for which in
-            the newest collectives of engines (`shardwise.comm.stragglers`).
+        show_straggler: also print each rank's time in communication, and the ranks that others have waited for in the
+            newest collectives of engines (`shardwise.comm.stragglers`).
         return_dict: return the summary as a dictionary.
     """
     barrier(log_name="log_summary_barrier")
@@ -456,9 +455,10 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
 
 
 def straggler_summary() -> Stragglers:
-    """Return which rank has waited for which in the newest collectives of engines (every rank must call it).
+    """Return the seconds for which ranks have waited for each other in the newest collectives of engines (all ranks
+    call).
 
-    The communication log has to be on; `engine.stragglers()` reads an engine's ledger, which always is.
+    The communication log must be on; `engine.stragglers()` reads an engine's ledger, which always is.
     """
     own = comms_logger.parts()
     if not is_initialized() or get_world_size() == 1:
@@ -484,7 +484,7 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Switch the communication log; a configuration's `comms_logger` section is applied first."""
+    """Configure the communication log; a configuration's `comms_logger` section is applied first."""
     section = getattr(deepspeed_config, "comms_logger", None)
     if section is not None:
         comms_logger.configure(
@@ -499,12 +499,12 @@ def configure(
 
 
 def reset_log() -> None:
-    """Forget what the communication log has recorded."""
+    """Clear the communication log."""
     comms_logger.reset_data()
 
 
 def has_comm_data() -> bool:
-    """Whether the communication log has recorded anything."""
+    """Return True if the communication log is not empty."""
     return comms_logger.has_data()
 
 

@@ -1,12 +1,10 @@
-"""Clocks of ranks: how far each is from rank 0's, with what is not known of it.
+"""Offsets of the ranks' clocks from rank 0's, with their uncertainty.
 
-A rank's `time.perf_counter()` counts from any moment, which on other machines is another one. Messages tell the
-difference, as in Cristian's method and NTP: what rank 0 has said before a message left was before this rank had it, and
-what this rank has said was before rank 0 had it. Each message therefore bounds the difference on one side, however long
-it was under way, and the fastest one of each direction decides. All ranks measure side by side: a round is one small
-gather, whatever their number.
+`time.perf_counter()` has another origin on each machine. As in Cristian's method and NTP, each message bounds the
+offset on one side, however long it travels: a value that rank 0 sent before is older than its receipt here, and the
+reverse. The fastest message of each direction decides. All ranks measure at once: a round is one small all-gather.
 
-Clocks drift by some millionths: whoever records for long measures at both ends.
+Clocks drift by some millionths: long recordings measure at both ends.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
 
 LABEL = "clocks"
-"""Of the collectives that measure, in the ledger."""
+"""Label of the measuring collectives in the ledger."""
 
 
 def _now() -> float:
@@ -29,11 +27,11 @@ def _now() -> float:
 
 
 class Clock(NamedTuple):
-    """A rank's clock against rank 0's, at one moment.
+    """Offset of a rank's clock from rank 0's, at one moment.
 
     Attributes:
         offset: seconds to be added to this rank's time, for rank 0's.
-        uncertainty: seconds; the true offset is nowhere farther away.
+        uncertainty: largest possible error of the offset, in seconds.
         at: this rank's time of the measurement.
     """
 
@@ -43,11 +41,11 @@ class Clock(NamedTuple):
 
 
 def measure(comm: Communicator, rounds: int = 32, clock: Callable[[], float] = _now) -> Clock:
-    """Compare the clocks of all ranks (all call; a small collective a round, which blocks).
+    """Compare the clocks of all ranks (all ranks call; one small blocking collective a round).
 
     Args:
         comm: the ranks.
-        rounds: more are more exact, the more the busier the ranks are.
+        rounds: more rounds are more exact, above all on busy ranks.
         clock: of this rank, in seconds.
     """
     if comm.world == 1 or comm.imagined:
@@ -70,13 +68,13 @@ def measure_by(
     rounds: int,
     clock: Callable[[], float] = _now,
 ) -> Clock:
-    """Do the same over any gather of two numbers.
+    """Measure with any all-gather of two numbers.
 
     Args:
-        tell: takes this rank's numbers, and returns those of rank 0 when it has all ranks'.
+        tell: sends this rank's numbers, and returns those of rank 0 when all have arrived.
         rank: of this process.
-        rounds: see `measure`.
-        clock: see `measure`.
+        rounds: as in `measure`.
+        clock: as in `measure`.
     """
     low, high = float("-inf"), float("inf")
     left = had = 0.0  # when this rank's last message left, and when it had all others'
@@ -91,7 +89,7 @@ def measure_by(
 
 
 def between(start: Clock, end: Clock | None, at: float) -> float:
-    """Return the offset at a time of this rank: as measured, and between two measurements in proportion.
+    """Return the offset at a time of this rank, interpolated between two measurements.
 
     >>> between(Clock(1.0, 0.0, at=10.0), Clock(2.0, 0.0, at=20.0), 15.0)
     1.5

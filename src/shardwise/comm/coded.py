@@ -1,4 +1,4 @@
-"""Sets of ranks in a few numbers: what ranks tell each other of groups does not grow with the size of these."""
+"""Compact lists of ranks: their size does not grow with the size of a group of a mesh."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def coded(ranks: Sequence[int]) -> list[int] | list[list[int]]:
-    """Return some ranks as the first, and the stride and size of each mesh dimension; else as the list of all.
+    """Return the first rank, and stride and size of each mesh dimension; without such a grid, the list of all ranks.
 
     Args:
         ranks: in ascending order.
@@ -26,7 +26,7 @@ def coded(ranks: Sequence[int]) -> list[int] | list[list[int]]:
 
 
 def decoded(code: Sequence[int] | Sequence[Sequence[int]]) -> list[int]:
-    """Return the ranks that `coded` was given.
+    """Return the ranks from `coded`.
 
     >>> decoded([0, 1, 2, 8, 3]), decoded([[0, 1, 5]])
     ([0, 1, 8, 9, 16, 17], [0, 1, 5])

@@ -1,9 +1,9 @@
 """Queues of collectives: chains, in which each collective needs the result of the one before, behind one `wait()`.
 
-Later collectives of a chain are launched without the caller, because other ranks may already wait for them. Where
-waiting blocks the host, a thread launches them, chain by chain in the order in which they were begun, which is the same
-on all ranks. Elsewhere the whole chain is launched at once on a CUDA stream of the queue's own
-(`shardwise.device.streams`). The caller's stream waits for it when it needs the result.
+Later collectives of a chain are launched without the caller, because other ranks may already wait for them. With a CUDA
+stream of the queue (`shardwise.device.streams`) the whole chain is launched at once, and the caller's stream waits
+where it needs the result. Where waiting blocks the host, a thread launches later collectives, chain by chain in the
+order of their starts, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -17,40 +17,32 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from shardwise.comm import native
 from shardwise.comm.ledger import Record, on_behalf_of, user_line
-from shardwise.device.streams import Mark, Stream, Streams
+from shardwise.device.streams import Mark, Streams
 from shardwise.errors import PeerLostError
 
 
 class Work(Protocol):
-    """Collectives that have been launched."""
-
-    @property
-    def scratch(self) -> Sequence[torch.Tensor]:
-        """Buffers made for the collectives; `wait()` gives them back."""
+    """Launched collectives: one, a chain, or an event behind them."""
 
     def wait(self) -> None:
         """Block until the result is there (on CUDA: make the current stream wait for it)."""
 
 
-Launch = Callable[[], Work]
+Launch = Callable[[], native.PendingCollective]
 _LEAVING_S, _EXITING_S, _FAILED_S = 1.0, 10.0, 0.5
-"""How long a thread is waited for: when its engine is closed, when the process ends, and when it ends in an error."""
+"""Seconds for which a thread is waited for: when its engine is closed, at a normal exit, and after an error."""
 
 _open: weakref.WeakSet[CollectiveQueue] = weakref.WeakSet()
 
 
 class WorkChain:
-    """Collectives that run one after the other, the first of which has been launched.
-
-    Attributes:
-        scratch: buffers that the collectives launched so far have made for themselves.
-    """
+    """Collectives that run one after the other, the first of which has been launched."""
 
     def __init__(self, first: Work, rest: Sequence[Launch]) -> None:
         self._handle = first
@@ -59,11 +51,6 @@ class WorkChain:
         self._begun, self._ended = threading.Event(), threading.Event()
         self._records: list[Record] = []  # of what has ended
         self._error: BaseException | None = None
-
-    @property
-    def scratch(self) -> Sequence[torch.Tensor]:
-        """Buffers of the collective that runs now; `wait()` gives them back."""
-        return self._handle.scratch
 
     def run(self) -> None:
         """Run the collectives; `wait()` raises an error."""
@@ -93,7 +80,7 @@ class WorkChain:
         self._wait(self._begun)
 
     def wait(self) -> None:
-        """Block until the last collective has ended; raises as `wait_first` does."""
+        """Block until the last collective has ended; raises as `wait_first`."""
         self._wait(self._ended)
 
     def _note(self) -> None:
@@ -113,26 +100,8 @@ class WorkChain:
             raise self._error
 
 
-class QueuedWork:
-    """Collectives that have been launched one after the other on the queue's CUDA stream.
-
-    Attributes:
-        scratch: empty, because the buffers belong to that stream.
-        mark: event behind the last collective.
-    """
-
-    scratch: Sequence[torch.Tensor] = ()
-
-    def __init__(self, mark: Mark) -> None:
-        self.mark = mark
-
-    def wait(self) -> None:
-        """Make the current stream wait for the last collective."""
-        self.mark.wait()
-
-
 class _Imagined(WorkChain):
-    """A chain of a dry run: holds the buffers that a thread would hold, and exchanges nothing."""
+    """A chain of a dry run, which allocates the buffers of a real one and exchanges nothing."""
 
     def wait_first(self) -> None:
         """Wait for the first collective, and launch the others."""
@@ -150,15 +119,14 @@ class _Imagined(WorkChain):
 class CollectiveQueue:
     """Runs chains of collectives, one after the other.
 
-    On a device with streams all collectives of a chain are launched at once, on a CUDA stream of the queue's own. The
-    stream waits for the current stream only at `follow`: collectives run ahead of computation. Where waiting blocks the
-    host, collectives are launched on the current stream. So are the reductions of a single rank, which has no peers.
+    The queue's CUDA stream waits for the current stream only at `follow`: collectives run ahead of computation. Where
+    waiting blocks the host, and on a single rank, collectives run on the current stream.
 
     Args:
-        streams: of the device on which the collectives' tensors lie.
-        waits_on_host: whether waiting for a collective blocks the host.
+        streams: of the tensors' device.
+        waits_on_host: waiting for a collective blocks the host.
         name: of the stream, or of the thread.
-        limit: how long the host waits for the end of a chain.
+        limit: longest wait of the host for the end of a chain.
         imagined: a dry run, in which no other rank exists.
     """
 
@@ -170,22 +138,17 @@ class CollectiveQueue:
         self._limit = limit
         self._queue: queue.SimpleQueue[WorkChain | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._on_host = waits_on_host
         self._streams = streams
         self._unawaited = False
-        self._own_stream = None if waits_on_host else streams.make(name)
-
-    @property
-    def _stream(self) -> Stream:
-        return self._streams.current() if self._own_stream is None else self._own_stream
+        self._stream = None if waits_on_host else streams.make(name)
 
     def follow(self) -> None:
-        """Make the queue's stream wait for all work of the current stream so far."""
-        if self._own_stream is not None and self._streams.beside:
-            self._own_stream.wait(self._streams.mark())
+        """Make the queue's stream wait for the present work of the current stream."""
+        if self._stream is not None and self._streams.beside:
+            self._stream.wait(self._streams.mark())
 
     def leave(self) -> None:
-        """Note that no stream has waited for a collective, because no stream needs its result."""
+        """Note that no stream has waited for a collective, because none needs its result."""
         self._unawaited = True
 
     def catch_up(self) -> None:
@@ -198,12 +161,12 @@ class CollectiveQueue:
             self.mark().wait()
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Allocate and launch on the queue's stream inside of the block."""
-        return self._stream.use()
+        """Allocate and launch on the queue's stream inside the block."""
+        return (self._stream or self._streams.current()).use()
 
     def mark(self) -> Mark:
-        """Return an event behind all work of the queue's stream."""
-        with self._stream.use():
+        """Record an event behind the present work of the queue's stream."""
+        with self.aside():
             return self._streams.mark()
 
     def start(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Work:
@@ -211,12 +174,28 @@ class CollectiveQueue:
 
         Args:
             launches: functions that launch the collectives.
-            made: gets each buffer that the first collective has made for itself.
+            made: called with each buffer that a collective launched here has allocated.
+
+        Returns:
+            With a stream: an event behind the chain.
         """
-        if not self._on_host:
-            return self._queue_up(launches, made)
+        if self._stream is not None:
+            with self._stream.use():
+                native.thread.in_order = True
+                try:
+                    for launch in launches:
+                        work = launch()
+                        if made is not None:
+                            for number in range(len(work.scratch)):  # no variable keeps a buffer while `wait` runs
+                                made(work.scratch[number])
+                        work.wait()
+                finally:
+                    native.thread.in_order = False
+                return self._streams.mark()
         first = launches[0]()
-        _tell(first, made)
+        if made is not None:
+            for buffer in first.scratch:
+                made(buffer)
         if len(launches) == 1:
             return first
         if self._imagined:
@@ -231,28 +210,20 @@ class CollectiveQueue:
         self._queue.put(chain)
         return chain
 
-    def _queue_up(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None) -> QueuedWork:
-        with self._stream.use(), native.in_order():
-            for launch in launches:
-                handle = launch()
-                _tell(handle, made)
-                handle.wait()
-            return QueuedWork(self._streams.mark())
-
-    def synchronize(self, link: Work, what: str) -> None:
-        """Block the host until a chain has ended, so that its input may be freed on any stream.
+    def synchronize(self, link: Work | Mark, what: str) -> None:
+        """Block the host until a chain has ended, so that its input may be released on any stream.
 
         Args:
-            link: what `start` returned.
-            what: the chain, for errors.
+            link: from `start`.
+            what: name of the chain, for errors.
 
         Raises:
             PeerLostError: the chain has not ended within the limit, or a rank has gone.
             DesyncError: the ranks wait for each other in different collectives.
         """
-        if not isinstance(link, QueuedWork):
+        if self._stream is None:
             link.wait()
-        elif not self._streams.block(link.mark, self._limit):
+        elif not self._streams.block(cast("Mark", link), self._limit):
             lost = PeerLostError(
                 f"{what} has not ended on the device within {self._limit} (the limit for a collective: "
                 "SHARDWISE_TIMEOUT, in minutes): a rank has gone, or is elsewhere"
@@ -261,7 +232,7 @@ class CollectiveQueue:
             raise lost
 
     def close(self, limit: float = _LEAVING_S) -> None:
-        """End the thread after the chains in the queue; wait `limit` seconds for that."""
+        """End the thread after the queued chains; wait at most `limit` seconds."""
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(limit)
@@ -270,12 +241,6 @@ class CollectiveQueue:
     def _work(self) -> None:
         while (chain := self._queue.get()) is not None:
             chain.run()
-
-
-def _tell(link: Work, made: Callable[[torch.Tensor], None] | None) -> None:
-    if made is not None:
-        for buffer in link.scratch:
-            made(buffer)
 
 
 def _close_all() -> None:

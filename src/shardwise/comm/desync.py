@@ -1,16 +1,16 @@
-"""Positions of ranks, and the words in which errors and warnings compare them.
+"""Positions of ranks, and the text of errors and warnings that compare positions.
 
-A rank that waits in a collective is at a `Position`: the collective, the line of the script, and the engine's method.
-`judge` says of the positions of all ranks who is waited for, or that ranks wait for each other in different
-collectives. Ranks in the same place share a line: a report is about as long on 1,024 ranks as on two.
+A rank that waits in a collective has a `Position`: the collective, the line of the script, and the engine's method.
+`judge` finds the ranks that are waited for, or that ranks wait for each other in different collectives. Ranks with
+equal positions share a line: a report is about as long on 1,024 ranks as on two.
 
-The stall watchdog (`shardwise.comm.stall_watchdog`) asks for positions while a collective waits too long. A rank whose
-collective fails writes its own into the default group's store, and reads those of the others (`FailureReports`). On
-Gloo a wait that has run out closes the connection to the peer, so that the peer's own collective fails at once and it
-writes as well.
+The stall watchdog (`shardwise.comm.stall_watchdog`) requests positions while a collective waits too long. A rank whose
+collective fails writes its position into the default group's store, and reads those of other ranks (`FailureReports`).
+On Gloo a wait that times out closes the connection, so that the peer's collective fails at once and the peer writes its
+position, too.
 
-Under `strict_sync` ranks compare what they pass to each collective of `shardwise.comm` (`check_call`): torch does not
-compare. Of tensors of different shapes Gloo aborts the process, and NCCL waits or returns wrong values.
+Under `strict_sync` ranks compare the arguments of each collective of `shardwise.comm` (`check_call`), which torch does
+not: with tensors of different shapes Gloo aborts the process, and NCCL waits or returns wrong values.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.coded import coded, decoded
 from shardwise.comm.ledger import Ledger, Record, is_of_script, user_line
 from shardwise.comm.rendezvous import answers
 from shardwise.compat import all_gather_single, backend_of, default_store
@@ -41,30 +42,30 @@ T = TypeVar("T")
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 TORCH, PAIR = "torch/", "torch/pair/"
-"""Beginnings of the orders of torch's collectives and of its messages between two ranks."""
+"""Prefixes of the orders of torch's collectives and of its messages between two ranks."""
 
 Place = tuple[str, str, int]
-"""What is the same on all ranks of a collective: name, order (see `order_of`) and bytes."""
+"""Equal on all ranks of a collective: name, order (`order_of`) and bytes."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is.
+    """The place of a rank in its program.
 
     Attributes:
-        what: the collective that it waits for, in words that are the same on all ranks; empty: it waits for none.
-        size: its bytes; 0 where they may differ by rank.
-        kind: with which collectives that is in one order.
-        members: global ranks that take part in it; nothing: not known.
-        line: `file:line` of the script that has led there, or where the script is.
-        call: `file:line` where it has called the engine, if that is not `line`.
-        doing: what the script is in ("engine.step()", "its data loader"); empty: not known.
-        seconds: for which it has waited.
+        what: the collective that the rank waits for, in words equal on all ranks; empty: none.
+        size: bytes; 0 if they may differ by rank.
+        kind: the order of collectives that `what` belongs to.
+        members: global ranks of the collective; empty: unknown.
+        line: `file:line` of the script.
+        call: `file:line` of the script's call of the engine, if not `line`.
+        doing: the script's activity ("engine.step()", "its data loader"); empty: unknown.
+        seconds: duration of the wait.
         number: of the wait on that rank.
-        turn: of a collective of torch, how many the rank has launched in the group, with this one; -1: not known.
-        step: steps that it has taken; -1: not known.
-        collectives: of torch that it has launched in the default group; -1: not known.
-        loader: what the engine's data loader has done; empty: not known.
+        turn: of a collective of torch, the number of collectives launched in the group, this one included; -1: unknown.
+        step: steps taken; -1: unknown.
+        collectives: of torch, launched in the default group; -1: unknown.
+        loader: progress of the engine's data loader; empty: unknown.
     """
 
     what: str = ""
@@ -83,33 +84,33 @@ class Position:
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> Position | None:
-        """Return what `written` has returned, or None if it is something else."""
+        """Return the position from `written`, or None if the value is none."""
         try:
-            members = [start + step * i for start, count, step in found.get("members", ()) for i in range(count)]
-            return cls(**{**found, "members": members})
+            members = found.get("members")
+            return cls(**{**found, "members": decoded(members) if members else ()})
         except (TypeError, ValueError):
             return None
 
     def written(self) -> dict[str, Any]:
-        """Return the position in JSON's terms, in a few hundred bytes: what has its default value is left out."""
+        """Return the position for JSON, in a few hundred bytes, without default values."""
         found = {one.name: value for one in fields(self) if (value := getattr(self, one.name)) != one.default}
         if self.members:
-            found["members"] = _runs(self.members)
+            found["members"] = coded(self.members)
         return found
 
     @property
     def waits(self) -> bool:
-        """Whether it is in a collective."""
+        """Whether the rank is in a collective."""
         return bool(self.what)
 
     @property
     def torch(self) -> bool:
-        """Whether it is in a collective of torch."""
+        """Whether the rank is in a collective of torch."""
         return self.kind.startswith(TORCH)
 
     @property
     def place(self) -> Place:
-        """What is the same on ranks that are in the same collective."""
+        """The part of the position that is equal on ranks in the same collective."""
         return ("" if self.kind.startswith(PAIR) else self.what), self.kind, self.size
 
     def __str__(self) -> str:
@@ -123,36 +124,18 @@ class Position:
         return f"{where}{at}{after}"
 
 
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return numbers as runs of (start, count, step): groups of a mesh are a few of them, however many ranks they have.
-
-    >>> _runs([0, 8, 16, 17, 18])
-    [(0, 3, 8), (17, 2, 1)]
-    """
-    found: list[tuple[int, int, int]] = []
-    for number in numbers:
-        start, count, step = found[-1] if found else (0, 0, 0)
-        if count == 1:
-            found[-1] = start, 2, number - start
-        elif count and number == start + count * step:
-            found[-1] = start, count + 1, step
-        else:
-            found.append((number, 1, 1))
-    return found
-
-
 def named(record: Record) -> str:
-    """Return the name of a collective, the same on all ranks."""
+    """Return the name of a collective, equal on all ranks."""
     return f"{record.op} {record.label!r} #{record.turn}"
 
 
 def size_of(record: Record) -> int:
-    """Return its bytes if they are the same on all ranks."""
+    """Return the bytes of a collective if they are equal on all ranks; else 0."""
     return 0 if record.op == "all_to_all" else record.size
 
 
 def order_of(record: Record) -> str:
-    """Return with which collectives it is in one order: each group of ranks has orders of its own."""
+    """Return the order that a collective belongs to: each group of ranks has orders of its own."""
     members = record.members
     known = _groups.get(id(members))
     if known is None or known[0] is not members:  # a ledger has thousands of records of a few groups
@@ -167,17 +150,17 @@ _MOST_GROUPS = 256
 
 
 Launch = tuple[str, str, int, int]
-"""Of a launched collective its name, the line where the script has called the engine, its bytes, and its number."""
+"""Of a launched collective: name, line of the script's call of the engine, bytes, and sequence number."""
 
 
 RECENT = 32
-"""Collectives of each order of which a rank tells digests."""
+"""Collectives of each order whose digests a rank reports."""
 DIGEST = 4
-"""Letters of one."""
+"""Letters of a digest."""
 
 
 def launch_of(record: Record) -> Launch:
-    """Return how a collective has been launched."""
+    """Return the `Launch` of a record."""
     return named(record), record.call or record.line, size_of(record), record.sequence
 
 
@@ -205,16 +188,16 @@ _MOST_LINES = 16
 """Lines of different positions that are shown."""
 
 Positions = Mapping[int, Position | None]
-"""By rank; None: it has not answered."""
+"""By rank; None: no answer."""
 
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What a rank that waits says a while later.
+    """The second answer of a rank that waits.
 
     Attributes:
-        number: of its wait; it has moved on if this has changed.
-        launched: collectives that other ranks wait for, which this one has launched.
+        number: of its wait; another number means that the rank has moved on.
+        launched: collectives that other ranks wait for, and this one has launched.
         recent: by order, the number of a collective, and digests of that one and the later ones.
     """
 
@@ -225,7 +208,7 @@ class Confirmation:
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of a collective that waits too long.
+    """Findings about a collective that waits too long.
 
     Attributes:
         text: for people.
@@ -245,14 +228,14 @@ def judge(
     silent: Mapping[int, str] | None = None,
     parting: Sequence[str] = (),
 ) -> Report:
-    """Return who is waited for, or that ranks wait for each other.
+    """Find the ranks that are waited for, or that ranks wait for each other.
 
     Args:
-        places: where the ranks are.
+        places: positions of the ranks.
         own: this rank, which waits.
-        confirmed: their second answers; None: there are none.
-        silent: what has become of ranks that do not answer, as far as it is known.
-        parting: where the ranks have first launched different collectives.
+        confirmed: second answers; None: none.
+        silent: by rank without an answer, the known state of its process.
+        parting: lines about the first collective that ranks have launched differently.
 
     >>> gather, reduce = Position("all_gather 'a' #4", line="t.py:3", seconds=9.0), Position("all_gather 'b' #4")
     >>> judge({0: gather, 1: reduce}, 0, dict.fromkeys((0, 1), Confirmation(-1))).stuck
@@ -279,21 +262,17 @@ def judge(
 
 
 def _slow(there: Mapping[int, Position]) -> str:
-    """Say why a collective may not end to which all of its ranks have come."""
-    counts: dict[int, list[int]] = {}
-    for rank, place in there.items():
-        counts.setdefault(place.collectives, []).append(rank)
+    counts = _by(there, lambda rank: there[rank].collectives)
     if len(counts) == 1 or -1 in counts:
         return "the network between them is slow"
-    shown = ", ".join(f"{count} on {ranks_in_words(ranks)}" for count, ranks in _few(counts))
     return (
         "the network between them is slow, or a device waits for a collective that the script has launched on some "
-        f"ranks only (launched with torch.distributed in the default group: {shown})"
+        f"ranks only (launched with torch.distributed in the default group: {_few(counts, '{} on {}')})"
     )
 
 
 def is_stuck(places: Positions, confirmed: Mapping[int, Confirmation] | None) -> bool:
-    """Return whether all ranks wait, still in the same collectives, none of which all of its ranks have come to."""
+    """Return True if all ranks still wait in the same collectives, and each collective lacks some of its ranks."""
     there = {rank: place for rank, place in places.items() if place is not None and place.waits}
     if confirmed is None or len(there) < len(places):
         return False
@@ -308,7 +287,6 @@ def waits_of(places: Positions) -> list[Position]:
 
 
 def _may_end(waited: Position, there: Mapping[int, Position], confirmed: Mapping[int, Confirmation]) -> bool:
-    """Return whether all ranks of a collective have come to it, as far as they wait."""
     members = [rank for rank in waited.members or there if rank in there]
     return all(
         there[rank].place == waited.place or (rank in confirmed and waited.place in confirmed[rank].launched)
@@ -320,10 +298,10 @@ def first_difference(recent: Mapping[int, tuple[int, str]]) -> tuple[int, list[i
     """Return the number of the first collective of an order that ranks of one group have launched differently.
 
     Args:
-        recent: of each rank, see `Confirmation.recent`.
+        recent: of each rank, `Confirmation.recent`.
 
     Returns:
-        The number, and one rank for each way of launching it; None: as far as the ranks tell, there is none.
+        The number, and one rank for each way of launching; None: no difference in the reported collectives.
 
     >>> first_difference({0: (6, "aaaabbbbcccc"), 1: (7, "bbbbdddd"), 2: (7, "bbbbdddd")})
     (8, [0, 1])
@@ -340,7 +318,7 @@ def first_difference(recent: Mapping[int, tuple[int, str]]) -> tuple[int, list[i
 
 
 def parting_in_words(launches: Mapping[int, Launch]) -> list[str]:
-    """Say how ranks of one group have launched the collective in which they part."""
+    """Describe how ranks of one group have launched the first differing collective."""
     sizes = len({size for _, _, size, _ in launches.values()}) > 1
     return [
         "They part here:",
@@ -352,62 +330,59 @@ def parting_in_words(launches: Mapping[int, Launch]) -> list[str]:
 
 
 def _table(places: Positions, silent: Mapping[int, str]) -> list[str]:
-    """Return a line for each position; ranks whose positions differ by seconds only share one."""
-    alike: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        alike.setdefault(silent.get(rank, "") if place is None else str(replace(place, seconds=0.0)), []).append(rank)
-    lines = []
-    for ranks in list(alike.values())[:_MOST_LINES]:
+    """Return a line for each position; ranks whose positions differ only by seconds share a line."""
+
+    def text_of(rank: int) -> str:
+        place = places[rank]
+        return silent.get(rank, "") if place is None else str(replace(place, seconds=0.0))
+
+    alike, lines = list(_by(places, text_of).values()), []
+    for ranks in alike[:_MOST_LINES]:
         longest = max((place for rank in ranks if (place := places[rank])), key=lambda one: one.seconds, default=None)
         text = silent.get(ranks[0], "has not answered") if longest is None else str(longest)
         lines.append(f"  {ranks_in_words(ranks)}: {text}")
-    rest = [rank for ranks in list(alike.values())[_MOST_LINES:] for rank in ranks]
+    rest = [rank for ranks in alike[_MOST_LINES:] for rank in ranks]
     return [*lines, f"  {ranks_in_words(rest)}: elsewhere"] if rest else lines
 
 
 def _advice(places: Mapping[int, Position]) -> list[str]:
-    """Say what is wrong by name, where it can be known."""
     found: list[str] = []
-    doing: dict[str, list[int]] = {}
-    sizes: dict[tuple[str, str], dict[int, list[int]]] = {}
-    ways: dict[str, dict[str, list[int]]] = {}
-    for rank, place in places.items():
-        name = f"{place.what.partition('(')[0]}()" if place.torch else place.doing
-        doing.setdefault(name, []).append(rank)
-        sizes.setdefault((place.what, place.kind), {}).setdefault(place.size, []).append(rank)
-        if place.torch:
-            ways.setdefault(name, {}).setdefault(f"{place.what} at {place.line}", []).append(rank)
-    for (what, _), by_size in sizes.items():
-        if len(by_size) > 1:
-            shown = ", ".join(f"{size} bytes on {ranks_in_words(ranks)}" for size, ranks in _few(by_size))
-            found.append(f"Ranks pass tensors of different sizes to {what}: {shown}.")
-    for name, by_call in ways.items():
-        if len({call.partition(" at ")[0] for call in by_call}) > 1:
-            shown = ", ".join(f"{call} by {ranks_in_words(ranks)}" for call, ranks in _few(by_call))
+    names = {rank: f"{p.what.partition('(')[0]}()" if p.torch else p.doing for rank, p in places.items()}
+    for (what, _), ranks in _by(places, lambda rank: (places[rank].what, places[rank].kind)).items():
+        sizes = _by(ranks, lambda rank: places[rank].size)
+        if len(sizes) > 1:
+            found.append(f"Ranks pass tensors of different sizes to {what}: {_few(sizes, '{} bytes on {}')}.")
+    for name, ranks in _by((rank for rank in places if places[rank].torch), names.__getitem__).items():
+        if len({places[rank].what for rank in ranks}) > 1:
+            calls = _by(ranks, lambda rank: f"{places[rank].what} at {places[rank].line}")
+            shown = _few(calls, "{} by {}")
             found.append(f"Ranks call {name} with different arguments: {shown}. Pass the same on every rank.")
-    if len(doing) > 1:
-        for method, ranks in doing.items():
-            if method in _TOGETHER or method.startswith("torch."):
-                lines = " and ".join(sorted({places[rank].call or places[rank].line for rank in ranks})[:4])
-                others = [rank for rank in places if rank not in set(ranks)]
-                found.append(
-                    f"{method} has been called by {ranks_in_words(ranks)} at {lines}, and not by "
-                    f"{ranks_in_words(others)}: every rank of its group has to call it, at the same point. Take it "
-                    "out of `if rank == 0:`, or, if it comes after a loop over data, see that all ranks get the same "
-                    "number of batches."
-                )
-    loaders: dict[str, list[int]] = {}
-    for rank, place in places.items():
-        if place.loader:
-            loaders.setdefault(place.loader, []).append(rank)
+    doing = _by(places, names.__getitem__)
+    for method, ranks in doing.items() if len(doing) > 1 else ():
+        if method in _TOGETHER or method.startswith("torch."):
+            lines = " and ".join(sorted({places[rank].call or places[rank].line for rank in ranks})[:4])
+            others = [rank for rank in places if rank not in set(ranks)]
+            found.append(
+                f"{method} has been called by {ranks_in_words(ranks)} at {lines}, and not by "
+                f"{ranks_in_words(others)}: every rank of its group has to call it, at the same point. Take it "
+                "out of `if rank == 0:`, or, if it comes after a loop over data, see that all ranks get the same "
+                "number of batches."
+            )
+    loaders = _by((rank for rank in places if places[rank].loader), lambda rank: places[rank].loader)
     if len(loaders) > 1:
-        shown = ", ".join(f"that of {ranks_in_words(ranks)} {text}" for text, ranks in _few(loaders))
-        found.append(f"Loaders differ: {shown}")
+        found.append(f"Loaders differ: {_few(loaders, 'that of {1} {0}')}")
     return found
 
 
-def _few(groups: Mapping[T, list[int]]) -> list[tuple[T, list[int]]]:
-    return list(groups.items())[:4]
+def _by(ranks: Iterable[int], key: Callable[[int], T]) -> dict[T, list[int]]:
+    found: dict[T, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(key(rank), []).append(rank)
+    return found
+
+
+def _few(groups: Mapping[T, list[int]], form: str) -> str:
+    return ", ".join(form.format(value, ranks_in_words(ranks)) for value, ranks in list(groups.items())[:4])
 
 
 _TOGETHER = tuple(
@@ -457,18 +432,18 @@ _CHECK = (
 
 
 def key_of(*parts: object) -> str:
-    """Return a key of the store, of this attempt: a restarted job may meet in the store of the one before."""
+    """Return a key of the store, which names the attempt: a restarted job may use the store of the attempt before."""
     first, *rest = parts
     return "/".join(map(str, ("shardwise", first, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), *rest)))
 
 
 def seal(text: str, secret: str, key: str) -> str:
-    """Return what `unsealed` takes, and only under the same key.
+    """Return a value that `unsealed` accepts under the same key only.
 
     Args:
         text: the value.
         secret: of the job.
-        key: under which the value will be stored.
+        key: of the value in the store.
     """
     return _code(text, secret, key) + text
 
@@ -493,7 +468,7 @@ def _code(text: str, secret: str, key: str) -> str:
 
 
 def written(store: dist.Store, keys: list[str]) -> list[str]:
-    """Return those of some keys that are in a store: reading another one would block."""
+    """Return the keys that are in a store. Because reading another key would block."""
     if not keys or store.check(keys):
         return keys
     half = len(keys) // 2
@@ -501,7 +476,7 @@ def written(store: dist.Store, keys: list[str]) -> list[str]:
 
 
 def read_all(store: dist.Store, keys: list[str]) -> dict[str, bytes]:
-    """Return the values of those of some keys that are in a store."""
+    """Return the values of the keys that are in a store."""
     there = written(store, keys)
     at_once = store.has_extended_api()  # type: ignore[attr-defined]
     values = store.multi_get(there) if at_once else map(store.get, there)
@@ -511,17 +486,17 @@ def read_all(store: dist.Store, keys: list[str]) -> dict[str, bytes]:
 # -- collectives that fail ---------------------------------------------------------------------------------------------
 
 PATIENCE_S = 1.0
-"""How long a rank that fails waits for word from the others: they fail within milliseconds of it, or not at all."""
+"""Seconds for which a rank that fails waits for the others, which fail within milliseconds or not at all."""
 FAILED = "failed"
 """Key of the traceback of the last rank that has ended with an exception."""
 
 _TRACEBACK = 4000
-"""Letters of a traceback that other ranks get."""
+"""Letters of a traceback that other ranks read."""
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
 _MOST_READ = 32
-"""Ranks whose words a report shows besides the lost one, because those of all ranks would be the square."""
+"""Ranks that a report reads besides the lost one, because reports on all ranks would grow with ranks squared."""
 _DYING_S = 0.1
-"""How long the sockets of a process that has been killed may outlive one another."""
+"""Seconds for which sockets of a killed process may outlive one another."""
 _SILENT = "has not said where it is: it is gone, or busy outside of collectives (data, computing, waiting)"
 _FEWER = "Did it get fewer batches than the others?"
 _CHECK_FAILED = (
@@ -535,17 +510,17 @@ _secret = ""
 
 
 def sign_failures(secret: str) -> None:
-    """Have tracebacks of failures written so that ranks which know the secret take them for such."""
+    """Sign tracebacks of failures with a secret of the job."""
     global _secret
     _secret = secret
 
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank has written into the store.
+    """The status of a rank in the store.
 
     Attributes:
-        state: "waits" for a collective; "ends": it is in `destroy()`; "ended", or "failed" with an exception.
+        state: "waits" in a collective; "ends": in `destroy()`; "ended", or "failed" with an exception.
         text: of a rank that does not wait.
         place: of a rank that waits.
     """
@@ -556,7 +531,7 @@ class Word:
 
     @classmethod
     def read(cls, data: bytes) -> Word | None:
-        """Return a word if it is one: anybody who reaches the store may have written it."""
+        """Return a status, or None if the value is none. Because any program may write into the store."""
         try:
             found = json.loads(data)
             place = Position.read({**found["place"], "members": ()}) if found["state"] == "waits" else None
@@ -569,7 +544,7 @@ class Word:
             return None
 
     def publish(self) -> None:
-        """Write this rank's word; without a store that can still be reached nothing happens."""
+        """Write this rank's status, if the store can be reached."""
         store = default_store()
         if store is not None and answers(store, _DYING_S if self.state == "waits" else 0.0):
             place = None if self.place is None else replace(self.place, members=()).written()
@@ -581,7 +556,7 @@ class Word:
 
 
 def publish_end() -> None:
-    """Write that this process ends, for ranks that still wait for it; if by an exception, with its traceback."""
+    """Write that this process ends, for ranks that wait for it; after an exception with the traceback."""
     error = getattr(sys, "last_value", None)
     if error is None:
         Word("ended", "has ended without an exception").publish()
@@ -600,7 +575,6 @@ def publish_end() -> None:
 
 
 def _raised_at(error: BaseException) -> str:
-    """Return the line of the script that has led to an exception, as far as there is one."""
     found, trace = "", error.__traceback__
     while trace is not None:
         if is_of_script(trace.tb_frame.f_code.co_filename):
@@ -610,14 +584,14 @@ def _raised_at(error: BaseException) -> str:
 
 
 def inside_of(method: str, failure: BaseException | None) -> str:
-    """Return words for a rank that is in one of the engine's methods, perhaps because an exception has led there."""
+    """Return the status text of a rank in a method of the engine, perhaps after an exception."""
     line = user_line()
     reason = "" if failure is None else f", after {type(failure).__name__}: {str(failure)[:200]}"
     return f"is in {method}{f' at {line}' if line else ''}{reason}"
 
 
 def read_words(ranks: Iterable[int], patience: float) -> dict[int, Word]:
-    """Return what ranks have written, waiting up to `patience` seconds for those that have not."""
+    """Return the statuses of ranks, waiting at most `patience` seconds for missing ones."""
     found: dict[int, Word] = {}
     missing = {_word_key(rank): rank for rank in ranks}
     store = default_store()
@@ -644,15 +618,14 @@ def _word_key(rank: int) -> str:
 
 
 class FailureReports:
-    """Makes the errors of one communicator.
+    """Creates the errors of one communicator.
 
-    Invariant: the first failure is the one that counts. It breaks connections, so that later ones fail for that reason,
-    and raise the first error again.
+    Invariant: the first failure is raised each time. Because it breaks connections, later ones follow from it.
 
     Args:
-        ledger: where its collectives are recorded.
-        ranks: the global ranks of its group.
-        rank: this process's place among them.
+        ledger: of the communicator.
+        ranks: global ranks of its group.
+        rank: place of this process in `ranks`.
     """
 
     def __init__(self, ledger: Ledger, ranks: Sequence[int], rank: int) -> None:
@@ -663,10 +636,10 @@ class FailureReports:
         self._lock = threading.Lock()
 
     def explain(self, error: PeerLostError, here: Position) -> DesyncError | PeerLostError:
-        """Return the error to raise: the first failure of this communicator, with what the other ranks say.
+        """Return the first failure of this communicator, with the statuses of other ranks.
 
         Args:
-            error: what the exchange has raised; `peer` is the group rank that has not answered, if that is known.
+            error: of the exchange; `peer` is the group rank that has not answered, if known.
             here: the collective.
         """
         with self._lock:
@@ -719,7 +692,6 @@ class FailureReports:
         return report
 
     def _read_others(self, own: int, peer: int | None) -> tuple[list[int], dict[int, Word]]:
-        """Return the ranks whose words are read, and these: the peer's, and those of ranks that follow this one."""
         place = self._ranks.index(own) + 1
         following = [*self._ranks[place:], *self._ranks[: place - 1]][:_MOST_READ]
         others = list(dict.fromkeys([*([] if peer is None else [peer]), *following]))
@@ -735,9 +707,9 @@ def _loss(word: Word | None) -> str:
 
 
 def _cause(ranks: Sequence[int], words: Mapping[int, Word], here: Position) -> int:
-    """Return the rank that is most likely the cause, where torch does not name one.
+    """Return the most likely cause, where torch names no rank.
 
-    First comes a rank that has ended, then one that has not answered, then one that waits in another collective.
+    First a rank that has ended, then one without a status, then one that waits in another collective.
     """
 
     def order(rank: int) -> int:
@@ -758,7 +730,7 @@ _compares = False
 
 
 def compare_calls(on: bool) -> None:
-    """Have each collective of `shardwise.comm` compared over its group, which costs one small one more, or not."""
+    """Switch the comparison of each collective of `shardwise.comm`, which costs one small collective more."""
     global _compares
     _compares = on
 
@@ -766,16 +738,16 @@ def compare_calls(on: bool) -> None:
 def check_call(
     name: str, tensors: torch.Tensor | Sequence[torch.Tensor] | None, group: Any, rest: Mapping[str, Any]
 ) -> None:
-    """Raise if ranks of a group have not all called the same collective with the same arguments.
+    """Raise unless all ranks of a group have called the same collective with the same arguments.
 
     Args:
         name: of the collective.
-        tensors: those that have the same shapes and dtypes on all ranks; None: none has.
+        tensors: with the same shapes and dtypes on all ranks; None: none.
         group: all its ranks call.
-        rest: the other arguments that are the same on all ranks, such as the operation of a reduction.
+        rest: other arguments equal on all ranks, such as the operation of a reduction.
 
     Raises:
-        DesyncError: on every rank, with what each has called and where.
+        DesyncError: on every rank, with the calls and their lines.
     """
     if not _compares or dist.get_world_size(group) == 1 or dist.get_rank(group) < 0:
         return
@@ -787,10 +759,8 @@ def check_call(
         return
     texts = _gathered(f"{call} at {user_line()}".encode()[:_TEXT].ljust(_TEXT, b"\0"), group)
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-    alike: dict[str, list[int]] = {}
-    for rank, text in zip(ranks, texts, strict=True):
-        alike.setdefault(text.rstrip(b"\0").decode(errors="replace"), []).append(rank)
-    table = [f"  {ranks_in_words(alike[text])}: {text}" for text in alike]
+    calls = {rank: text.rstrip(b"\0").decode(errors="replace") for rank, text in zip(ranks, texts, strict=True)}
+    table = [f"  {ranks_in_words(alike)}: {text}" for text, alike in _by(calls, calls.__getitem__).items()]
     raise DesyncError(
         "\n".join(["strict_sync: the ranks have called different collectives:", *table])
         + "\nEvery rank of the group has to call the same, in the same order, with the same arguments and tensors of "
@@ -799,7 +769,6 @@ def check_call(
 
 
 def _gathered(own: bytes, group: Any) -> list[bytes]:
-    """Return the bytes of all ranks, as many from each; nothing of them is run or parsed."""
     cpu = torch.device("cpu")
     device = cpu if backend_of(group, cpu) else torch.device("cuda", torch.cuda.current_device())
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)

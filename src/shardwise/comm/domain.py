@@ -1,18 +1,17 @@
-"""Domains: the ranks that have a parameter in common, arranged in a grid over which its memory is divided.
+"""Domains: the ranks that share a parameter, arranged in a grid over which the parameter is sharded.
 
-A grid has dimensions, from the innermost (ranks that are near one another) to the outermost. Flat memory is divided
-level by level: at level 0 it is whole; at level k it is divided over the first k dimensions, and replicated over the
-others; at the last level each rank has a range of its own. A range contains the rank's ranges at all finer levels, so
-that a gather from any level to any coarser one, and a reduction the other way, goes through one dimension after the
-other without copying anything around.
+The dimensions of a grid go from the innermost (near ranks) to the outermost. At level k flat memory is sharded over the
+first k dimensions and replicated over the others. At level 0 it is unsharded; at the last level each rank has a range
+of its own. A range contains the rank's ranges at all finer levels. An all-gather to a coarser level, and a
+reduce-scatter to a finer one, therefore run over one dimension after the other without copies in between.
 
     ranks 0 and 1 on one node, 2 and 3 on another: sizes (2, 2)
     level 0   every rank     [0 1 2 3 4 5 6 7]
     level 1   ranks 0 and 2  [0 1 2 3]          ranks 1 and 3          [4 5 6 7]
     level 2   rank 0 [0 1]   rank 2 [2 3]       rank 1 [4 5]           rank 3 [6 7]
 
-What is at which level is the plan's business (`shardwise.zero.units.plan`): one dimension of all ranks with everything
-at level 1 is ZeRO-3; parameters, gradients and optimizer state at level 1 of two dimensions is HSDP, or MiCS.
+The plan (`shardwise.zero.units.plan`) chooses the levels. One dimension of all ranks with everything at level 1 is
+ZeRO-3. Parameters, gradients and optimizer state at level 1 of two dimensions are HSDP, or MiCS.
 """
 
 from __future__ import annotations
@@ -27,20 +26,21 @@ import torch
 
 from shardwise.comm.collective_queue import CollectiveQueue, Launch, Work
 from shardwise.comm.communicator import Communicator, Handle
+from shardwise.comm.native import PendingCollective
 
 SHARD, REPLICATE = "shard", "replicate"
-"""Names of mesh dimensions: over which state is divided, and over which what is divided is replicated."""
+"""Names of mesh dimensions: state is sharded over the first kind, and replicated over the second."""
 
 Move = tuple[torch.Tensor, torch.Tensor, int]
-"""Of a gather: memory to be filled, what this rank has of it, and the level of that."""
+"""Of an all-gather: output, this rank's input, and the level of the input."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How ranks lie in a grid.
+    """The grid of some ranks.
 
     Attributes:
-        names: the mesh dimension that each dimension of the grid belongs to, innermost first.
+        names: mesh dimension of each dimension of the grid, innermost first.
         sizes: ranks in each dimension.
         order: ranks by the place of their range at the finest level.
 
@@ -56,19 +56,19 @@ class Arrangement:
 
     @classmethod
     def of_groups(cls, world: int, shard: int, near: int | None = None) -> Arrangement:
-        """Return that of runs of `shard` ranks, each of which has everything.
+        """Return the grid of runs of `shard` ranks, over each of which all state is sharded.
 
         Args:
             world: number of ranks.
             shard: divides it.
-            near: a run consists of runs of so many ranks that are nearer one another; a dimension of its own.
+            near: size of the runs of near ranks that a run consists of, which become a dimension of their own.
         """
         near = shard if near is None else near
         return cls.of([[list(range(a, a + near)) for a in range(r, r + shard, near)] for r in range(0, world, shard)])
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[Sequence[int]]]) -> Arrangement:
-        """Return that of the ranks of a mesh [replicate][across][within]; dimensions of size 1 are left out."""
+        """Return the grid of a mesh [replicate][across][within] without its dimensions of size 1."""
         outer, across, within = len(groups), len(groups[0]), len(groups[0][0])
         order = [groups[r][a][w] for w, a, r in itertools.product(range(within), range(across), range(outer))]
         dimensions = [(SHARD, within), (SHARD, across), (REPLICATE, outer)]
@@ -84,15 +84,14 @@ class Arrangement:
         return sorted(lines)
 
     def within(self, ranks: Sequence[int], lines: Sequence[Sequence[int]]) -> Arrangement | None:
-        """Return how some ranks lie in the grid, by their numbers among these; dimensions of size 1 are left out.
+        """Return the grid of some ranks, numbered among themselves, without dimensions of size 1.
 
         Args:
-            ranks: they, in ascending order.
-            lines: all lists of ranks that are arranged alike, this one among them.
+            ranks: in ascending order.
+            lines: all lists of ranks that need the same grid, `ranks` among them.
 
         Returns:
-            None if the ranks of a list are no grid themselves, or those of another list another: they lie in one
-            dimension.
+            None if the ranks of a list form no grid, or those of two lists form different ones.
 
         Example:
             >>> Arrangement.of_groups(8, 4).within([0, 2, 4, 6], [[0, 2, 4, 6], [1, 3, 5, 7]])
@@ -116,29 +115,25 @@ class Arrangement:
 
 
 class Domain:
-    """See the module docstring.
+    """Ranks that share parameters, their grid, and the queues of their collectives.
 
     Args:
         ranks: all of them.
-        arrangement: in which grid; None: in one dimension.
-        like: another domain of these ranks' job, whose collectives are in one order with this one's.
-        prescale: what gradients are multiplied by before they are summed over these ranks.
+        arrangement: the grid; None: one dimension.
+        like: a domain of the same job, with whose collectives those of this one are in one order.
+        prescale: factor of gradients before the sum over the ranks.
 
     Attributes:
-        ranks: all of them.
-        arrangement: their grid.
         dimensions: communicators of this rank's line in each dimension, innermost first.
-        names: the mesh dimensions they belong to.
+        names: the mesh dimension of each.
         sizes: ranks in each.
         place: number of this rank's range at the finest level.
         world: number of ranks.
         depth: the finest level.
-        async_gathers: whether all-gathers run on a CUDA stream of their own, and waiting for one does not block the
-            host.
+        async_gathers: all-gathers run on a CUDA stream of their own, and waiting for one does not block the host.
         async_reductions: the same of reduce-scatters.
-        gathers: launches gathers of parameters.
-        reductions: launches reductions of gradients.
-        prescale: see above.
+        gathers: launches all-gathers of parameters.
+        reductions: launches reduce-scatters of gradients.
     """
 
     def __init__(
@@ -188,21 +183,21 @@ class Domain:
         )
 
     def level(self, over: Sequence[str]) -> int:
-        """Return the level at which memory is divided over some mesh dimensions."""
+        """Return the level at which memory is sharded over some mesh dimensions."""
         return sum(1 for _ in itertools.takewhile(lambda name: name in over, self.names))
 
     def parts(self, level: int) -> int:
-        """Return into how many ranges memory is divided at a level."""
+        """Return the number of ranges at a level."""
         return math.prod(self.sizes[:level])
 
     def holders(self, level: int) -> list[tuple[int, int]]:
-        """Return (rank, its place) of those nearest ranks that have, together, everything at a level; itself first."""
+        """Return (rank, place) of the nearest ranks that together have all ranges of a level; this rank first."""
         stride = self.world // self.parts(level)
         found = [(self._order[place], place) for place in range(self.place % stride, self.world, stride)]
         return sorted(found, key=lambda holder: (holder[0] - self.ranks.rank) % self.world)
 
     def connect(self, levels: int, *, trained: bool) -> None:
-        """Make the process groups of passes (all ranks call, at one point), so that no pass waits for that.
+        """Create the process groups of passes (all ranks call at one point), so that no pass waits for them.
 
         Args:
             levels: the finest level from which parameters are gathered.
@@ -217,7 +212,7 @@ class Domain:
                 dimension.connect(*reductions[:chained])
 
     def rank_at(self, place: int) -> int:
-        """Return the rank whose range at the finest level has a number."""
+        """Return the rank of a range at the finest level."""
         return self._order[place]
 
     def place_of(self, rank: int) -> int:
@@ -225,7 +220,7 @@ class Domain:
         return self._places[rank]
 
     def within(self, memory: torch.Tensor, coarse: int, fine: int) -> torch.Tensor:
-        """Return the view of this rank's range at level `fine` in 1-D memory of its range at level `coarse`."""
+        """Return this rank's range at level `fine` of 1-D memory at level `coarse`, as a view."""
         parts = math.prod(self.sizes[coarse:fine])
         if parts == 1:
             return memory
@@ -234,32 +229,36 @@ class Domain:
         return memory[number * size : (number + 1) * size]
 
     def gathering(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> list[Launch]:
-        """Return what gathers memory from finer levels: one collective in each dimension, to be launched in turn.
+        """Return the launches of all-gathers from finer levels: one collective for each dimension, outermost first.
 
         Args:
-            moves: what is filled lies at `level`, and what is there of it at a finer one; it may be a view.
-            level: see above.
+            moves: outputs at `level`, and their inputs, which may be views of the outputs.
+            level: of the outputs.
             label: for records.
-            kind: with which collectives they are in one order.
+            kind: sequence of collectives.
         """
         launches: list[Launch] = []
-        for dimension in reversed(range(level, max((fine for _, _, fine in moves), default=level))):
+        finest = level
+        for _, _, fine in moves:
+            finest = max(finest, fine)
+        for dimension in range(finest - 1, level - 1, -1):
             pairs = []
             for target, source, fine in moves:
                 if fine > dimension:
                     own = source if fine == dimension + 1 else self.within(target, level, dimension + 1)
                     pairs.append((self.within(target, level, dimension), own))
-            launches.append(_gather(self.dimensions[dimension], pairs, label, _after(kind, launches)))
+            kind_here = kind if not launches else "gather_on" if kind == "gather" else "reduce_on"
+            launches.append(functools.partial(self.dimensions[dimension].all_gather, pairs, label, kind_here))
         return launches
 
     def gather(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> Work:
-        """Launch what `gathering` returns; there must be something to gather."""
+        """Launch the collectives of `gathering`, at least one."""
         return self.gathers.start(self.gathering(moves, level, label, kind))
 
     def reducing(
         self,
         outputs: Sequence[torch.Tensor],
-        first: Callable[[Sequence[torch.Tensor]], Work],
+        first: Callable[[Sequence[torch.Tensor]], PendingCollective],
         coarse: int,
         fine: int,
         label: str,
@@ -268,20 +267,19 @@ class Domain:
         wire: torch.dtype | None,
         made: Callable[[torch.Tensor], None],
     ) -> list[Launch]:
-        """Return what reduces memory at a coarse level to this rank's range at a finer one, each dimension in turn.
+        """Return the launches of reduce-scatters to a finer level: one collective for each dimension, innermost first.
 
-        Sums are formed in the dtype of what receives them, in the order of the ranks of each dimension, the innermost
-        first.
+        Sums are formed in the dtype of their outputs, in the rank order of each dimension.
 
         Args:
             outputs: receive the sums, at level `fine`.
-            first: launches the first reduction, into what it is given: `outputs`, or what is reduced further.
-            coarse: see above.
-            fine: see above.
+            first: launches the first reduce-scatter into the given tensors.
+            coarse: level of the gradients.
+            fine: level of the sums.
             label: for records.
-            accumulate: add to what receives instead of replacing it; where there is one dimension `first` does.
-            wire: dtype in which sums travel on; None: as they were formed.
-            made: gets each buffer.
+            accumulate: the last of several reduce-scatters adds to `outputs`. With one dimension `first` does.
+            wire: dtype in which sums are sent on; None: that of the sums.
+            made: called with each buffer.
         """
         sums: list[torch.Tensor] = []
         launches: list[Launch] = []
@@ -296,12 +294,8 @@ class Domain:
             if dimension == coarse:
                 launches.append(functools.partial(first, sums))
             else:
-                pairs = list(zip(sums, given, strict=True))
-                launches.append(
-                    functools.partial(
-                        _sum_on, self.dimensions[dimension], pairs, label, accumulate and last, wire, made
-                    )
-                )
+                ranks = self.dimensions[dimension]
+                launches.append(functools.partial(_sum_on, ranks, given, label, accumulate and last, wire, made, sums))
         return launches
 
     def onward(
@@ -314,33 +308,19 @@ class Domain:
         wire: torch.dtype | None,
         made: Callable[[torch.Tensor], None],
     ) -> list[Launch]:
-        """Return what reduces sums that a chain has formed at a level to the finest one; arguments as of `reducing`.
+        """Return the launches that reduce the sums of an earlier `reducing` to the finest level.
 
         Args:
-            pairs: what receives the sum, and what is summed.
-            coarse, label, accumulate, wire, made: see `reducing`.
+            pairs: outputs and sums.
+            coarse, label, accumulate, wire, made: as in `reducing`.
         """
-
-        def first(sums: Sequence[torch.Tensor]) -> Work:
-            given = [total for _, total in pairs]
-            single = coarse + 1 == self.depth
-            numbered = list(zip(sums, given, strict=True))
-            return _sum_on(self.dimensions[coarse], numbered, label, accumulate and single, wire, made)
-
-        outputs = [out for out, _ in pairs]
+        ranks, single = self.dimensions[coarse], coarse + 1 == self.depth
+        outputs, given = [out for out, _ in pairs], [total for _, total in pairs]
+        first = functools.partial(_sum_on, ranks, given, label, accumulate and single, wire, made)
         return self.reducing(outputs, first, coarse, self.depth, label, accumulate=accumulate, wire=wire, made=made)
 
-    def reduce(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Work:
-        """Launch what `reducing`, `onward` and `gathering` have returned, of gradients; there must be something.
-
-        Args:
-            launches: see above.
-            made: gets each buffer that the first collective has made for itself.
-        """
-        return self.reductions.start(launches, made)
-
     def close(self) -> None:
-        """End the threads of chains; process groups belong to the communicator of all ranks."""
+        """End the threads of the queues."""
         self.gathers.close()
         self.reductions.close()
 
@@ -350,41 +330,29 @@ class Domains:
     """The domains of a model's parameters.
 
     Attributes:
-        main: that of all ranks.
-        others: those of parameters that only some ranks share, or whose gradients are divided otherwise, by these ranks
-            and by what sums of gradients over them are divided.
+        main: of all ranks.
+        others: of parameters that fewer ranks share, or whose gradients have another divisor, by ranks and divisor.
     """
 
     main: Domain
     others: Mapping[tuple[tuple[int, ...], int | None], Domain] = field(default_factory=dict)
 
     def of(self, key: tuple[tuple[int, ...], int | None] | None) -> Domain:
-        """Return a domain by its key; None: that of all ranks."""
+        """Return a domain by its key; None: `main`."""
         return self.main if key is None else self.others[key]
-
-
-def _after(kind: str, launches: Sequence[Launch]) -> str:
-    """Return the kind of a collective that is launched after others: by a thread that does not see the script's."""
-    if not launches:
-        return kind
-    return "gather_on" if kind == "gather" else "reduce_on"
-
-
-def _gather(ranks: Communicator, pairs: list[tuple[torch.Tensor, torch.Tensor]], label: str, kind: str) -> Launch:
-    return lambda: ranks.all_gather(pairs, label, kind=kind)
 
 
 def _sum_on(
     ranks: Communicator,
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    given: Sequence[torch.Tensor],
     label: str,
     accumulate: bool,
     wire: torch.dtype | None,
     made: Callable[[torch.Tensor], None],
+    outputs: Sequence[torch.Tensor],
 ) -> Handle:
-    """Launch a reduction of sums."""
     sent = []
-    for out, total in pairs:
+    for out, total in zip(outputs, given, strict=True):
         cast = total if wire is None else total.to(wire)
         if cast is not total:
             made(cast)

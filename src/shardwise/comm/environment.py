@@ -1,8 +1,7 @@
-"""Find this process's place in the job from the variables that its launcher has set.
+"""Place of this process in the job, from the variables of its launcher.
 
-Every launcher tells a process the same four facts (its rank, the number of ranks, its rank on this machine,
-where rank 0 listens) under other names. `discover` reads them without touching torch, the network or
-`os.environ`.
+Each launcher sets four facts (rank, number of ranks, rank on this machine, address of rank 0) under names of its own.
+`discover` reads them without touching torch, the network or `os.environ`.
 
 | source | rank, number of ranks | on this machine |
 |---|---|---|
@@ -13,10 +12,10 @@ where rank 0 listens) under other names. `discover` reads them without touching 
 | MPICH, Intel MPI | PMI_RANK, PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS |
 | no launcher | 0 of 1 | 0 of 1 |
 
-The ranks meet at MASTER_ADDR and MASTER_PORT in every row. Where a scheduler leaves MASTER_ADDR out, it is
-loopback for a job on one machine, and the first host of SLURM_STEP_NODELIST under Slurm.
-The first row whose rank and size are set counts. Invariant: a set of variables that does not describe one
-place is an error that names them; a process never quietly becomes rank 0 of 1.
+The rendezvous is at MASTER_ADDR and MASTER_PORT in every row. Where a scheduler leaves MASTER_ADDR out, the address is
+loopback for a job on one machine, and the first host of SLURM_STEP_NODELIST under Slurm. The first row whose rank and
+size are set counts. Invariant: variables that do not describe one place are an error that names them; a process never
+becomes rank 0 of 1 without notice.
 """
 
 from __future__ import annotations
@@ -26,34 +25,34 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
 MEMORY_DIRECTORY = "SHARDWISE_MEMORY_DIRECTORY"
-"""Variable in which `shardwise run` names a directory in memory that lives as long as the job."""
+"""Variable with which `shardwise run` names a directory in memory that lives as long as the job."""
 RECOVERY_FILE = "SHARDWISE_RECOVERY_FILE"
-"""Variable in which `shardwise run` asks the ranks of a restarted job when training has gone on."""
+"""Variable with which `shardwise run` names a file; ranks of a restarted job write there when training continues."""
 DEVICE_LIMIT = "SHARDWISE_DEVICE_LIMIT"
-"""Variable that overrules `memory_limits.device`: most bytes of a rank on its device, as "2GiB"."""
+"""Variable that overrides `memory_limits.device`: most bytes of a rank on its device, as "2GiB"."""
 PROGRESS = "SHARDWISE_PROGRESS"
-"""Variable in which `shardwise run` says whether ranks show their progress: "auto", or "off" whatever is configured."""
+"""Variable with which `shardwise run` sets whether ranks show progress: "auto", or "off" despite the configuration."""
 NO_LAUNCHER = "no launcher"
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one process stands in a job.
+    """Place of one process in a job.
 
     Attributes:
         rank: number of this process among all, from 0.
         world_size: number of processes of the job.
-        local_rank: number of this process among those of its machine, from 0; the index of its device.
-        local_world_size: number of processes on this machine; None where the launcher does not tell.
+        local_rank: number of this process on its machine, from 0; the index of its device.
+        local_world_size: number of processes on this machine; None: unknown.
         master_addr: name or address of the machine of rank 0.
-        master_port: TCP port on which the ranks meet; None where the launcher does not tell, 0 where none is
-            needed.
-        source: the launcher that was recognised, in words.
+        master_port: TCP port of the rendezvous; None: unknown, 0: none needed.
+        source: the launcher, in words.
     """
 
     rank: int
@@ -70,10 +69,7 @@ class RankPlace:
         return self.local_world_size == self.world_size
 
 
-@dataclass(frozen=True)
-class _Scheme:
-    """The variables under which one family of launchers tells a process its place."""
-
+class _Scheme(NamedTuple):
     source: str
     rank: str
     world_size: str
@@ -81,24 +77,16 @@ class _Scheme:
     local_world_size: str
 
 
+def _mpi(source: str, prefix: str) -> _Scheme:
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    return _Scheme(source, *(f"{prefix}_COMM_WORLD_{name}" for name in names))
+
+
 TORCH_LAYOUT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SCHEDULERS = (
-    _Scheme(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Scheme(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    # The step's variables exist only in processes that srun has started: SLURM_NTASKS is also set in a batch
-    # script.
+    _mpi("Open MPI", "OMPI"),
+    _mpi("MVAPICH", "MV2"),
+    # Only processes that srun has started have the step's variables; a batch script has SLURM_NTASKS, too.
     _Scheme("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
     _Scheme("MPI (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
@@ -107,16 +95,15 @@ _SCHEDULERS = (
 def discover(
     env: Mapping[str, str] = os.environ, *, schedulers: bool = True, local_rank: int | None = None
 ) -> RankPlace:
-    """Tell this process's place from environment variables.
+    """Return this process's place from environment variables.
 
     Args:
-        env: the variables to read; an empty value counts as not set.
+        env: the variables; an empty value counts as not set.
         schedulers: also look for MPI and Slurm when the variables of torchrun are not set.
-        local_rank: what the script was given as `--local_rank`; None or a negative number if nothing. It is
-            only compared with what the variables say.
+        local_rank: the script's argument `--local_rank`, compared with the variables; None or negative: none.
 
     Raises:
-        LaunchError: only some of the variables are set, one is not a number, or they contradict each other.
+        LaunchError: variables are missing, are no numbers, or contradict each other.
 
     Example:
         >>> discover({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
@@ -140,7 +127,7 @@ def discover(
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only mean this machine.
+    """Return True if a host name or address can only mean this machine.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("node1")
@@ -155,7 +142,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _from_torch_layout(env: Mapping[str, str]) -> RankPlace | None:
-    """RANK, WORLD_SIZE and the rest, as torchrun sets them."""
     if "RANK" not in env and "WORLD_SIZE" not in env:
         return None
     rank, world_size = _rank_and_size(env, "RANK", "WORLD_SIZE")
@@ -184,7 +170,6 @@ def _from_torch_layout(env: Mapping[str, str]) -> RankPlace | None:
 
 
 def _from_scheduler(env: Mapping[str, str]) -> RankPlace | None:
-    """The first MPI or Slurm layout whose rank and size are both set."""
     for scheme in _SCHEDULERS:
         if scheme.rank not in env or scheme.world_size not in env:
             continue
@@ -226,7 +211,7 @@ def _scheduler_master(env: Mapping[str, str], scheme: _Scheme, single_machine: b
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """The first host of a Slurm node list in its compact form.
+    """Return the first host of a Slurm node list in its compact form.
 
     Example:
         >>> first_slurm_host("gpu[07-09,12],login1"), first_slurm_host("node3")
@@ -242,7 +227,7 @@ def first_slurm_host(nodelist: str) -> str:
 
 
 def _slurm_local_size(env: Mapping[str, str], world_size: int) -> int | None:
-    """Tasks on this node. "4(x2),3" stands for two nodes of four tasks and one of three."""
+    """Return the tasks on this node. "4(x2),3" means two nodes of four tasks and one of three."""
     text = env.get("SLURM_STEP_TASKS_PER_NODE")
     if text is None:
         return 1 if world_size == 1 else None
@@ -295,7 +280,6 @@ def _require(env: Mapping[str, str], names: tuple[str, ...]) -> None:
 
 
 def _refuse_leftovers(env: Mapping[str, str]) -> None:
-    """Refuse variables that only make sense together with RANK and WORLD_SIZE."""
     if any(name in env for name in TORCH_LAYOUT):
         _require(env, ("RANK", "WORLD_SIZE"))
 

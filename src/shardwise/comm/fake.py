@@ -1,37 +1,33 @@
-"""Collectives among ranks of which no other exists, for plans of memory: nothing is exchanged, all buffers are made.
-
-What an exchange holds for itself is made by the backend that would run it, and given back when it is waited for.
-"""
+"""Fake ranks, for memory plans and dry runs: all buffers of a collective are allocated, and nothing is exchanged."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from shardwise.comm import native
-from shardwise.comm.communicator import KINDS, MOST_GATHERED, Communicator, purpose_of
+from shardwise.comm.communicator import MOST_GATHERED, Communicator, Handle
+from shardwise.comm.groups import PURPOSES, purposes_of
 from shardwise.comm.ledger import Ledger, Record
 from shardwise.comm.native import Pair, Works
 from shardwise.comm.setup import timeout_from_environment
-from shardwise.device.streams import HostStreams, Streams
+from shardwise.device.streams import HostStreams
 
 
 class _FakeBackend(native.Backend):
-    """Makes the buffers of another backend, and exchanges nothing.
+    """Allocates the buffers of another backend.
 
     Args:
-        like: the backend whose buffers are made.
+        like: the other backend.
         world: number of ranks.
     """
 
     def __init__(self, like: native.Backend, world: int) -> None:
         self._like, self._world = like, world
 
-    def all_gather(self, pairs: Sequence[Pair], record: Record) -> Works:
-        return Works(())
-
-    def reduce_scatter(self, pairs: Sequence[Pair], record: Record, accumulate: bool) -> Works:
+    def reduce_scatter(self, pairs: Sequence[Pair], accumulate: bool, record: Record) -> Works:
         scratch = self._like.scratch(pairs, accumulate) if self._world > 1 else ()
         return Works((), scratch=scratch)
 
@@ -39,21 +35,10 @@ class _FakeBackend(native.Backend):
         few = self._world > 1 and tensor.nbytes <= MOST_GATHERED
         return Works((), scratch=[tensor.new_empty(self._world * tensor.numel())] if few else ())
 
-    def sum_in_place(self, tensor: torch.Tensor, record: Record) -> Works:
+    def _exchange_nothing(self, *_: Any, **__: Any) -> Works:
         return Works(())
 
-    def broadcast(self, tensor: torch.Tensor, src: int, record: Record) -> Works:
-        return Works(())
-
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        record: Record,
-    ) -> Works:
-        return Works(())
+    all_gather = sum_in_place = broadcast = all_to_all = _exchange_nothing
 
     def received(self, sent: int) -> int:
         return self._like.received(sent)
@@ -63,14 +48,14 @@ class _FakeBackend(native.Backend):
 
 
 class FakeCommunicator(Communicator):
-    """One of several ranks of which no other exists; see the module docstring.
+    """A communicator of one rank whose peers do not exist.
 
     Args:
         world: number of ranks.
-        device: where tensors are taken to lie.
-        rank: which of them this is.
-        like: they exchange data as those of this one do; None: as ranks on several machines.
-        name: name of the group in records.
+        device: of the tensors.
+        rank: of this process.
+        like: exchanges as this communicator does; None: as ranks on several machines.
+        name: of the group in records.
     """
 
     def __init__(
@@ -85,58 +70,43 @@ class FakeCommunicator(Communicator):
         self.ledger, self.device, self.name = Ledger(), device, name
         self.world, self.rank = world, rank
         self.imagined = True
-        self._given = self._cache = None
-        self._is_part = False
         self.members = list(range(world))
         self.timeout = timeout_from_environment()
         self._ordered = like is not None and like._ordered
         # Plans of other world sizes or device types have no communicator to compare with.
         self._on_host = device.type == "cpu" if like is None else like._on_host
-        self._count = dict.fromkeys(KINDS, 0)
+        self._count = dict.fromkeys(PURPOSES, 0)
         self._parts: list[Communicator] = []
-        self._failures = None
-        self._peers = ()
         self._nodes = ["fake"] * world
-        self._waits = device.type == "cpu" or world == 1 if like is None else like.waits_on_host
-        self._async_gathers = device.type != "cpu" if like is None else like.async_gathers
+        self.waits_on_host = device.type == "cpu" or world == 1 if like is None else like.waits_on_host
+        self.async_gathers = device.type != "cpu" if like is None else like.async_gathers
+        self.streams = HostStreams()  # where nothing is exchanged, nothing is to be ordered
         self._connected: dict[tuple[tuple[int, ...], str], None] = {}
         self._torch = native.TorchBackend(self._group, world, ordered=self._ordered or self._on_host)
         self._backend = _FakeBackend(self._torch if like is None else like._backend.planned(world), world)
 
     def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:
-        """Return a communicator of some of the ranks, as `Communicator.part` does."""
+        """Return a communicator of some ranks, as `Communicator.part`."""
         members = list(next((members for members in parts if self.rank in members), parts[0]))
         rank = members.index(self.rank) if self.rank in members else 0
         part = FakeCommunicator(len(members), self.device, rank=rank, name=name)
         part.members = [self.members[place] for place in members]
         part._connected = self._connected
         part._on_host, part._ordered = self._on_host, self._ordered
-        part._waits, part._async_gathers = self._waits, self._async_gathers
+        part.waits_on_host, part.async_gathers = self.waits_on_host, self.async_gathers
         like = self._backend if near else self._torch
         part._backend = _FakeBackend(like.planned(part.world), part.world)
         return part
 
     def connect(self, *kinds: str) -> None:
-        """Count the process groups that real ranks would make for some kinds."""
+        """Count the process groups that real ranks would create for some kinds."""
         for kind in kinds if self.world > 1 else ():
-            self._connected[tuple(self.members), purpose_of(kind, self._on_host)] = None
+            self._connected[tuple(self.members), purposes_of(self._on_host)[kind]] = None
 
     def communicators(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return ranks and purpose of each process group that real ranks would have made."""
+        """Return ranks and purpose of each process group that real ranks would have created."""
         return list(self._connected)
 
-    @property
-    def waits_on_host(self) -> bool:
-        return self._waits
-
-    @property
-    def async_gathers(self) -> bool:
-        return self._async_gathers
-
-    @property
-    def streams(self) -> Streams:
-        return HostStreams()  # where nothing is exchanged, nothing is to be ordered
-
-    def _next(self, op: str, size: int, sent: int, label: str, kind: str) -> Record:
+    def _launch(self, op: str, size: int, sent: int, label: str, kind: str, *launch: Any) -> Handle:
         self.connect(kind)
-        return self._open(op, size, sent, label)
+        return super()._launch(op, size, sent, label, kind, *launch)

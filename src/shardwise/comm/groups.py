@@ -1,13 +1,13 @@
-"""Process groups of our own, each checked when it is made.
+"""Process groups of engines, checked at creation, and calls that all ranks enter together.
 
 A rank of Gloo identifies itself by a small number, without proof. Another program that connects to its port first takes
-the rank's place, and both ranks would wait for the whole limit of a collective. So each pair of ranks of a new group
-exchanges a message before the group is used. If a message is missing, all ranks make another group. They agree on that
-through the default group's store.
+the rank's place, and both ranks would wait for the whole limit of a collective. Therefore each pair of ranks of a new
+group exchanges a message. If a message is missing, all ranks create another group, agreed through the default group's
+store.
 
 All ranks enter a call (`initialize`, `zero.Init`, `tp_model_init`) before its first collective. A rank that has entered
-another call, or has refused its arguments, is named at once; else its peers would wait for the whole limit of a
-collective. Each rank makes three requests to the store, and polls it while it waits.
+another call, or has refused its arguments, is named at once. Each rank makes three requests to the store, and polls the
+store while it waits.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise import compat
-from shardwise.comm.ledger import Record, user_line
-from shardwise.comm.rank_status import Waiting
+from shardwise.comm.ledger import Record, user_line, waiting
 from shardwise.comm.rendezvous import REFUSED, meet
 from shardwise.errors import DesyncError, PeerLostError
-
-T = TypeVar("T")
 
 CPU = torch.device("cpu")
 _ROUNDING_S = 0.005
@@ -40,7 +37,7 @@ _ROUNDING_S = 0.005
 
 _ATTEMPTS = 5
 _LIMIT = timedelta(seconds=10)
-"""How long the first messages of a group may take: its ranks have just come from making it."""
+"""Limit for the first messages of a group, whose ranks have just created it."""
 _TAG = 1
 _POLL_S, _SLOWEST_POLL_S = 0.001, 0.1
 
@@ -48,52 +45,49 @@ _log = logging.getLogger("shardwise")
 
 
 class Deadline:
-    """End of several waits that share one limit; None: there is none."""
+    """End of several waits that share one limit; None: no limit."""
 
     def __init__(self, limit: timedelta | None) -> None:
         self.limit = limit
         self._end = None if limit is None else time.monotonic() + limit.total_seconds()
 
     def left(self) -> timedelta | None:
-        """Return the time that is left, at least a millisecond (Gloo takes 0 for no limit); None without a limit."""
+        """Return the remaining time, at least a millisecond (Gloo takes 0 for no limit); None without a limit."""
         return None if self._end is None else timedelta(seconds=max(self._end - time.monotonic(), 0.001))
 
     def over(self) -> bool:
-        """Return whether a wait that has failed now has failed because the time is up."""
+        """Return True if a wait that fails now has reached the limit."""
         return self._end is not None and time.monotonic() > self._end - _ROUNDING_S
 
 
 def made_well(
-    make: Callable[[int], T],
-    discard: Callable[[T], None],
-    own: Callable[[T], dist.ProcessGroup],
+    make: Callable[[int], dist.ProcessGroup],
+    discard: Callable[[dist.ProcessGroup], object],
     store: dist.Store | None,
     ranks: int,
     name: str,
-) -> T:
-    """Make a group, again if its connections are not those of its ranks (all ranks call).
+) -> dist.ProcessGroup:
+    """Create a process group; create it again if another program has taken a connection (all ranks call).
 
     Args:
-        make: makes it, given the number of the attempt.
-        discard: gives it back.
-        own: the one that this rank is in, of what has been made.
-        store: through which the ranks agree; nothing is checked without.
-        ranks: how many call this.
-        name: the same on all of them, and of no other call.
+        make: creates the group, given the number of the attempt.
+        discard: destroys a group.
+        store: through which the ranks agree; None: the connections are not checked.
+        ranks: number of ranks.
+        name: the same on all ranks, and of no other call.
 
     Raises:
-        PeerLostError: that has not helped.
+        PeerLostError: no attempt has succeeded.
     """
     for attempt in range(_ATTEMPTS):
-        made = make(attempt)
-        group = own(made)
+        group = make(attempt)
         if ranks == 1 or store is None or compat.backend_of(group, CPU) != "gloo":
-            return made
+            return group
         key = f"shardwise/made/{name}/{attempt}"
         missing = _missing(group, key)
         if _all_agree(store, key, ranks, missing is None):
-            return made
-        discard(made)
+            return group
+        discard(group)
         if missing is not None:
             _log.warning(
                 "rank %d: rank %d of a new process group does not answer; another program may have connected to a port "
@@ -109,7 +103,7 @@ def made_well(
 
 
 def _missing(group: dist.ProcessGroup, key: str) -> int | None:
-    """Exchange one message with each other rank of a group; return one whose message has not come, or None."""
+    """Exchange one message with each other rank of a group; return a rank whose message is missing, or None."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     sent = [list(hashlib.sha256(f"{key}/{member}".encode()).digest()) for member in range(world)]
     cards = torch.tensor(sent, dtype=torch.uint8, device=CPU)
@@ -137,7 +131,6 @@ def _missing(group: dist.ProcessGroup, key: str) -> int | None:
 
 
 def _all_agree(store: dist.Store, key: str, ranks: int, here: bool) -> bool:
-    """Whether all ranks find the same group good."""
     if not here:
         store.set(f"{key}/bad", "")
     if store.add(key, 1) == ranks:
@@ -151,51 +144,70 @@ def _all_agree(store: dist.Store, key: str, ranks: int, here: bool) -> bool:
     return bool(store.get(f"{key}/all") == b"good")
 
 
-class GroupCache:
-    """Process groups of one engine, keyed by ranks and purpose. A group is made at its first use, by its own ranks.
+PURPOSES = {
+    "gather": "gather",
+    "reduce": "reduce",
+    "replicate": "reduce",
+    "small": "small",
+    "explicit": "small",
+    "gather_on": "gather_on",
+    "reduce_on": "reduce_on",
+}
+"""By kind of collective, the purpose of the process group that carries the kind.
 
-    Invariant: all ranks of a group ask for it at the same point of their program.
+Kinds: parameter all-gathers, reduce-scatters, all-gathers of reduced gradients, small sums, collectives of scripts and
+checkpoints, and the later collectives of a chain (`shardwise.comm.collective_queue`). All ranks launch the collectives
+of one group in one order, on one stream. Later collectives of a chain have groups of their own only where the host
+waits for collectives, because a thread launches them."""
+
+
+def purposes_of(on_host: bool) -> dict[str, str]:
+    """Return `PURPOSES`; where the host does not wait for collectives, a chain has one group."""
+    return PURPOSES if on_host else {kind: purpose.removesuffix("_on") for kind, purpose in PURPOSES.items()}
+
+
+class GroupCache:
+    """Process groups of one engine, keyed by ranks and purpose. The first use of a group by its ranks creates it.
+
+    Invariant: all ranks of a group use it first at the same point of their program.
 
     Args:
         timeout: limit for one collective.
         backend: see `torch.distributed.new_group`.
-        device: on NCCL, this rank's: a group connects when it is made, not inside its first collective.
+        device: of this rank. On NCCL a group connects when it is created, not inside its first collective.
     """
 
     def __init__(self, timeout: timedelta, backend: str, device: torch.device) -> None:
         self._timeout, self._backend, self._device = timeout, backend, device
+        self._purposes = purposes_of(backend == "gloo")
         self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._closed = False
         _caches.add(self)
 
-    def get(self, ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
-        """Return the group of some ranks (global numbers, this one among them) for a purpose.
+    def get(self, ranks: tuple[int, ...], kind: str) -> dist.ProcessGroup:
+        """Return the group of some ranks (global numbers, this one among them) that carries a kind of collective.
 
         Raises:
-            PeerLostError: it cannot be made.
+            PeerLostError: the group cannot be created.
         """
         assert not self._closed, "destroyed"
-        key = (tuple(ranks), purpose)
+        key = (ranks, self._purposes[kind])
         if key not in self._made:
-            self._made[key] = new_group(ranks, self._timeout, self._backend, self._device, purpose)
+            self._made[key] = new_group(ranks, self._timeout, self._backend, self._device, key[1])
         return self._made[key]
 
     def made(self) -> list[tuple[tuple[int, ...], str]]:
-        """Return the ranks and the purpose of each group that has been made."""
+        """Return ranks and purpose of each group that has been created."""
         return list(self._made)
 
-    def groups(self) -> list[dist.ProcessGroup]:
-        """Return all groups that have been made."""
-        return list(self._made.values())
-
     def close(self) -> None:
-        """Destroy all groups; no more can be made."""
+        """Destroy all groups; `get` raises from now on."""
         self._closed = True
         while self._made:
             give_back(self._made.popitem()[1])
 
     def forget(self) -> None:
-        """Drop all references to groups, which torch has destroyed or is about to."""
+        """Release the references to groups, which torch destroys."""
         self._made = {}
 
 
@@ -203,28 +215,26 @@ _caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
 
 
 class _Names:
-    """Names of groups: the same on all ranks of a group, and never used before.
+    """Numbered names, counted since the default group was created: the same on all ranks, and never used before.
 
-    torch's own names depend on how many groups this process has, which may differ between ranks. A name that has been
-    used leads to addresses in the store at which no rank listens any more.
+    torch's own names of groups depend on the number of groups of this process, which may differ between ranks. A name
+    that has been used leads to addresses in the store at which no rank listens any more.
     """
 
     def __init__(self) -> None:
         self._default: object = None
         self._count: Counter[str] = Counter()
 
-    def next(self, ranks: Sequence[int], purpose: str) -> str:
-        """Return a name for the next group of some ranks for a purpose."""
+    def next(self, name: str) -> str:
+        """Return a name with the number of its use."""
         if self._default is not dist.group.WORLD:
             self.clear()
             self._default = dist.group.WORLD
-        digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
-        name = f"shardwise/{purpose}/{digest}"
         self._count[name] += 1
         return f"{name}/{self._count[name]}"
 
     def clear(self) -> None:
-        """Forget the default group."""
+        """Release the default group."""
         self._default = None
         self._count.clear()
 
@@ -235,12 +245,13 @@ _names = _Names()
 def new_group(
     ranks: Sequence[int], timeout: timedelta, backend: str, device: torch.device, purpose: str
 ) -> dist.ProcessGroup:
-    """Make a group of some ranks (no other rank calls); arguments as of `GroupCache`.
+    """Create a group of some ranks (no other rank calls); arguments as of `GroupCache`.
 
     Raises:
-        PeerLostError: see `made_well`.
+        PeerLostError: from `made_well`.
     """
-    name = _names.next(ranks, purpose)
+    digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    name = _names.next(f"shardwise/{purpose}/{digest}")
     whole = len(ranks) == dist.get_world_size()
     bound = device if backend == "nccl" else None
 
@@ -251,34 +262,34 @@ def new_group(
             return compat.make_group(ranks, f"{name}/{attempt}", timeout, backend, options, bound)
 
     await_ranks(ranks, timeout, name, f"the making of a process group of {len(ranks)} ranks")
-    return made_well(make, dist.destroy_process_group, lambda made: made, compat.default_store(), len(ranks), name)
+    return made_well(make, dist.destroy_process_group, compat.default_store(), len(ranks), name)
 
 
 def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) -> None:
-    """Wait until ranks have come: torch would wait without a word for those of a group, and name a key of its store.
+    """Wait until all ranks have come. Because torch waits without a message, and names a key of its store at the limit.
 
     Args:
-        ranks: global numbers.
+        ranks: global ranks.
         timeout: limit for the wait.
-        name: of the meeting, the same on all of them, and of no other.
-        what: to which they come, in words.
+        name: of the rendezvous, the same on all ranks, and used once.
+        what: the call or group, in words.
 
     Raises:
-        LaunchError: see `shardwise.comm.rendezvous.meet`.
-        DesyncError: see there.
+        LaunchError: from `shardwise.comm.rendezvous.meet`.
+        DesyncError: from there.
     """
     store = compat.default_store()
     if store is None or dist.get_backend() == "fake":
         return
     record = Record(0, "new_group", "", 0, 0, f"of {len(ranks)} ranks", user_line(), time.perf_counter())
     record.kind, record.members = name, list(ranks)
-    with Waiting(record, record.launched):
+    with waiting(record, record.launched):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         meet(meeting_store(name, store), dist.get_rank(), ranks, timeout, attempt, what)
 
 
 def meeting_store(name: str, store: dist.Store) -> dist.Store:
-    """Return the part of a store in which the ranks of a meeting write."""
+    """Return the part of a store that a rendezvous uses."""
     return dist.PrefixStore(f"shardwise/made/{name}", store)
 
 
@@ -286,24 +297,6 @@ def meeting_store(name: str, store: dist.Store) -> dist.Store:
 
 _TEXT = 2000
 """Characters of an error that other ranks show."""
-
-
-class _Calls:
-    """Numbers of the calls that this process has entered, since its default group was made."""
-
-    def __init__(self) -> None:
-        self._default: object = None
-        self._count = 0
-
-    def next(self) -> str:
-        """Return the key of the next call: the same on all ranks that have made the same calls."""
-        if self._default is not dist.group.WORLD:
-            self._default, self._count = dist.group.WORLD, 0
-        self._count += 1
-        return f"entry/{self._count}"
-
-
-_calls = _Calls()
 
 
 def enter(what: str, timeout: timedelta) -> None:
@@ -317,7 +310,7 @@ def enter(what: str, timeout: timedelta) -> None:
         DesyncError: a rank has entered another call, or has refused its arguments.
         LaunchError: a rank has ended, or has not come within the limit.
     """
-    store, name = compat.default_store(), _calls.next()
+    store, name = compat.default_store(), _names.next("entry")
     if store is None:
         return
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -330,10 +323,10 @@ def enter(what: str, timeout: timedelta) -> None:
 
 
 def refuse(what: str, error: BaseException) -> None:
-    """Tell ranks that are waiting in `enter` that this rank has refused the call (it counts as entered here)."""
+    """Report to ranks that wait in `enter` that this rank has refused the call, which counts as entered here."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    store, name = compat.default_store(), _calls.next()
+    store, name = compat.default_store(), _names.next("entry")
     if store is not None:
         text = f"{type(error).__name__}: {error}"[:_TEXT]
         _publish(meeting_store(name, store), f"rank {dist.get_rank()} has refused its arguments with {text}")
@@ -356,7 +349,7 @@ def give_back(group: dist.ProcessGroup) -> None:
 
 
 def forget() -> None:
-    """Drop all references to groups, so that none outlives its destruction."""
+    """Release all references to groups, so that none outlives its destruction."""
     for cache in list(_caches):
         cache.forget()
     _names.clear()

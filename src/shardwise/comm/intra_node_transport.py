@@ -1,27 +1,24 @@
-"""All-gathers and reduce-scatters between processes of one machine, which read each other's memory.
+"""All-gathers and reduce-scatters between processes of one machine through shared memory (process_vm_readv of Linux).
 
 Messages through sockets copy everything twice and wake a thread at both ends for each piece. Here a rank sends its
-peers only the addresses of its tensors, through one local socket per pair. Each peer then copies what it needs from
-the rank's memory into its own (process_vm_readv of Linux). A reduction adds what it reads chunk by chunk, so that it
-has no receive buffer.
+peers the addresses of its tensors, through one local socket per pair. Each peer copies from the rank's memory into its
+own. A reduction adds chunk by chunk, and needs no receive buffer.
 
-An exchange has three events per peer: the peer's *offer* (it has launched: its data may be read), this rank's reading,
-and the peer's *receipt* (it has read this rank's data, which may change again). It is complete when every peer's offer
-has been read and every peer's receipt has come.
+An exchange has three events per peer: the peer's *offer* (launched: its data may be read), this rank's read, and the
+peer's *receipt* (this rank's data has been read, and may change). It is complete when every peer's offer has been read
+and every peer's receipt has come.
 
 Invariants:
 
-- A rank reads at every launch and in every wait whatever has been offered for any of its exchanges, not only for the
-  one it waits for. So ranks may wait for exchanges in different orders, and a rank that is ahead never waits for more
-  than the others' launches.
-- Once launched everywhere, an exchange is completed without any rank calling `wait()`: while something is under way, a
-  thread looks after it every few milliseconds.
-- Sums are formed in rank order and in the dtype of the result: the same bits as those of `shardwise.comm.native`.
-- The tensors of an exchange stay alive until it is complete, even if its caller has forgotten it.
-- A closed socket is a lost peer, unless nothing more is expected from it.
-- Offers of ranks that are in different collectives do not match, so that no rank reads values of another collective.
+- At every launch and in every wait a rank reads the offers for all of its exchanges. Ranks may therefore wait for
+  exchanges in different orders, and a rank waits at most for the others' launches.
+- An exchange that is launched everywhere completes without any `wait()`: a thread serves it every few milliseconds.
+- Sums are formed in rank order and in the dtype of the result, with the same bits as in `shardwise.comm.native`.
+- The tensors of an exchange stay alive until it is complete.
+- A closed socket is a lost peer, unless nothing more is expected from the peer.
+- Offers of ranks in different collectives do not match, so that no rank reads values of another collective.
 
-What crosses the sockets is addresses, from processes whose number and user the kernel has vouched for.
+Only addresses cross the sockets, from processes whose number and user the kernel has verified.
 """
 
 from __future__ import annotations
@@ -55,15 +52,15 @@ from shardwise.comm import native
 from shardwise.comm.groups import Deadline
 from shardwise.comm.ledger import Record
 from shardwise.comm.native import Pair
-from shardwise.compat import share_memory, timeout_of
+from shardwise.compat import all_gather_single, share_memory, timeout_of
 from shardwise.errors import PeerLostError, UsageError
 
 VARIABLE = "SHARDWISE_TRANSPORT"
-"""Environment variable: `messages` keeps ranks of one machine from reading each other's memory."""
+"""Environment variable: `messages` disables shared memory between ranks of one machine."""
 
 CPU = torch.device("cpu")
 CHUNK = 1 << 16
-"""Elements that are read and added at a time, so that they are still in the cache when they are added."""
+"""Elements that are read and added at a time, to stay in the cache."""
 
 _CONNECTING = timedelta(seconds=30)
 _BACKLOG = 128
@@ -71,17 +68,18 @@ _BACKLOG = 128
 _AGAIN_S = 0.01
 _LEAVING = timedelta(seconds=10)
 _LISTENING = timedelta(seconds=1)
-"""Longest sleep: what another thread could not send at once is tried again."""
+"""Longest sleep: messages that another thread could not send are then sent."""
 _IDLE_S = 0.02
-"""How long an offer may wait for this rank to come by, before a thread takes it. A rank in training comes by at every
-unit; only one that waits elsewhere, or computes for long, leaves anything to the thread."""
+"""Longest wait of an offer for this rank, before a thread serves it. A rank in training serves offers at every unit;
+only a rank that waits elsewhere, or computes for long, leaves them to the thread.
+"""
 _CARD_BYTES = 512
 _PROOF_BYTES = 32
 _HEADER = struct.Struct("<BQ")
 _OFFER, _RECEIPT = 1, 2
 _MESSAGE_BYTES = 1 << 16
 _MOST_ADDRESSES = 4096
-"""Tensors that one offer can name, because it must be one message."""
+"""Tensors of one offer, which is one message."""
 
 _open: weakref.WeakSet[IntraNodeTransport] = weakref.WeakSet()
 _log = logging.getLogger("shardwise")
@@ -102,7 +100,6 @@ class _Range(ctypes.Structure):
 
 @functools.cache
 def _process_vm_readv() -> Any:
-    """Return the C library's function, or None where there is none."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -130,7 +127,7 @@ def read_tensor(process: int, address: int, into: torch.Tensor) -> None:
     """Fill a contiguous CPU tensor from the memory of another process.
 
     Raises:
-        OSError: the process has gone, does not allow it, or has no memory there.
+        OSError: the process has gone, does not permit it, or has no memory there.
 
     Example:
         >>> source, target = torch.arange(4.0), torch.zeros(4)
@@ -160,12 +157,12 @@ class Exchange:
 
     Attributes:
         record: of the ledger.
-        tag: the same on all ranks that are in this collective, and on no others.
-        addresses: where this rank's data begins, one number for each tensor.
-        scratch: where sums are formed, chunk by chunk; kept for later exchanges.
+        tag: equal on all ranks in this collective, and on no others.
+        addresses: of this rank's data, one for each tensor.
+        scratch: memory for sums of chunks, kept for later exchanges.
         unread: peers whose data is still to be read.
         unreceipted: peers that have still to read this rank's data.
-        failure: the peer whose memory could not be read, and why.
+        failure: a peer whose memory could not be read, and the error.
     """
 
     def __init__(self, transport: IntraNodeTransport, pairs: Sequence[Pair], record: Record) -> None:
@@ -189,7 +186,7 @@ class Exchange:
         return not self.unread and not self.unreceipted
 
     def accept(self, peer: int, process: int, addresses: Sequence[int]) -> list[int]:
-        """Read what a peer offers, now or when more has come; return the peers whose data is no longer needed."""
+        """Read a peer's offer, now or when more have come; return the peers whose data is no longer needed."""
         raise NotImplementedError
 
     def wait(self) -> None:
@@ -201,10 +198,10 @@ class Exchange:
         self._transport.wait_for(self)
 
     def parts(self, full: torch.Tensor, piece: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the views of 1-D `full` that belong to each rank; `piece` is this rank's counterpart.
+        """Return each rank's range of 1-D `full`, as views; `piece` is this rank's counterpart.
 
         Raises:
-            UsageError: the tensors do not fit, or `piece` overlaps `full` elsewhere than at this rank's place.
+            UsageError: the tensors do not fit, or `piece` overlaps `full` elsewhere than at this rank's range.
         """
         op, size = self.record.op, piece.numel()
         for tensor in (full, piece):
@@ -231,8 +228,6 @@ class Exchange:
 
 
 class _Gather(Exchange):
-    """All-gather: each shard is read into its place."""
-
     def __init__(self, transport: IntraNodeTransport, pairs: Sequence[Pair], record: Record) -> None:
         super().__init__(transport, pairs, record)
         self._places = []
@@ -252,7 +247,7 @@ class _Gather(Exchange):
 
 
 class _Reduction(Exchange):
-    """Reduce-scatter: each peer's part for this rank is read and added, in rank order, once all have been offered."""
+    """Reduce-scatter: each peer's range for this rank is read and added, in rank order, after all offers."""
 
     def __init__(self, transport: IntraNodeTransport, pairs: Sequence[Pair], record: Record, accumulate: bool) -> None:
         super().__init__(transport, pairs, record)
@@ -274,7 +269,7 @@ class _Reduction(Exchange):
         return list(self._offers)
 
     def _add_up(self, number: int, out: torch.Tensor, full: torch.Tensor) -> None:
-        """Form one sum, in `out` unless the sum is added to `out`, or replaces one of its terms."""
+        """Form one sum, in `out` unless the sum is added to `out`, or `out` holds one of its terms."""
         separate = _sums_separately(out, full, self._accumulate)
         size = min(CHUNK, out.numel())
         read, sums = self.scratch[0].view(full.dtype)[:size], self.scratch[1].view(out.dtype)[: size * separate]
@@ -305,18 +300,18 @@ class _Reduction(Exchange):
 
 
 def _sums_separately(out: torch.Tensor, full: torch.Tensor, accumulate: bool) -> bool:
-    """Return whether a sum is formed in scratch memory: it is added to something, or replaces one of its terms."""
+    """Return True if a sum needs scratch memory: it is added to `out`, or `out` holds one of its terms."""
     return accumulate or share_memory(out, full)
 
 
 class _Scratch:
-    """Memory for chunks of reductions, which is kept: made anew each time, it would fragment the host's memory."""
+    """Memory for chunks of reductions, kept because repeated allocation would fragment the host's memory."""
 
     def __init__(self, device: torch.device = CPU) -> None:
         self._chunks = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
     def take(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
-        """Return memory in which chunks of terms are read, and memory in which sums are formed."""
+        """Return memory for chunks of terms, and memory for sums."""
         sizes = [
             max((_bytes(out.numel(), full.dtype) for out, full in pairs), default=0),
             max(
@@ -337,7 +332,7 @@ def _bytes(numel: int, dtype: torch.dtype) -> int:
 
 
 class _Planned(native.Backend):
-    """Makes the buffers of `IntraNodeTransport` where no rank exists."""
+    """Allocates the buffers of `IntraNodeTransport` without ranks."""
 
     def __init__(self) -> None:
         self._scratch: _Scratch | None = None
@@ -352,14 +347,14 @@ class _Planned(native.Backend):
 
 
 class IntraNodeTransport(native.TorchBackend):
-    """Ranks of a group whose memory this process can read, and the exchanges that are under way with them.
+    """Shared-memory transport of a group, and its exchanges in flight.
 
-    Collectives other than all-gathers and reduce-scatters are those of torch.distributed.
+    Other collectives are those of torch.distributed.
 
     Args:
-        backend: of the same ranks, for the other collectives.
+        backend: of the same ranks, for other collectives.
         group: the ranks; its limit holds for each exchange.
-        processes: number of each rank's process.
+        processes: process number of each rank.
         sockets: one to each other rank.
     """
 
@@ -404,7 +399,7 @@ class IntraNodeTransport(native.TorchBackend):
     def all_gather(self, pairs: Sequence[Pair], record: Record) -> Exchange:
         return self._launch(_Gather(self, pairs, record))
 
-    def reduce_scatter(self, pairs: Sequence[Pair], record: Record, accumulate: bool) -> Exchange:
+    def reduce_scatter(self, pairs: Sequence[Pair], accumulate: bool, record: Record) -> Exchange:
         return self._launch(_Reduction(self, pairs, record, accumulate))
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
@@ -434,7 +429,7 @@ class IntraNodeTransport(native.TorchBackend):
         return exchange
 
     def wait_for(self, exchange: Exchange) -> None:
-        """Block until an exchange is complete, and read meanwhile whatever else is offered."""
+        """Block until an exchange is complete, and serve all others meanwhile."""
         deadline = Deadline(self._limit)
         with self._changed:
             while not exchange.complete:
@@ -449,7 +444,7 @@ class IntraNodeTransport(native.TorchBackend):
                         self._listen(deadline)
 
     def _still_possible(self, exchange: Exchange, deadline: Deadline) -> bool:
-        """Return whether an exchange has still to be waited for; raise if that is no use, or too late."""
+        """Return True if an exchange must still be waited for; raise if it cannot complete, or too late."""
         if exchange.complete:
             return False
         limit: timedelta | None = None
@@ -471,7 +466,6 @@ class IntraNodeTransport(native.TorchBackend):
         raise self._failure
 
     def _listen(self, deadline: Deadline) -> None:
-        """Block until something arrives, with the lock given back meanwhile."""
         limit = min(deadline.left() or _LISTENING, _LISTENING)
         self._polling = True
         self._changed.release()
@@ -484,7 +478,6 @@ class IntraNodeTransport(native.TorchBackend):
         self._read()
 
     def _read(self) -> None:
-        """Take all messages that have arrived, and send what could not be sent before."""
         if any(self._unsent.values()):
             for peer in list(self._unsent):
                 self._flush(peer)
@@ -505,7 +498,6 @@ class IntraNodeTransport(native.TorchBackend):
                     self._accept(exchange, peer, addresses)
 
     def _message(self, peer: int) -> bytes | None:
-        """Return the next message of a peer, or None if there is none (any more)."""
         try:
             try:
                 message = self._sockets[peer].recv(_MESSAGE_BYTES)
@@ -566,7 +558,7 @@ class IntraNodeTransport(native.TorchBackend):
             self._poll.modify(self._sockets[peer].fileno(), interest)
 
     def serve(self) -> bool:
-        """Read what has been offered, unless another thread does; return whether this has to be done again."""
+        """Read offers, unless another thread does; return False when the transport is closed."""
         if not self._changed.acquire(blocking=False):
             return True
         try:
@@ -579,7 +571,7 @@ class IntraNodeTransport(native.TorchBackend):
             self._changed.release()
 
     def settle(self, limit: timedelta) -> None:
-        """Let the others finish reading what this rank has launched, as far as they do so within a limit."""
+        """Let peers finish reading this rank's data, within a limit."""
         deadline = Deadline(limit)
         with self._changed:
             while any(e.unreceipted - self._gone for e in self._under_way.values()) and not deadline.over():
@@ -609,13 +601,11 @@ class IntraNodeTransport(native.TorchBackend):
 
 
 def _hang_up(sockets: dict[int, socket.socket]) -> None:
-    """Close what is open of the sockets of an owner that has been forgotten without `close`."""
     while sockets:
         sockets.popitem()[1].close()
 
 
 def _serve_idle(reference: weakref.ref[IntraNodeTransport], busy: threading.Event) -> None:
-    """Serve the peers of a rank that is elsewhere, now and then as long as something is under way."""
     going_on = True
     while going_on:
         busy.wait()
@@ -626,7 +616,8 @@ def _serve_idle(reference: weakref.ref[IntraNodeTransport], busy: threading.Even
 
 
 def connect(backend: native.TorchBackend, group: dist.ProcessGroup, name: str) -> native.TorchBackend:
-    """Return the transport of a Gloo group if all ranks are on one machine and may read each other (all ranks call).
+    """Return the shared-memory transport of a Gloo group on one machine whose ranks may read each other (all ranks
+    call).
 
     Args:
         backend: of the same ranks.
@@ -634,10 +625,10 @@ def connect(backend: native.TorchBackend, group: dist.ProcessGroup, name: str) -
         name: of the group, for the log.
 
     Returns:
-        The transport; `backend` where there can be none.
+        The transport, or `backend`.
 
     Raises:
-        UsageError: SHARDWISE_TRANSPORT asks for memory, which is not possible, or for something unknown.
+        UsageError: SHARDWISE_TRANSPORT requires memory, which is not possible, or has an unknown value.
     """
     wish = os.environ.get(VARIABLE, "")
     found, reason = _connect(backend, group, wanted=wish in ("", "memory"))
@@ -687,13 +678,12 @@ def _connect(
 
 
 def _machine() -> str:
-    """Return what tells machines apart, and containers whose processes or sockets cannot see each other."""
+    """Return a text that differs between machines, and between containers with separate processes or sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return " ".join([boot, *(os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))])
 
 
 def _listener() -> socket.socket | None:
-    """Return a socket for the others under a name that the kernel makes up and forgets with it."""
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind("")  # an unused name of the abstract namespace
@@ -710,18 +700,17 @@ def _exchange_cards(group: dist.ProcessGroup, card: dict[str, Any]) -> list[dict
     own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device=CPU)
     world = dist.get_world_size(group)
     rows = torch.zeros(world * _CARD_BYTES, dtype=torch.uint8, device=CPU)
-    native.all_gather([(rows, own)], group).wait()
+    all_gather_single(rows, own, group=group)
     return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows.view(world, -1)]
 
 
 def _all_agree(group: dist.ProcessGroup, here: bool) -> bool:
     count = torch.tensor([int(here)], dtype=torch.int64, device=CPU)
-    native.all_reduce(count, group).wait()
+    dist.all_reduce(count, group=group)
     return int(count.item()) == dist.get_world_size(group)
 
 
 def _readable(card: dict[str, Any]) -> bool:
-    """Whether the memory at the place that a rank has named holds what it should."""
     seen = torch.zeros(_PROOF_BYTES, dtype=torch.uint8, device=CPU)
     try:
         read_tensor(card["process"], card["address"], seen)
@@ -731,9 +720,9 @@ def _readable(card: dict[str, Any]) -> bool:
 
 
 def _call_all(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket) -> dict[int, socket.socket] | None:
-    """Return a socket to each other rank, or None: it connects to those below and is called by those above.
+    """Return a socket to each other rank, or None: to lower ranks it connects, and from higher ones it accepts.
 
-    Any process of the machine may call. The kernel identifies it; connections of other jobs are closed unread.
+    Any process of the machine may connect. The kernel identifies it; connections of other jobs are closed unread.
     """
     found: dict[int, socket.socket] = {}
     ranks = {card["process"]: peer for peer, card in enumerate(cards)}
@@ -763,7 +752,6 @@ def _call_all(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socke
 
 
 def _call(connection: socket.socket, name: bytes, deadline: Deadline) -> None:
-    """Connect to a listener, again if its backlog is full."""
     while True:
         connection.settimeout((deadline.left() or _CONNECTING).total_seconds())
         try:
@@ -776,7 +764,7 @@ def _call(connection: socket.socket, name: bytes, deadline: Deadline) -> None:
 
 
 def _caller(connection: socket.socket) -> int:
-    """Ask the kernel which process of this user is at the other end of a connection; -1: none."""
+    """Return the process of this user at the other end of a connection, from the kernel; -1: none."""
     credentials = struct.Struct("3i")
     process, user, _ = credentials.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)

@@ -1,11 +1,11 @@
-"""The ledger (flight recorder): one record for every collective of an engine, in the order in which they were launched.
+"""The ledger (flight recorder): one record for every collective of an engine, in the order of launches.
 
-Ranks of a sharded job stay alive only while they launch the same collectives in the same order. The ledger is
-where that order is written down: sequence number, operation, group, bytes, the unit or parameter concerned and
-the line of the user's script. The communication log, byte-count tests and desync reports read the same records.
+Ranks of a sharded job make progress only while they launch the same collectives in the same order. A record has the
+sequence number, operation, group, bytes, unit and line of the user's script. The communication log, tests of byte
+counts and desync reports read the same records.
 
-Invariant: a record is appended before the collective is launched, so that the last record of a stuck rank names what
-it is stuck in. The ledger is a ring buffer (totals are kept for ever, records only for the newest `capacity`).
+Invariant: a record is appended before the launch, so that the last record of a stuck rank names the collective that the
+rank is stuck in. The ledger is a ring buffer: totals are complete, records are the newest `capacity`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardwise.compat import never_compiled
 from shardwise.device.clock import Instant, now
+from shardwise.device.streams import Mark, Streams
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _ours: dict[str, bool] = {}
-"""Whether frames of a file are passed over: there are few files, and every collective walks the stack."""
+"""By file, whether its frames are passed over; a cache, because every collective walks the stack."""
 _here = threading.local()
 
 
 @contextlib.contextmanager
 def on_behalf_of(line: str) -> Iterator[None]:
-    """Have what this thread launches in the block recorded as led to by another thread's line of the script."""
+    """Record `line` as the script's line of collectives that this thread launches in the block."""
     _here.line = line
     try:
         yield
@@ -42,9 +43,9 @@ def on_behalf_of(line: str) -> Iterator[None]:
 
 @never_compiled
 def user_line(limit: int = 64) -> str:
-    """Return `file:line` of the innermost caller outside this package and torch, or an empty string.
+    """Return `file:line` of the innermost caller outside this package, torch and the standard library, or "".
 
-    Frames of the Python standard library and of installed torch are passed over; at most `limit` frames are looked at.
+    At most `limit` frames are examined.
     """
     if (line := getattr(_here, "line", None)) is not None:
         return str(line)
@@ -52,7 +53,7 @@ def user_line(limit: int = 64) -> str:
 
 
 def line_of(frame: FrameType | None, limit: int = 64) -> str:
-    """Return the same for a frame of any thread."""
+    """Return `user_line` for a frame of any thread."""
     for _ in range(limit):
         if frame is None:
             return ""
@@ -67,7 +68,7 @@ def line_of(frame: FrameType | None, limit: int = 64) -> str:
 
 
 def is_of_script(file: str) -> bool:
-    """Whether a file belongs to the user, not to this package or torch."""
+    """Return True if a file belongs to neither this package nor torch."""
     return not _is_ours(file)
 
 
@@ -81,23 +82,23 @@ class Record:
 
     Attributes:
         sequence: number of the collective in its engine, from 0.
-        op: name of the operation (`all_gather`, `reduce_scatter`, ...).
+        op: operation (`all_gather`, `reduce_scatter`, ...).
         group: name of the process group.
-        size: bytes of the whole logical message on this rank (the gathered or to-be-reduced buffer).
-        sent: bytes this rank puts on the wire (arithmetic of the algorithm used).
-        label: what is moved: a unit, a parameter, or a purpose such as `norm`.
-        line: `file:line` of the user's code that led here.
+        size: bytes of the whole message on this rank (the gathered or to-be-reduced buffer).
+        sent: bytes that this rank sends, by the algorithm used.
+        label: unit, parameter, or purpose such as `norm`.
+        line: `file:line` of the user's code.
         launched: `time.perf_counter()` at launch, seconds.
-        waited: seconds that the caller was blocked in `wait()`, or None while in flight.
-        finished: `time.perf_counter()` at the end of `wait()`, or None while in flight.
-        kind: with which collectives it is in one order, where there are several such sequences.
-        turn: its number in that order, the same on all ranks.
+        waited: seconds for which `wait()` has blocked the caller; None while in flight.
+        finished: `time.perf_counter()` at the end of `wait()`; None while in flight.
+        kind: sequence of collectives (`shardwise.comm.groups.PURPOSES`); empty: none.
+        turn: number in that sequence, the same on all ranks.
         ranks: number of ranks in the group.
-        members: their global numbers; nothing: not known.
-        call: `file:line` where the script has called the engine, if the model's own code has `line`.
+        members: their global numbers; empty: unknown.
+        call: `file:line` of the script's call of the engine, if `line` is in the model's code.
         step: optimizer steps that the engine had taken.
-        begun: where the current stream was at launch, where a device is timed (`Ledger.timed`).
-        ended: where the stream was that may read the result.
+        begun: event on the current stream at launch, where a device is timed (`Ledger.timed`).
+        ended: event on the stream that may read the result.
     """
 
     sequence: int
@@ -120,14 +121,53 @@ class Record:
     ended: Instant = None
 
 
+WAITING: dict[int, tuple[Any, float]] = {}
+"""By thread of this process: the collective that the thread waits for, and since when (`time.perf_counter()`)."""
+
+
+@contextlib.contextmanager
+def waiting(what: object, since: float) -> Iterator[None]:
+    """Enter a collective, which this thread waits for in the block, into `WAITING`."""
+    thread = threading.get_ident()
+    WAITING[thread] = what, since
+    try:
+        yield
+    finally:
+        WAITING.pop(thread, None)
+
+
+_MOST_FOLLOWED = 1024
+"""Because the host never runs more kernels ahead of its device."""
+_followed: deque[tuple[Any, Mark, float]] | None = None
+"""The last collectives of a device, an event behind each, and the times of the launches (`time.perf_counter()`); None:
+following is off. An entry refers to no buffer, and to no `Work` of torch, which refers to its outputs."""
+
+
+def follow_devices(on: bool) -> None:
+    """Switch the following of device collectives on or off; forget the collectives followed so far."""
+    global _followed
+    _followed = deque(maxlen=_MOST_FOLLOWED) if on else None
+
+
+def followed() -> deque[tuple[Any, Mark, float]] | None:
+    """Return the followed collectives; None if following is off."""
+    return _followed
+
+
+def follow(what: object, streams: Streams) -> None:
+    """Record an event on the current stream behind a collective, if following is on."""
+    if _followed is not None:
+        _followed.append((what, streams.mark(), time.perf_counter()))
+
+
 class Watcher(Protocol):
-    """Observes collectives, on the thread and the CUDA stream that each belongs to."""
+    """Observes collectives, on the thread and the CUDA stream of each."""
 
     def opened(self, record: Record) -> None:
-        """A collective is about to be launched."""
+        """Called before the launch of a collective."""
 
     def closed(self, record: Record) -> None:
-        """It has been waited for."""
+        """Called after the wait for a collective."""
 
 
 @dataclass
@@ -137,7 +177,7 @@ class Totals:
     Attributes:
         count: of collectives.
         size: bytes of their messages.
-        sent: bytes that this rank has put on the wire.
+        sent: bytes that this rank has sent.
     """
 
     count: int = 0
@@ -147,12 +187,12 @@ class Totals:
 
 @dataclass
 class Ledger:
-    """Ring buffer of `Record` plus totals by operation since it was made or reset; see the module docstring.
+    """Ring buffer of `Record`, and totals by operation since the last reset.
 
     Attributes:
-        listener: is given each record when it is complete.
-        step: tells how many optimizer steps have been taken.
-        timed: collectives of a device get events at launch and where their result may be read.
+        listener: called with each complete record.
+        step: returns the number of optimizer steps.
+        timed: record CUDA events at launch and where the result may be read.
 
     Example:
         >>> ledger = Ledger()
@@ -178,9 +218,18 @@ class Ledger:
         self._records = deque(maxlen=self.capacity)
 
     def open(
-        self, op: str, group: str, size: int, sent: int, label: str, ranks: int = 1, members: Sequence[int] = ()
+        self,
+        op: str,
+        group: str,
+        size: int,
+        sent: int,
+        label: str,
+        ranks: int = 1,
+        members: Sequence[int] = (),
+        kind: str = "",
+        turn: int = 0,
     ) -> Record:
-        """Append and return a record; called immediately before the collective is launched."""
+        """Append and return a record; called immediately before the launch of the collective."""
         line = user_line() if self.record_lines else ""
         step = 0 if self.step is None else self.step()
         with self._lock:  # chains are continued by threads of their own
@@ -193,11 +242,13 @@ class Ledger:
                 label,
                 line,
                 time.perf_counter(),
+                kind=kind,
+                turn=turn,
                 ranks=ranks,
                 members=members,
+                call=self.call if self.call != line else "",
                 step=step,
             )
-            record.call = self.call if self.call != line else ""
             self.sequence += 1
             self._records.append(record)
             totals = self.totals.setdefault(op, Totals())
@@ -211,15 +262,23 @@ class Ledger:
 
     @contextlib.contextmanager
     def inside_call(self) -> Iterator[None]:
-        """Have records of the block say from where the script has called the engine."""
+        """Set `call` of records in the block to the script's line that has called the engine."""
         before, self.call = self.call, user_line() if self.record_lines else ""
         try:
             yield
         finally:
             self.call = before
 
-    def close(self, record: Record, waited: float) -> None:
-        """Complete a record after its `wait()`; `waited` is the time the caller was blocked, in seconds."""
+    def close(self, record: Record, waited: float, streams: Streams | None = None) -> None:
+        """Complete a record after the wait for its collective.
+
+        Args:
+            record: from `open`.
+            waited: seconds for which the caller was blocked.
+            streams: of a device that waits instead of the host.
+        """
+        if streams is not None and _followed is not None:
+            _followed.append((record, streams.mark(), time.perf_counter()))
         record.waited = waited
         record.finished = time.perf_counter()
         watcher = self.watcher
@@ -231,7 +290,7 @@ class Ledger:
             self.listener(record)
 
     def listen(self, listener: Callable[[Record], None]) -> None:
-        """Call a function with each collective that has been waited for, after the functions added before."""
+        """Add a listener, called after the present ones."""
         before = self.listener
         if before is None:
             self.listener = listener
@@ -244,11 +303,11 @@ class Ledger:
         self.listener = both
 
     def records(self, since: int = 0) -> Iterator[Record]:
-        """Yield the kept records with a sequence number of at least `since`, oldest first."""
+        """Yield the kept records from sequence number `since` on, oldest first."""
         return (record for record in list(self._records) if record.sequence >= since)
 
     def of_step(self, step: int) -> dict[str, dict[str, Totals]]:
-        """Return what the kept records of a step come to, by operation and label.
+        """Return totals of the kept records of a step, by operation and label.
 
         Example:
             >>> ledger = Ledger(step=lambda: 3)
@@ -267,10 +326,10 @@ class Ledger:
         return found
 
     def in_flight(self) -> list[Record]:
-        """Return the kept records whose collective has been launched but not waited for."""
+        """Return the kept records of collectives that have not been waited for."""
         return [record for record in self._records if record.finished is None]
 
     def reset(self) -> None:
-        """Forget records and totals; the sequence number goes on."""
+        """Clear records and totals; the sequence number continues."""
         self._records.clear()
         self.totals.clear()

@@ -1,29 +1,28 @@
-"""The communication log: how often which collective moved how many bytes, and how fast.
+"""The communication log: count, bytes and speed of each collective.
 
-It is fed by the engines' ledgers and by the collectives of `shardwise.comm`, and is off unless the configuration
-(`comms_logger.enabled`) or a call of `configure` switches it on.
+Its input are the engines' ledgers and the collectives of `shardwise.comm`. The configuration (`comms_logger.enabled`)
+or `configure` switches it on.
 
 Conventions: sizes in bytes, latency in milliseconds, bandwidth in Gbit/s. For n ranks and t seconds, algorithm
-    bandwidth is
-size / t (2 * size / t for all-reduce) and bus bandwidth corrects for what a ring must move: all-reduce size / t * 2 (n
-- 1) / n; gather- and scatter-like collectives are counted with the size of the whole (n times one rank's part) and (n -
-1) / n; all-to-all (n - 1) / n. Averages leave out the fastest and slowest tenth.
+bandwidth is size / t (2 * size / t for all-reduce). Bus bandwidth corrects for the bytes that a ring must move:
+all-reduce size / t * 2 (n - 1) / n; gather- and scatter-like collectives (with the size of the whole) and all-to-all
+size / t * (n - 1) / n. Averages leave out the fastest and slowest tenth.
 
-Memory is bounded: of each operation and size the newest times are kept; counts and totals are of all.
-
-In a step an engine's collectives are only queued. They are added up when the log is read, or when many have come.
+Memory is bounded: of each operation and size the newest times are kept; counts and totals are complete. In a step an
+engine's collectives are only queued. They are added up when the log is read, or when many have come.
 """
 
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,28 +39,25 @@ Entry = list[Any]
 """[count, latencies in ms, algorithm bandwidths, bus bandwidths] of one collective at one size; see `append`."""
 
 _KEPT = 4096
-"""Times of one operation and size that are kept at least; up to twice as many are."""
+"""Least number of kept times of one operation and size; the most is twice as many."""
 
 UNKNOWN = "-"
-"""What is printed for a time that was not measured."""
+"""Printed for an unknown time."""
 
 _WHOLE = ("all_gather", "reduce_scatter")
 _KEPT_RECORDS = 4096
-"""Collectives of engines whose times are kept one by one."""
+"""Collectives of engines that are kept one by one."""
 _AT_ONCE = 256
-"""Collectives that are added up together, in a few milliseconds at most, unless the log is read before."""
+"""Collectives that are added up together, in a few milliseconds at most."""
 _WAITING = 4096
-"""Collectives of engines that wait to be added up; of what is older, and not known to have ended, no times are known.
-"""
+"""Most queued collectives of engines; older ones that are not known to have ended count without a time."""
 _MOST_LINES = 1 << 16
 """Collectives that wait to be written into the file."""
 _EVERY_S = 1.0
 
 
 def bandwidths(op: str, size: int, seconds: float, world: int) -> tuple[float, float]:
-    """Return (algorithm bandwidth, bus bandwidth) in Gbit/s for one call;
-    see the module docstring for the conventions.
-    """
+    """Return (algorithm bandwidth, bus bandwidth) in Gbit/s of one call, by the module's conventions."""
     if seconds <= 0:
         return 0.0, 0.0
     share = (world - 1) / world if world > 1 else 1.0
@@ -77,10 +73,7 @@ def _gbps(bytes_per_second: float) -> float:
 
 
 def trimmed_mean(values: Sequence[float], trim: float = 0.1) -> float:
-    """Return the mean without the lowest and highest `trim` of the values, but for those in the middle.
-
-    0 of nothing.
-    """
+    """Return the mean without the lowest and highest `trim` of the values; the median stays. 0 of nothing."""
     ordered = sorted(values)
     cut = min(int(len(ordered) * trim), max(0, (len(ordered) - 1) // 2))
     kept = ordered[cut : len(ordered) - cut]
@@ -88,14 +81,14 @@ def trimmed_mean(values: Sequence[float], trim: float = 0.1) -> float:
 
 
 class _Entry(list[Any]):
-    """An `Entry` that knows the sum of all latencies, also of those that are no longer kept."""
+    """An `Entry` with the sum of all latencies, also of those no longer kept."""
 
     def __init__(self) -> None:
         super().__init__([0, [], [], []])
         self.total_ms = 0.0
 
     def add(self, measured: Sequence[float]) -> None:
-        """Count a call and, if its latency and bandwidths were measured, keep them."""
+        """Count a call, and keep its latency and bandwidths if measured."""
         self[0] += 1
         if measured:
             self.total_ms += measured[0]
@@ -113,8 +106,8 @@ class Call:
         size: bytes of the whole message.
         world: number of ranks.
         line: of the script.
-        seconds: from launch to the end of waiting; None: not known, or known to the record's device.
-        record: of an engine's ledger; None: a script has called the collective.
+        seconds: from launch to the end of waiting; None: unknown, or known to the record's device.
+        record: of an engine's ledger; None: a collective of a script.
     """
 
     __slots__ = ("_seconds", "line", "op", "record", "size", "time", "world")
@@ -128,11 +121,11 @@ class Call:
         self._seconds = seconds
 
     def known(self) -> bool:
-        """Return whether reading the time does not wait for the device."""
+        """Return True if reading the time does not wait for the device."""
         return self.record is None or self.record.ended is None or bool(self.record.ended.query())
 
     def seconds(self) -> float | None:
-        """Return how long it has taken, waiting for the device; None: not known."""
+        """Return the duration, waiting for the device; None: unknown."""
         if self.record is None or self.record.ended is None:
             return self._seconds
         return seconds_between(self.record.begun, self.record.ended)
@@ -161,12 +154,11 @@ class Call:
 class LogFile:
     """Appends a line for each collective to `rank_N.jsonl` in a directory (`comms_logger.path`).
 
-    The thread that trains only puts calls into a queue. A thread of the file makes lines of them, once a second, and
-    gives whole lines to the system at once, so that the file outlives the process. What does not fit into the queue is
-    dropped and counted.
+    The training thread only queues calls. Once a second a thread of the file writes whole lines, so that the file
+    outlives the process. Calls beyond the queue's limit are dropped and counted.
 
     Args:
-        directory: is made if it is not there.
+        directory: created if missing.
         rank: of this process.
 
     Attributes:
@@ -195,17 +187,17 @@ class LogFile:
         atexit.register(self.close)
 
     def put(self, call: Call) -> None:
-        """Have a call written."""
+        """Queue a call."""
         if len(self._queue) < _MOST_LINES:
             self._queue.append(call)
         else:
             self.dropped += 1
 
     def flush(self, *, wait: bool = True) -> None:
-        """Give to the system what waits; a disk that fails is reported once, and written to no more.
+        """Write queued calls; a disk error is logged once, and ends the file.
 
         Args:
-            wait: for calls whose times are not known yet; otherwise they, and what comes behind them, are left.
+            wait: for unknown times; otherwise such calls, and those behind them, stay queued.
         """
         with self._writing:
             lines = []
@@ -224,7 +216,7 @@ class LogFile:
             warn_once(f"comms_logger.path: {self.path}: collectives come faster than lines; some are missing")
 
     def close(self) -> None:
-        """Write what waits, and end. Closing twice does nothing."""
+        """Write queued calls, and close the file. Closing twice does nothing."""
         self._end.set()
         self._thread.join()
         self.flush()
@@ -243,8 +235,8 @@ class CommsLogger:
     """Collects latencies by operation and size.
 
     Attributes:
-        enabled: whether anything is recorded.
-        file: gets a line for each call; None: there is none.
+        enabled: whether calls are recorded.
+        file: gets a line for each call; None: no file.
     """
 
     def __init__(self) -> None:
@@ -263,7 +255,7 @@ class CommsLogger:
 
     @property
     def comms_dict(self) -> dict[str, dict[int, Entry]]:
-        """Operation name -> size in bytes -> `Entry`. May be replaced by an empty dict to start anew."""
+        """Operation name -> size in bytes -> `Entry`. May be replaced by an empty dict."""
         self._add_up()
         return self._entries
 
@@ -282,15 +274,15 @@ class CommsLogger:
         debug: bool | None = None,
         path: str | None = None,
     ) -> None:
-        """Change settings; None leaves one as it is.
+        """Change settings; None leaves a setting unchanged.
 
         Args:
-            enabled: record at all.
+            enabled: record calls.
             prof_all: record every operation.
-            prof_ops: names recorded when `prof_all` is off.
+            prof_ops: recorded operations without `prof_all`.
             verbose: print each operation as it ends.
-            debug: append the line of the caller to the recorded name.
-            path: directory of the file; "" writes no file any more.
+            debug: append the caller's line to the recorded name.
+            path: directory of the file; "" closes the file.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -314,7 +306,7 @@ class CommsLogger:
             former.close()
 
     def wants(self, op: str) -> bool:
-        """Whether an operation would be recorded."""
+        """Return True if an operation is recorded."""
         return self.enabled and (self.prof_all or op in self.prof_ops)
 
     def append(
@@ -329,8 +321,8 @@ class CommsLogger:
     ) -> None:
         """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks.
 
-        `seconds` is None where the host does not know: waiting for NCCL, it only tells the device to wait. `asked`:
-        this call is to be recorded whatever the settings are.
+        `seconds` is None where the host does not know the time, because with NCCL only the device waits. `asked`
+        records the call despite the settings.
         """
         if asked or self.wants(op):
             call = Call(op, size, world, line, seconds)
@@ -339,7 +331,6 @@ class CommsLogger:
                 self.file.put(call)
 
     def _add(self, call: Call, *, wait: bool = True) -> None:
-        """Add a call to those of its operation and size; without waiting its time may stay unknown."""
         name = f"{call.op} | {call.line}" if self.debug and call.line else call.op
         seconds = call.seconds() if wait or call.known() else None
         measured: Sequence[float] = ()
@@ -359,13 +350,13 @@ class CommsLogger:
                 [0],
             )
 
-    def put(self, number: int, record: Record, on_host: bool) -> None:
-        """Record a collective of an engine that has been waited for.
+    def put(self, number: int, on_host: bool, record: Record) -> None:
+        """Record a collective of an engine after the wait for it.
 
         Args:
-            number: of the engine, in the order in which they were made.
+            number: of the engine, in the order in which engines were created.
+            on_host: the host has waited; else the device, whose events give the time without a wait in a step.
             record: of the collective.
-            on_host: the host has waited for it; else the device, which knows the time.
         """
         if not self.wants(record.op):
             return
@@ -379,23 +370,22 @@ class CommsLogger:
             self._add_up()
 
     def _add_up(self, *, wait: bool = False) -> None:
-        """Add up what has ended; `wait`: wait for devices, and add up everything."""
         waiting = self._waiting
         with self._adding:
             while waiting and (wait or waiting[0].known() or len(waiting) > _WAITING):
                 self._add(waiting.popleft(), wait=wait)
 
-    def source(self, comm: Communicator) -> EngineLog:
+    def source(self, comm: Communicator) -> Callable[[Record], None]:
         """Return a listener for the ledger of an engine.
 
         Args:
-            comm: the engine's. Ranks make their engines in the same order.
+            comm: the engine's. Ranks create their engines in the same order.
         """
         self._sources.append(weakref.ref(comm))
-        return EngineLog(self, len(self._sources) - 1, comm.waits_on_host)
+        return functools.partial(self.put, len(self._sources) - 1, comm.waits_on_host)
 
     def parts(self) -> list[Part]:
-        """Return this rank's part in the newest collectives of engines; times are of this rank."""
+        """Return this rank's parts in the newest collectives of engines, in times of this rank."""
         groups = [comm.groups_of_ranks() if (comm := source()) is not None else {} for source in self._sources]
         return [
             part._replace(key=f"{number}/{part.key}")
@@ -408,7 +398,7 @@ class CommsLogger:
         self.configure(enabled=True, prof_all=True)
 
     def stop_profiling_comms(self) -> None:
-        """Record no operation but those of `prof_ops`."""
+        """Record only the operations of `prof_ops`."""
         self.prof_all = False
 
     def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
@@ -416,20 +406,17 @@ class CommsLogger:
         self.configure(enabled=True, prof_ops=[*dict.fromkeys([*self.prof_ops, *op_name_list])])
 
     def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Take operations off the list of those that are recorded."""
+        """Remove operations from `prof_ops`."""
         self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
 
     def settle(self) -> None:
-        """Wait for the devices of engines, so that the times of all collectives are known, and write them to the file.
-
-        What returns or prints a summary does so by itself.
-        """
+        """Wait for the times of all collectives, and write the file. Methods that return a summary do so themselves."""
         self._add_up(wait=True)
         if self.file is not None:
             self.file.flush()
 
     def get_raw_data(self) -> dict[str, dict[int, Entry]]:
-        """Return a copy of what has been recorded."""
+        """Return a copy of the log."""
         self.settle()
         return {
             name: {size: [entry[0], *map(list, entry[1:])] for size, entry in sizes.items()}
@@ -437,18 +424,18 @@ class CommsLogger:
         }
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, float]]:
-        """Return what `summary` has of one operation; nothing if it has not been recorded."""
+        """Return the `summary` of one operation; empty if it has not been recorded."""
         return self.summary().get(operation_name, {})
 
     def log_all(self, print_log: bool = True, show_straggler: bool = False) -> dict[str, dict[int, dict[str, float]]]:
         """Print the summary on this rank, and return it.
 
         Args:
-            print_log: print at all.
-            show_straggler: has to be False: this is not a collective (`shardwise.comm.log_summary` is).
+            print_log: print.
+            show_straggler: must be False, because only the collective `shardwise.comm.log_summary` can.
 
         Raises:
-            UsageError: `show_straggler` is asked for.
+            UsageError: `show_straggler` is True.
         """
         if show_straggler:
             raise UsageError("log_all(show_straggler=True): call comm.log_summary(show_straggler=True) on every rank")
@@ -457,12 +444,12 @@ class CommsLogger:
         return self.summary()
 
     def reset_data(self) -> None:
-        """Forget what has been recorded."""
+        """Clear the log."""
         self.comms_dict = {}
         self._records.clear()
 
     def has_data(self) -> bool:
-        """Whether anything has been recorded."""
+        """Return True if the log is not empty."""
         return bool(self.comms_dict)
 
     def get_operation_names(self) -> list[str]:
@@ -517,27 +504,6 @@ class CommsLogger:
         return "\n".join(lines)
 
 
-class EngineLog:
-    """Listens to an engine's ledger, and writes into the communication log.
-
-    Times of a device are those of its events. They are read when the device has reached them, without a wait in a step.
-
-    Args:
-        log: see there.
-        number: of the engine, in the order in which they were made.
-        on_host: waiting for a collective is the host's; else the device's.
-    """
-
-    def __init__(self, log: CommsLogger, number: int, on_host: bool) -> None:
-        self._log = log
-        self._number = number
-        self._on_host = on_host
-
-    def __call__(self, record: Record) -> None:
-        """Take a complete record."""
-        self._log.put(self._number, record, self._on_host)
-
-
 def readable(size: int) -> str:
     """Return a size in bytes in the largest unit that keeps it above one (`4.0 KB`)."""
     value = float(size)
@@ -549,4 +515,4 @@ def readable(size: int) -> str:
 
 
 comms_logger = CommsLogger()
-"""The process's communication log."""
+"""The communication log of this process."""

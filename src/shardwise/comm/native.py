@@ -1,25 +1,21 @@
-"""The collectives of an engine, launched through torch.distributed, and the interface of other transports.
+"""Collectives through torch.distributed, and the interface of backends.
 
-Sums are formed in the dtype of the output (fp32 as a rule), in one of two ways:
+A reduce-scatter forms sums in the dtype of the output (as a rule fp32), in one of two ways:
 
-* exchange: an all-to-all brings the pieces to their owner as they are. The owner adds them in rank order, which is
-  bit-identical for any number of ranks;
-* the backend's reduce-scatter, for which a narrower wire is widened first.
+* exchange: an all-to-all brings each range to its owner in the dtype of the wire. The owner adds in rank order, with
+  the same bits for any number of ranks.
+* reduction: the backend's reduce-scatter, for which a narrower wire is widened first.
 
-On Gloo, and where the order is asked for, pieces are exchanged. Elsewhere the backend's reduce-scatter is used if the
-dtypes are the same. Of 16-bit gradients and fp32 sums the exchange sends half the bytes of each rank, and within a node
-that decides. Between nodes it is bytes of a node that count: in an exchange each of its ranks sends all other nodes
-their parts, while the backend adds up within the node and sends each sum about once. So the exchange is left where it
-would send more; see `exchanges`.
+Gloo and `ordered` always exchange. Other backends exchange where dtypes differ and the exchange sends fewer bytes
+between nodes (`exchanges`): it sends half the bytes of each rank, but the backend adds up within a node first.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,34 +31,32 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class PendingCollective(Protocol):
-    """A launched collective.
+    """A launched collective."""
 
-    Attributes:
-        scratch: buffers made for the collective; `wait()` gives them back.
-    """
-
-    scratch: Sequence[torch.Tensor]
+    @property
+    def scratch(self) -> Sequence[torch.Tensor]:
+        """Buffers made for the collective; `wait()` gives them back."""
 
     def wait(self) -> None:
         """Block until the result is there (on CUDA: make the current stream wait)."""
 
 
 class Works:
-    """Several `torch.distributed.Work` objects and what is to be done after them, behind one `wait()`.
+    """Waits for several `torch.distributed.Work` objects, and then does the local rest of a collective.
 
-    Attributes:
-        scratch: buffers made for the collective; `wait()` gives them back.
+    Args:
+        works: of torch; None: the collective runs on the current stream.
+        finish: functions that are called in order after the wait.
+        scratch: see `PendingCollective`.
     """
 
     def __init__(
         self,
         works: Sequence[dist.Work | None],
-        finish: Callable[[], object] | None = None,
+        finish: Sequence[Callable[[], object]] = (),
         scratch: Sequence[torch.Tensor] = (),
     ) -> None:
-        self.scratch = scratch
-        self._works = [work for work in works if work is not None]
-        self._finish = finish
+        self._works, self._finish, self.scratch = works, finish, scratch
 
     def wait(self) -> None:
         """Wait (on CUDA: make the current stream wait) and do the local rest; later calls do nothing.
@@ -72,36 +66,37 @@ class Works:
         """
         for work in self._works:
             try:
-                work.wait()
+                if work is not None:
+                    work.wait()
             except RuntimeError as error:
                 if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
-                    raise  # such as an earlier error of the device, which this is the first call to report
+                    raise  # an earlier error of the device, which this call is the first to report
                 text = str(error).partition("\n")[0].partition(" This is typically")[0]
                 lost = PeerLostError(f"a collective of torch.distributed has failed: {text}")
                 lost.timed_out = "timed out" in text.lower()
                 raise lost from error
-        if self._finish is not None:
-            self._finish()
-        self._works, self._finish, self.scratch = [], None, ()
+        for function in self._finish:
+            function()
+        self._works = self._finish = self.scratch = ()
 
 
 Users = Sequence[tuple[torch.Tensor, int]]
-"""Tensors of one collective, and how many objects refer to the memory of each when the collective is launched."""
+"""Tensors of a collective, and the number of references to the memory of each at the launch."""
 
 _RELEASE_S = 0.02
-"""Longest wait of the host for references of a transport."""
+"""Longest wait of the host for the references of a transport."""
 
 
 def users_of(*tensors: torch.Tensor) -> Users:
-    """Return the users of tensors on a CPU; of other devices, and where torch does not tell, nothing."""
+    """Return the users of CPU tensors; nothing for other devices, and where torch does not tell."""
     return [(tensor, users) for tensor in tensors if tensor.is_cpu and (users := storage_users(tensor)) is not None]
 
 
 def await_release(users: Users) -> None:
-    """Wait until a collective that has ended refers to none of some tensors, which nothing else may have come to use.
+    """Wait until a collective that has ended no longer refers to its tensors.
 
-    Because a thread of Gloo drops its references a little after it has reported the end, memory would outlive the
-    collective for as long as that thread gets no core.
+    Because a thread of Gloo releases its references a little after the end, memory would outlive the collective for as
+    long as that thread has no core.
     """
     end = time.monotonic() + _RELEASE_S
     for tensor, before in users:
@@ -109,26 +104,21 @@ def await_release(users: Users) -> None:
             time.sleep(0)
 
 
-_thread = threading.local()
+class _Thread(threading.local):
+    in_order = False
 
 
-@contextlib.contextmanager
-def in_order() -> Iterator[None]:
-    """Launch the collectives of this thread on the current stream inside of the block; the caller waits for each."""
-    before, _thread.in_order = getattr(_thread, "in_order", False), True
-    try:
-        yield
-    finally:
-        _thread.in_order = before
+thread = _Thread()
+"""`in_order`: collectives of this thread run on the current stream, because the caller waits for each at once."""
 
 
 class Backend:
-    """Collectives of one rank without peers; the interface of all backends. Arguments are those of `Communicator`.
+    """Interface of all backends, and the collectives of one rank without peers. Arguments are those of `Communicator`.
 
-    A method returns a launched collective; None: it has ended.
+    A method returns a launched collective, or None if the collective is complete.
 
     Attributes:
-        transport: name of the way on which gathers and reductions reach other ranks.
+        transport: name of the transport of all-gathers and reduce-scatters.
     """
 
     transport = "messages"
@@ -140,7 +130,7 @@ class Backend:
                 full.copy_(shard)
         return None
 
-    def reduce_scatter(self, pairs: Sequence[Pair], record: Record, accumulate: bool) -> PendingCollective | None:
+    def reduce_scatter(self, pairs: Sequence[Pair], accumulate: bool, record: Record) -> PendingCollective | None:
         """Set (or add to) each `out` the sum over ranks of this rank's range of `full`."""
         for out, full in pairs:
             if accumulate:
@@ -154,7 +144,7 @@ class Backend:
         return None
 
     def sum_in_place(self, tensor: torch.Tensor, record: Record) -> PendingCollective | None:
-        """Sum a tensor over ranks by one collective of the backend: the same bits on every rank."""
+        """Sum a tensor over ranks by one all-reduce of the backend: the same bits on every rank."""
         return None
 
     def broadcast(self, tensor: torch.Tensor, src: int, record: Record) -> PendingCollective | None:
@@ -169,24 +159,24 @@ class Backend:
         input_sizes: Sequence[int],
         record: Record,
     ) -> PendingCollective | None:
-        """Send the r-th part of `given` to rank r and receive the r-th part of `output` from it."""
+        """Send range r of `given` to rank r and receive range r of `output` from it."""
         output.copy_(given)
         return None
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
-        """Return buffers as `reduce_scatter` makes them for itself, for plans of memory."""
+        """Return buffers as `reduce_scatter` allocates them, for memory plans."""
         return []
 
     def received(self, sent: int) -> int:
-        """Return about how many bytes a reduction of so many holds for what arrives."""
+        """Return about how many bytes a reduction of `sent` bytes allocates for received values."""
         return 0
 
     def planned(self, world: int) -> Backend:
-        """Return what makes the same buffers for a number of ranks, of which no other exists."""
+        """Return a backend that allocates the same buffers for a number of ranks without peers."""
         return Backend()
 
     def close(self) -> None:
-        """Give back what the backend holds beside process groups."""
+        """Release resources other than process groups."""
 
 
 class TorchBackend(Backend):
@@ -196,30 +186,70 @@ class TorchBackend(Backend):
         group: returns the process group for a kind of collective.
         world: number of ranks.
         ordered: add in rank order, whatever it costs.
-
-    Attributes:
-        per_node: ranks of the group on a node.
+        per_node: ranks of the group on a node; None: all.
     """
 
-    def __init__(self, group: Callable[[str], dist.ProcessGroup], world: int, *, ordered: bool) -> None:
+    def __init__(
+        self, group: Callable[[str], dist.ProcessGroup], world: int, *, ordered: bool, per_node: int | None = None
+    ) -> None:
         self.group, self.world, self._ordered = group, world, ordered
-        self.per_node = world
+        self.per_node = per_node or world
 
     def all_gather(self, pairs: Sequence[Pair], record: Record) -> PendingCollective:
-        return all_gather(pairs, self.group(record.kind))
+        pairs = [pair for pair in pairs if pair[0].numel()]
+        return Works(_launch(all_gather_single, pairs, self.group(record.kind)))
 
-    def reduce_scatter(self, pairs: Sequence[Pair], record: Record, accumulate: bool) -> PendingCollective:
-        group = self.group(record.kind)
-        return reduce_scatter(pairs, group, accumulate=accumulate, ordered=self._ordered, per_node=self.per_node)
+    def reduce_scatter(self, pairs: Sequence[Pair], accumulate: bool, record: Record) -> PendingCollective:
+        reductions: list[Pair] = []
+        exchanged: list[Pair] = []
+        sums: list[Callable[[], object]] = []
+        scratch: list[torch.Tensor] = []
+        for out, full in pairs:
+            if not full.numel():
+                continue
+            rows, given, total = self._buffers(out, full, accumulate)
+            if rows is not None:
+                scratch.append(rows)
+                exchanged.append((rows, full))
+                sums.append(functools.partial(sum_rows, out, rows.view(self.world, -1), accumulate=accumulate))
+                continue
+            if given is not None:
+                scratch.append(given)
+            if total is not None:
+                scratch.append(total)
+                sums.append(functools.partial(out.add_, total))
+            reductions.append((out if total is None else total, full if given is None else given))
+        group, works = self.group(record.kind), list[Any]()
+        if reductions:
+            works += _launch(reduce_scatter_single, reductions, group)
+        if exchanged:
+            works += _launch(dist.all_to_all_single, exchanged, group)
+        return Works(works, sums, scratch)
+
+    def _buffers(self, out: torch.Tensor, full: torch.Tensor, accumulate: bool) -> Buffers:
+        if self._ordered or exchanges(full.dtype, out.dtype, self.world, self.per_node):
+            return torch.empty_like(full), None, None
+        given = None if full.dtype is out.dtype else full.to(out.dtype)
+        return None, given, torch.empty_like(out) if accumulate else None
 
     def all_reduce(self, tensor: torch.Tensor, record: Record) -> PendingCollective:
-        return all_reduce(tensor, self.group(record.kind))
+        gathered = torch.empty(self.world * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        works = _launch(all_gather_single, [(gathered, tensor.reshape(-1))], self.group(record.kind))
+
+        def add_up() -> None:
+            # One kernel for any number of ranks, whose order of summation depends on the shape only.
+            tensor.copy_(gathered.view(self.world, -1).sum(0, dtype=tensor.dtype).view_as(tensor))
+
+        return Works(works, [add_up])
 
     def sum_in_place(self, tensor: torch.Tensor, record: Record) -> PendingCollective:
-        return sum_in_place(tensor, self.group(record.kind))
+        group = self.group(record.kind)
+        return Works(_launch(lambda out, _, **how: dist.all_reduce(out, **how), [(tensor, tensor)], group))
 
     def broadcast(self, tensor: torch.Tensor, src: int, record: Record) -> PendingCollective:
-        return broadcast(tensor, src, self.group(record.kind))
+        flat, group = tensor.contiguous(), self.group(record.kind)
+        works = _launch(lambda out, _, **how: dist.broadcast(out, group_src=src, **how), [(flat, flat)], group)
+        return Works(works, [] if flat is tensor else [functools.partial(tensor.copy_, flat)])
 
     def all_to_all(
         self,
@@ -229,27 +259,34 @@ class TorchBackend(Backend):
         input_sizes: Sequence[int],
         record: Record,
     ) -> PendingCollective:
-        return all_to_all(output, given, output_sizes, input_sizes, self.group(record.kind))
+        sizes = list(output_sizes), list(input_sizes)
+
+        def exchange(out: torch.Tensor, own: torch.Tensor, **how: Any) -> Any:
+            return dist.all_to_all_single(out, own, *sizes, **how)
+
+        return Works(_launch(exchange, [(output, given)], self.group(record.kind)))
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
-        pairs = [pair for pair in pairs if pair[1].numel()]
-        buffers = buffers_for(pairs, self.world, accumulate=accumulate, ordered=self._ordered, per_node=self.per_node)
-        return [buffer for made in buffers for buffer in made if buffer is not None]
+        made = [self._buffers(out, full, accumulate) for out, full in pairs if full.numel()]
+        return [buffer for buffers in made for buffer in buffers if buffer is not None]
 
     def received(self, sent: int) -> int:
         return sent
 
     def planned(self, world: int) -> Backend:
-        found = TorchBackend(self.group, world, ordered=self._ordered)
-        found.per_node = self.per_node
-        return found
+        return TorchBackend(self.group, world, ordered=self._ordered, per_node=self.per_node)
+
+
+Buffers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Of one reduction: rows received from all ranks; the input in the dtype of the sum; the sum to be added. None: not
+needed."""
 
 
 def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Any]:
-    """Launch `op(output, input)` for each pair; on a recorded device it is written down."""
+    """Launch `op(output, input)` for each pair; a recorded device records it."""
     recorder = recording.current()
     if recorder is None or not pairs:
-        return launch_together(op, pairs, group, async_op=not getattr(_thread, "in_order", False))
+        return launch_together(op, pairs, group, async_op=not thread.in_order)
     name = f"{getattr(op, '__name__', 'exchange')} {[own.nbytes for _, own in pairs]}"
 
     def run() -> None:
@@ -262,20 +299,16 @@ def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGr
     return [recorder.collective(name, pairs, members, run)]
 
 
-def all_gather(pairs: Sequence[Pair], group: dist.ProcessGroup) -> Works:
-    """Gather each 1-D `shard` (S elements) into its 1-D `full` (world * S elements), rank-major."""
-    return Works(_launch(all_gather_single, [pair for pair in pairs if pair[0].numel()], group))
-
-
 def exchanges(wire: torch.dtype, total: torch.dtype, world: int, per_node: int) -> bool:
-    """Whether pieces are exchanged, by the bytes that leave a node, rather than widened and reduced by the backend.
+    """Return True if ranges are exchanged, by the bytes that leave a node; False: widened and reduced by the backend.
 
-    With M elements, W ranks, G of them on each node: an exchange sends G * M * (W - G) / W of the wire's dtype, the
-    backend about M of the sum's. For bf16, fp32 and 8 ranks a node the exchange sends twice as much between 2 nodes and
-    nearly four times between many; with up to 2 ranks a node, and within one node, it never sends more.
+    With M elements, W ranks and G of them on each node, an exchange sends G * M * (W - G) / W elements of the wire's
+    dtype from each node, the backend about M of the sum's dtype. For bf16, fp32 and 8 ranks a node the exchange sends
+    twice as much between 2 nodes, and nearly four times between many. With up to 2 ranks a node, and within one node,
+    it never sends more.
 
     Args:
-        wire: dtype of what is reduced.
+        wire: dtype of the gradients.
         total: dtype of the sums.
         world: number of ranks.
         per_node: ranks of the group on a node.
@@ -285,101 +318,3 @@ def exchanges(wire: torch.dtype, total: torch.dtype, world: int, per_node: int) 
     # The backend would round what is wider than its sum before it is added.
     fewer = per_node * (world - per_node) * wire.itemsize <= world * total.itemsize
     return fewer or wire.itemsize >= total.itemsize
-
-
-def reduce_scatter(
-    pairs: Sequence[Pair],
-    group: dist.ProcessGroup,
-    *,
-    accumulate: bool = False,
-    ordered: bool = False,
-    per_node: int | None = None,
-) -> Works:
-    """Set (or add to) each `out` (S elements) the sum over ranks of this rank's range of `full`.
-
-    Args:
-        pairs: 1-D `out` and `full`.
-        group: the ranks.
-        accumulate: add to `out` instead of replacing it.
-        ordered: add in rank order, whatever it costs.
-        per_node: how many ranks of the group share a node; None: all.
-    """
-    world = dist.get_world_size(group)
-    reductions: list[Pair] = []
-    received: list[Pair] = []
-    sums: list[Callable[[], Any]] = []
-    pairs = [pair for pair in pairs if pair[1].numel()]
-    buffers = buffers_for(pairs, world, accumulate=accumulate, ordered=ordered, per_node=per_node or world)
-    for (out, full), (rows, given, total) in zip(pairs, buffers, strict=True):
-        if rows is not None:
-            received.append((rows, full))
-            sums.append(functools.partial(sum_rows, out, rows.view(world, -1), accumulate=accumulate))
-            continue
-        if total is not None:
-            sums.append(functools.partial(out.add_, total))
-        reductions.append((out if total is None else total, full if given is None else given))
-
-    def finish() -> None:
-        for add_up in sums:
-            add_up()
-
-    works = _launch(reduce_scatter_single, reductions, group)
-    works += _launch(dist.all_to_all_single, received, group)
-    return Works(works, finish, [buffer for made in buffers for buffer in made if buffer is not None])
-
-
-Buffers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Of one reduction: rows that arrive from all ranks; what is given in the dtype of the sum; the sum to be added."""
-
-
-def buffers_for(pairs: Sequence[Pair], world: int, *, accumulate: bool, ordered: bool, per_node: int) -> list[Buffers]:
-    """Return what each reduction takes for itself; None: nothing is needed. Arguments as of `reduce_scatter`."""
-    made: list[Buffers] = []
-    for out, full in pairs:
-        if ordered or exchanges(full.dtype, out.dtype, world, per_node):
-            made.append((torch.empty_like(full), None, None))
-        else:
-            given = None if full.dtype is out.dtype else full.to(out.dtype)
-            made.append((None, given, torch.empty_like(out) if accumulate else None))
-    return made
-
-
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:
-    """Gather a small tensor from all ranks and sum it, in place: the same bits on every rank."""
-    world = dist.get_world_size(group)
-    gathered = torch.empty(world * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
-    works = _launch(all_gather_single, [(gathered, tensor.reshape(-1))], group)
-
-    def add_up() -> None:
-        # One kernel for any number of ranks. Its order of summation depends on the shape only.
-        tensor.copy_(gathered.view(world, -1).sum(0, dtype=tensor.dtype).view_as(tensor))
-
-    return Works(works, add_up)
-
-
-def sum_in_place(tensor: torch.Tensor, group: dist.ProcessGroup) -> Works:
-    """Sum a tensor over ranks with the backend's own all-reduce: the same bits on every rank."""
-    return Works(_launch(lambda out, _, **how: dist.all_reduce(out, **how), [(tensor, tensor)], group))
-
-
-def broadcast(tensor: torch.Tensor, src: int, group: dist.ProcessGroup) -> Works:
-    """Copy a tensor from group rank `src` to all ranks."""
-    flat = tensor.contiguous()
-    works = _launch(lambda out, _, **how: dist.broadcast(out, group_src=src, **how), [(flat, flat)], group)
-    return Works(works, None if flat is tensor else lambda: tensor.copy_(flat))
-
-
-def all_to_all(
-    output: torch.Tensor,
-    given: torch.Tensor,
-    output_sizes: Sequence[int],
-    input_sizes: Sequence[int],
-    group: dist.ProcessGroup,
-) -> Works:
-    """Send the r-th part of `given` to rank r and receive the r-th part of `output` from it; sizes may be zero."""
-    sizes = list(output_sizes), list(input_sizes)
-
-    def exchange(out: torch.Tensor, own: torch.Tensor, **how: Any) -> Any:
-        return dist.all_to_all_single(out, own, *sizes, **how)
-
-    return Works(_launch(exchange, [(output, given)], group))

@@ -1,15 +1,13 @@
-"""Authenticated connections between the ranks of a group, outside of its process groups.
+"""Authenticated point-to-point connections between the ranks of a group, outside of its process groups.
 
-A rank connects to another one when it first asks it for something; ranks that never do open no connection. Each rank
-listens on one port, of the loopback interface if all ranks are on one machine, and writes its address into the store.
-Both sides of a connection prove that they know a key. Rank 0 makes it of random bytes and shares it in a
-collective. Each side sends a random number and gets it back under the key (HMAC-SHA256) together with both ranks and
-the direction: a proof fits one connection only.
+The first request of a rank to another one connects them; other ranks open no connection. Each rank listens on one port,
+of the loopback interface if all ranks are on one machine, and writes its address into the store. Both sides prove
+knowledge of a random key, which rank 0 shares in a collective. Each side sends a random number, and receives it under
+the key (HMAC-SHA256) with both ranks and the direction: a proof fits one connection only.
 
-Invariants of the open port: whatever comes in before a proof has a fixed size; a connection without a proof holds up
-nobody, is dropped after a few seconds, and only so many are kept; whoever is dropped may try again; of each rank one
-connection is taken. What has been proven is a connection, not each byte on it: it is as safe from somebody on the way
-between two machines as the traffic of the process group itself.
+Invariants of the open port: data before a proof has a fixed size; a connection without a proof blocks no other one, is
+dropped after a few seconds, and their number is limited; a dropped rank may try again; one connection per rank is
+accepted. The proof covers a connection, not its bytes: between machines these are as safe as the process group's.
 """
 
 from __future__ import annotations
@@ -42,21 +40,21 @@ _HELLO = struct.Struct(f"<I{_NUMBER_BYTES}s{_NUMBER_BYTES}s")
 _NAME_BYTES = 8
 _MOST_UNPROVEN = 64
 _UNPROVEN_S = 5.0
-"""How long a connection may take to prove itself. A rank that was too slow tries again."""
+"""Seconds in which a connection must prove itself."""
 _RETRY_S = 0.05
 STEP_S = 0.2
 
 
 class P2PConnections:
-    """Connections of this rank to others of a group (all ranks make it together, in one small collective or two).
+    """Connections of this rank to others of a group (all ranks create it together, in one or two small collectives).
 
     Args:
         comm: the group.
-        selector: waits for what comes in. The data of each of its keys is a function to be called when something has.
-        found: takes the rank and the connection of a rank that has connected here.
+        selector: waits for incoming data. The data of each key is a function to be called then.
+        found: called with the rank and the connection of a rank that has connected.
 
     Attributes:
-        name: the same on all ranks, and of no other object.
+        name: equal on all ranks, and of no other object.
     """
 
     def __init__(
@@ -79,10 +77,10 @@ class P2PConnections:
         self._door = _Door(self._listener, self._key, comm.rank, comm.world, selector, found)
 
     def to(self, peer: int, deadline: float) -> socket.socket:
-        """Return the connection on which this rank asks a peer (blocking); it is made the first time.
+        """Return the connection for requests to a peer, created at first use (blocking).
 
         Raises:
-            OSError: the peer has gone, or has not answered before `time.monotonic()` passes the deadline.
+            OSError: the peer has gone, or has not answered before `time.monotonic()` reaches the deadline.
         """
         if peer not in self._asking:
             address = f"{self.name}/{peer}"
@@ -95,22 +93,17 @@ class P2PConnections:
         return self._asking[peer]
 
     def drop(self, peer: int) -> None:
-        """Close the connection on which this rank asks a peer; what may still come on it belongs to nothing."""
+        """Close the connection for requests to a peer, because later data on it answers no request."""
         if peer in self._asking:
             self._asking[peer].close()
 
     def leave(self) -> None:
-        """Stop listening; connections that have been made are their owners'."""
+        """Stop listening; the owners of connections keep them."""
         self._door.close()
         self._asking = {}
 
-    @property
-    def open_to(self) -> list[int]:
-        """The ranks to which this one has connected."""
-        return sorted(self._asking)
-
     def patience(self) -> float | None:
-        """Return after how many seconds `expire` wants to be called; None: when something has come in."""
+        """Return the seconds until `expire` is due; None: after incoming data."""
         return self._door.patience()
 
     def expire(self) -> None:
@@ -131,7 +124,7 @@ class P2PConnections:
 
 @contextlib.contextmanager
 def reaching(comm: Communicator, peer: int, what: str, begin: float) -> Iterator[None]:
-    """Turn an error of a connection inside into one that says which rank has not answered what."""
+    """Convert an error of a connection in the block to one that names the rank and the request."""
     try:
         yield
     except OSError as error:
@@ -145,7 +138,7 @@ def receive(connection: socket.socket, into: memoryview, deadline: float) -> Non
     """Fill `into` from a blocking socket.
 
     Raises:
-        TimeoutError: `time.monotonic()` has passed the deadline.
+        TimeoutError: `time.monotonic()` has reached the deadline.
         OSError: the connection has ended.
     """
     while into.nbytes:
@@ -157,7 +150,6 @@ def receive(connection: socket.socket, into: memoryview, deadline: float) -> Non
 
 
 def _allow_files(more: int) -> None:
-    """Let this process open that many files more, as far as the system does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and more > soft // 2:  # the rest is for others
         wanted = soft + more if hard == resource.RLIM_INFINITY else min(soft + more, hard)
@@ -178,10 +170,10 @@ def _proof(key: bytes, side: bytes, asking: int, answering: int, theirs: bytes, 
 
 
 def _call(address: tuple[str, int], key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
-    """Connect to a peer, to ask.
+    """Connect to a peer.
 
     Raises:
-        OSError: it has gone, or has not answered before the deadline.
+        OSError: the peer has gone, or has not answered before the deadline.
     """
     while True:
         try:
@@ -217,8 +209,6 @@ def _tune(connection: socket.socket) -> None:
 
 
 class _Unproven:
-    """A connection that has not proven itself yet."""
-
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.number = secrets.token_bytes(_NUMBER_BYTES)
@@ -229,14 +219,14 @@ class _Unproven:
 
 
 class _Door:
-    """Takes the calls of other ranks, for a selector of the caller's.
+    """Accepts connections of other ranks.
 
     Args:
-        listener: on which they come.
-        key: that they have to know.
-        rank, world: this rank's place.
-        selector: see `P2PConnections`.
-        found: see `P2PConnections`.
+        listener: the socket.
+        key: secret of the group.
+        rank, world: place of this rank.
+        selector: as in `P2PConnections`.
+        found: as in `P2PConnections`.
     """
 
     def __init__(
@@ -256,7 +246,7 @@ class _Door:
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def patience(self) -> float | None:
-        """Return after how many seconds `expire` is due; None: when something has come in."""
+        """Return the seconds until `expire` is due; None: after incoming data."""
         return STEP_S if self._unproven else None
 
     def expire(self) -> None:
@@ -266,7 +256,7 @@ class _Door:
                 self._drop(unproven)
 
     def close(self) -> None:
-        """Take no more calls."""
+        """Accept no more connections."""
         for unproven in list(self._unproven.values()):
             self._drop(unproven)
         with contextlib.suppress(KeyError, ValueError):  # the selector is closed

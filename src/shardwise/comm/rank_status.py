@@ -1,9 +1,10 @@
 """Where a rank is: which collective it waits for, and what its script does.
 
-The host waits inside of `Waiting`. On a device the host goes on while collectives wait: an event behind each of them is
-followed (`follow`), and queried once the host has launched none for a while. What the script does is read from the
-stack of its thread: which of the engine's methods it is in, a data loader, a collective of torch, or just a line. If
-that thread waits for another one (autograd's of a device, `Thread.join`, `Future.result`), that stack is read, too.
+The ledger names the collective that each thread of the host waits for (`WAITING`). On a device the host goes on while
+collectives wait: the ledger follows an event behind each of them, which is queried once the host has launched no
+collective for a while. The stack of the script's thread names the engine's method, the data loader, the collective of
+torch or the line that the script is in. If that thread waits for another one (autograd's of a device, `Thread.join`,
+`Future.result`), that thread's stack is read, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -38,39 +38,12 @@ from shardwise.comm.desync import (
     position_of,
     size_of,
 )
-from shardwise.comm.ledger import Ledger, Record, line_of
+from shardwise.comm.ledger import WAITING, Ledger, Record, followed, line_of
 from shardwise.comm.rendezvous import machine
 from shardwise.compat import group_named, launched_of, local_of
-from shardwise.device.streams import Mark
 
 _DEEP = 400
-"""Frames of a stack that are looked at."""
-
-_waits: dict[int, tuple[Record, float]] = {}
-"""What each thread of this process waits for, and since when (`time.perf_counter()`)."""
-
-_followed: deque[tuple[Record | TorchLaunch, Mark, float]] | None = None
-"""The last collectives that a device has been given, the event behind each, and when (`time.perf_counter()`); None:
-following is off. An entry must not refer to a buffer, nor to a `Work` of torch, which refers to its outputs."""
-_MOST_FOLLOWED = 1024
-"""Because a host that is so far ahead of its device waits for it."""
-
-
-class Waiting:
-    """Let it be known inside of the block that this thread waits for a collective, since a time of the host."""
-
-    __slots__ = ("_record", "_since", "_thread")  # one is made for each collective
-
-    def __init__(self, record: Record | None, since: float) -> None:
-        self._record, self._since = record, since
-
-    def __enter__(self) -> None:
-        self._thread = threading.get_ident()
-        if self._record is not None:
-            _waits[self._thread] = self._record, self._since
-
-    def __exit__(self, *_: object) -> None:
-        _waits.pop(self._thread, None)
+"""Frames of a stack that are examined."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +52,9 @@ class TorchLaunch:
 
     Attributes:
         name: of the collective.
-        given: its arguments that say which it is; no tensor.
-        size: its bytes, if they are the same on all ranks; else 0.
-        turn: how many collectives the rank has launched in the group, with this one; -1: not known.
+        given: arguments that identify the collective; no tensor.
+        size: bytes, if equal on all ranks; else 0.
+        turn: collectives that the rank has launched in the group, this one included; -1: unknown.
         line: of the script.
     """
 
@@ -101,77 +74,37 @@ class TorchLaunch:
         return cls(name, kept, size, -1 if group is None else launched_of(group), line)
 
 
-class WaitingForWork:
-    """Let it be known inside of the block that this thread waits for an asynchronous collective of torch."""
-
-    def __init__(self, launch: TorchLaunch) -> None:
-        self._launch = launch
-
-    def __enter__(self) -> None:
-        self._thread = threading.get_ident()
-        _works[self._thread] = self._launch, time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        _works.pop(self._thread, None)
-
-
-_works: dict[int, tuple[TorchLaunch, float]] = {}
-"""The asynchronous collective of torch that each thread of this process waits for, and since when."""
-
-
-def follow(record: Record | TorchLaunch, mark: Mark) -> None:
-    """Add a collective to those that are followed, if following is on.
-
-    Args:
-        record: of the collective.
-        mark: event in the stream that waits for the collective, behind it.
-    """
-    if _followed is not None:
-        _followed.append((record, mark, time.perf_counter()))
-
-
-def is_following() -> bool:
-    """Whether collectives of devices are followed."""
-    return _followed is not None
-
-
-def follow_devices(on: bool) -> None:
-    """Switch following on or off; either forgets all collectives."""
-    global _followed
-    _followed = deque(maxlen=_MOST_FOLLOWED) if on else None
-
-
 def quiet_for() -> float:
-    """Return how long no collective of a device has been launched; 0 if none is followed."""
-    followed = _followed
-    return time.perf_counter() - followed[-1][2] if followed else 0.0
+    """Return the seconds since the last launch of a followed collective; 0 if none is followed."""
+    launched = followed()
+    return time.perf_counter() - launched[-1][2] if launched else 0.0
 
 
 def oldest_under_way(quiet: float = 0.0) -> tuple[Record | TorchLaunch, float] | None:
-    """Return the first followed collective that the device has not ended, and when the last one was launched.
+    """Return the first followed collective that the device has not completed, and the time of the last launch.
 
     Args:
-        quiet: seconds since the last launch before which the device is not queried. Because a query from another thread
-            breaks the capture of a CUDA graph, it is left to stalls that are suspected.
+        quiet: seconds after the last launch in which the device is not queried. Because a query from another thread
+            breaks the capture of a CUDA graph, only a suspected stall causes one.
     """
-    followed = list(_followed or ())
-    if not followed or time.perf_counter() - followed[-1][2] < quiet:
+    launched = list(followed() or ())
+    if not launched or time.perf_counter() - launched[-1][2] < quiet:
         return None
-    return next(((record, followed[-1][2]) for record, mark, _ in followed if not mark.reached()), None)
+    return next(((record, launched[-1][2]) for record, mark, _ in launched if not mark.reached()), None)
 
 
 def turn_of(what: str) -> int:
-    """Return the number of a collective in its order from its name; -1 if it has none."""
+    """Return the number of a collective in its order from its name; -1: none."""
     number = what.rpartition("#")[2]
     return int(number) if number.isdigit() else -1
 
 
 class Here:
-    """Tells where this process is.
+    """Finds the position of this process.
 
     Args:
-        ledger: what it has launched.
-        thread: in which the script runs; None: the main thread.
+        ledger: collectives that the process has launched.
+        thread: of the script; None: the main thread.
         facts: returns `step` and `loader` of a position.
     """
 
@@ -187,41 +120,40 @@ class Here:
         self._since: tuple[int, float] = (-1, 0.0)  # of a collective of torch
 
     def __call__(self, quiet: float = 0.0) -> Position:
-        """Return the position of this process; `quiet` is as in `oldest_under_way`."""
+        """Return the position of this process; `quiet` as in `oldest_under_way`."""
         thread, script = _script_of(self._thread or 0)
         if script.torch is None and script.inner is not None:
             code, place, call_of = script.inner
             if not code.co_filename.startswith(_PACKAGE) and _calls_wait(code, place):
-                script = replace(script, torch=_TorchCall.of_work((call_of, place)))
+                script = replace(script, torch=_work_position((call_of, place)))
         default = dist.group.WORLD
         rest: dict[str, Any] = {"doing": script.doing, "line": script.line, **self._facts()}
         rest["collectives"] = -1 if default is None else launched_of(default)
         wait = self._wait(thread, script.blocked, quiet)
         if wait is not None and isinstance(record := wait[0], Record):
             return position_of(record, wait[1], **{**rest, "line": record.line or script.line})
-        call, launch = script.torch, _works.get(thread) if wait is None else wait
-        if launch is not None and isinstance(launch[0], TorchLaunch):
-            call = _TorchCall.of(launch[0], id(launch[0]))
-            rest["line"] = launch[0].line or script.line
+        call = script.torch
+        if wait is not None and isinstance(launch := wait[0], TorchLaunch):
+            call = _torch_position(launch, id(launch))
+            rest["line"] = launch.line or script.line
         if call is not None:
-            return Position(call.what, call.size, call.kind, call.members, seconds=self._seen(call.number),
-                            number=call.number, turn=call.turn, **rest)  # fmt: skip
+            return replace(call, seconds=self._seen(call.number), **rest)
         return Position(**rest)
 
     def launched_in_torch(self, kind: str, turn: int, here: Position) -> bool:
-        """Return whether this rank has launched the collective of torch that another rank waits for, and left it.
+        """Return True if this rank has launched, and left, the collective of torch that another rank waits for.
 
         Args:
             kind: of the other rank's position.
-            turn: likewise.
-            here: where this rank is.
+            turn: of the other rank's position.
+            here: position of this rank.
         """
         group = group_named(kind.removeprefix(TORCH)) if turn >= 0 else None
         # Of two ranks that are in the same turn, each says which collective that is.
         return group is not None and launched_of(group) - (here.kind == kind) >= turn
 
     def launched(self, waits: Sequence[Place]) -> list[bool]:
-        """Return for each collective that some rank waits for whether this rank has launched it."""
+        """Return, for each collective that a rank waits for, True if this rank has launched it."""
         kept: dict[str, dict[int, Place]] = {kind: {} for _, kind, _ in waits}
         for record in self._records():
             if (kind := order_of(record)) in kept:
@@ -234,7 +166,7 @@ class Here:
         return found
 
     def recent(self, kinds: Sequence[str]) -> dict[str, tuple[int, str]]:
-        """Return for each order the number of one of its last collectives, and digests of that and all later ones."""
+        """Return, by order, the number of a recent collective, and digests of that one and all later ones."""
         kept: dict[str, dict[int, Record]] = {}
         for record in self._records():
             if (kind := order_of(record)) in kinds:
@@ -254,88 +186,66 @@ class Here:
         return [] if self._ledger is None else [record for record in self._ledger.records() if record.kind]
 
     def _wait(self, thread: int, blocked: bool, quiet: float) -> tuple[Record | TorchLaunch, float] | None:
-        """Return what the script waits for, and how long it has."""
-        waits = dict(_waits)
+        waits = dict(WAITING)
         found: tuple[Record | TorchLaunch, float] | None = waits.get(thread)
-        if found is None and blocked and waits:  # in the hands of another thread
-            found = min(waits.values(), key=lambda wait: wait[1])
+        if found is None and blocked:  # another thread waits for it
+            of_engines = [wait for wait in waits.values() if isinstance(wait[0], Record)]
+            found = min(of_engines, key=lambda wait: wait[1], default=None)
         found = found or oldest_under_way(quiet)
         return None if found is None else (found[0], time.perf_counter() - found[1])
 
     def _seen(self, number: int) -> float:
-        """Return for how long a call has been seen."""
         now = time.perf_counter()
         if self._since[0] != number:
             self._since = number, now
         return now - self._since[1]
 
 
-@dataclass(frozen=True)
-class _TorchCall:
-    """A collective of torch that a thread is in.
+def _torch_position(launch: TorchLaunch, place: object) -> Position:
+    """Return the position of a thread in a collective of torch; `place` tells the call from others."""
+    name, given = launch.name, launch.given
+    group = _group_of(given)
+    members: list[int] = []
+    with suppress(RuntimeError, ValueError, KeyError):  # the group has been destroyed
+        members = dist.get_process_group_ranks(group)
+    shown = []
+    if "op" in given and (op := str(given["op"]).rpartition(".")[2]) != "SUM":
+        shown.append(f"op={op}")
+    peer = -1
+    for root in ("src", "dst"):
+        own = given.get(f"group_{root}")
+        number = members[own] if isinstance(own, int) and own < len(members) else given.get(root)
+        if isinstance(number, int):
+            peer = number
+            shown.append(f"{root}={number}")
+    if group is not dist.group.WORLD:
+        shown.append(f"group=ranks {', '.join(map(str, members[:8]))}{', ...' if len(members) > 8 else ''}")
+    kind = f"{TORCH}{getattr(group, 'group_name', '')}"
+    if name in _PAIRS:
+        ends = (dist.get_rank(), peer) if name.endswith("send") else (peer, dist.get_rank())
+        kind = f"{PAIR}{ends[0]}>{ends[1]}/{given.get('tag')}"
+        members = sorted(end for end in ends if end >= 0)
+    what = f"torch.distributed.{name}({', '.join(shown)})"
+    turn = -1 if name in _UNCOUNTED else launch.turn
+    return Position(what, launch.size, kind, members, number=hash((place, launch.turn)), turn=turn)
 
-    Attributes:
-        what: see `Position`.
-        size: see there.
-        kind: see there.
-        members: see there.
-        number: identifies the call, as far as two looks can tell.
-        turn: see there.
+
+def _work_position(place: object) -> Position | None:
+    """Return the position of a thread in `Work.wait` of an unknown collective; None: torch has launched none.
+
+    The collective is taken for the last one of the default group. Other ranks that have launched that one, too, are
+    known to take part.
     """
-
-    what: str
-    size: int
-    kind: str
-    members: Sequence[int]
-    number: int
-    turn: int = -1
-
-    @classmethod
-    def of(cls, launch: TorchLaunch, place: object) -> _TorchCall:
-        """Return a call from what has been launched, and something that tells it from others."""
-        name, given = launch.name, launch.given
-        group = _group_of(given)
-        members: list[int] = []
-        with suppress(RuntimeError, ValueError, KeyError):  # it has been destroyed
-            members = dist.get_process_group_ranks(group)
-        said = []
-        if "op" in given and (op := str(given["op"]).rpartition(".")[2]) != "SUM":
-            said.append(f"op={op}")
-        peer = -1
-        for root in ("src", "dst"):
-            own = given.get(f"group_{root}")
-            number = members[own] if isinstance(own, int) and own < len(members) else given.get(root)
-            if isinstance(number, int):
-                peer = number
-                said.append(f"{root}={number}")
-        if group is not dist.group.WORLD:
-            said.append(f"group=ranks {', '.join(map(str, members[:8]))}{', ...' if len(members) > 8 else ''}")
-        kind = f"{TORCH}{getattr(group, 'group_name', '')}"
-        if name in _PAIRS:
-            ends = (dist.get_rank(), peer) if name.endswith("send") else (peer, dist.get_rank())
-            kind = f"{PAIR}{ends[0]}>{ends[1]}/{given.get('tag')}"
-            members = sorted(end for end in ends if end >= 0)
-        what = f"torch.distributed.{name}({', '.join(said)})"
-        turn = -1 if name in _UNCOUNTED else launch.turn
-        return cls(what, launch.size, kind, members, hash((place, launch.turn)), turn)
-
-    @classmethod
-    def of_work(cls, place: object) -> _TorchCall | None:
-        """Return the wait for a `Work` of which only the place is known; None: nothing has been launched.
-
-        It is taken for the last collective of the default group: where the other ranks have launched that, too, it is
-        on its way.
-        """
-        default = dist.group.WORLD
-        if default is None or (turn := launched_of(default)) < 1:
-            return None
-        kind, members = f"{TORCH}{default.group_name}", dist.get_process_group_ranks(default)
-        return cls(f"{_WORK}()", 0, kind, members, hash((place, turn)), turn)
+    default = dist.group.WORLD
+    if default is None or (turn := launched_of(default)) < 1:
+        return None
+    kind, members = f"{TORCH}{default.group_name}", dist.get_process_group_ranks(default)
+    return Position(f"{_WORK}()", 0, kind, members, number=hash((place, turn)), turn=turn)
 
 
 @functools.lru_cache(64)
 def _calls_wait(code: CodeType, place: int) -> bool:
-    """Return whether a function is in `something.wait()`, as `torch.distributed.Work` has it.
+    """Return True if a function is in `something.wait()`, as of `torch.distributed.Work`.
 
     >>> code = compile("work.wait()", "train.py", "eval")
     >>> [_calls_wait(code, one.offset) for one in dis.get_instructions(code) if one.opname.startswith("CALL")]
@@ -353,7 +263,6 @@ def _calls_wait(code: CodeType, place: int) -> bool:
 
 
 def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """Return the group of a collective of torch from its arguments."""
     group = given.get("group")
     return group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
 
@@ -361,7 +270,7 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
 _PAIRS = ("send", "recv", "isend", "irecv")
 _WORK = "torch.distributed.Work.wait"
 _UNCOUNTED = (*_PAIRS, "monitored_barrier", "wait_tensor")
-"""Of torch's collectives those that do not count in their group."""
+"""Collectives of torch that do not count in their group."""
 _SAYING_WHICH = ("op", "src", "dst", "group_src", "group_dst", "group", "tag")
 _ALIKE = {
     "all_reduce": "tensor",
@@ -378,19 +287,19 @@ _ALIKE = {
 
 @dataclass(frozen=True)
 class _Script:
-    """What a stack tells.
+    """Facts from a stack.
 
     Attributes:
         line: of the script.
-        doing: see `Position`.
-        torch: the collective of torch that it is in, whoever has called that.
-        blocked: it may wait for another thread that works for it.
-        inner: the innermost function, where in it the thread is, and which call of it that is.
+        doing: as in `Position`.
+        torch: the collective of torch that the thread is in.
+        blocked: the thread may wait for another thread.
+        inner: innermost function, offset in the function, and identity of the call.
     """
 
     line: str = ""
     doing: str = ""
-    torch: _TorchCall | None = None
+    torch: Position | None = None
     blocked: bool = False
     inner: tuple[CodeType, int, int] | None = None
 
@@ -421,15 +330,15 @@ class _Script:
             name = _WAITING.get(called.f_code.co_name, called.f_code.co_name)
             arguments = (*_SAYING_WHICH, _ALIKE.get(name, "group"))
             given = {one: value for one in arguments if (value := local_of(called, one)) is not None}
-            call = _TorchCall.of(TorchLaunch.of(name, given), (id(called), called.f_lasti))
+            call = _torch_position(TorchLaunch.of(name, given), (id(called), called.f_lasti))
         return cls(line_of(frame), doing, call, blocked, (frame.f_code, frame.f_lasti, id(frame)))
 
 
 def _script_of(thread: int) -> tuple[int, _Script]:
-    """Return the stack of the script of a thread, or of the thread that it waits for, and the number of that thread.
+    """Return the facts of a thread's stack, or of the thread that it waits for, and the number of that thread.
 
-    Because a frame keeps the locals of its function alive, frames are held for less than the interpreter gives a thread
-    at once (5 ms), and no longer than here.
+    Because a frame keeps local variables alive, frames are held for less than a time slice of the interpreter (5 ms),
+    and only here.
     """
     frames = sys._current_frames()
     own = threading.get_ident()
@@ -442,7 +351,7 @@ def _script_of(thread: int) -> tuple[int, _Script]:
 
 
 def _waited_for(frame: FrameType | None, frames: Mapping[int, FrameType]) -> int:
-    """Return the thread for which the thread of a frame waits with certainty, 0 if none is known.
+    """Return the thread that the thread of a frame waits for with certainty, or 0.
 
     Because a thread of the script may wait for its own peers for long, no other thread counts: the rank is only slow.
     """
@@ -464,14 +373,12 @@ _WAITING_FRAMES = 6
 
 
 def _of_autograd(frames: Mapping[int, FrameType]) -> int:
-    """Return the thread, of those that Python has not started, which is in a collective of torch."""
     own = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     strange = (thread for thread in frames if thread not in own)
-    return next((thread for thread in strange if thread in _works or _Script.of(frames[thread]).torch is not None), 0)
+    return next((thread for thread in strange if thread in WAITING or _Script.of(frames[thread]).torch is not None), 0)
 
 
 def _working_on(future: object, frames: Mapping[int, FrameType]) -> int:
-    """Return the thread of an executor that computes a future."""
     for thread, inner in frames.items():
         frame: FrameType | None = inner
         for _ in range(_DEEP):
@@ -497,20 +404,20 @@ _LOADERS = (os.path.join("torch", "utils", "data", ""), os.path.join(_PACKAGE, "
 _METHODS = {"forward": "a forward pass"}
 _NO_WAITS = ("_", "get_", "is_")
 _WAITING = {"unwrap": "wait_tensor", "trigger_wait": "wait_tensor"}
-"""Methods of torch in which a functional collective is waited for, and the function that does."""
+"""Methods of torch that wait for a functional collective, and the public function."""
 
 
 def process_word() -> dict[str, Any]:
-    """Return what lets processes of the same machine look at this one."""
+    """Return the facts by which processes of the same machine identify this one."""
     return {"machine": _machine(), "pid": os.getpid(), "began": _status(os.getpid())[1]}
 
 
 def state_of(word: Mapping[str, Any], waited: float) -> str:
-    """Say what is known of a process that does not answer.
+    """Describe a process that does not answer.
 
     Args:
-        word: what its `process_word` was.
-        waited: seconds for which it has not answered.
+        word: its `process_word`.
+        waited: seconds without an answer.
     """
     pid, began = word.get("pid"), word.get("began")
     begin = f"has not answered for {waited:.0f} s"
@@ -540,7 +447,6 @@ def _machine() -> str:
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """Return the state of a process as one letter, and when it began; both empty if it cannot be known."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             parts = stat.read().rpartition(")")[2].split()

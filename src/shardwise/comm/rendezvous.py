@@ -1,19 +1,17 @@
-"""Stores in which ranks meet outside of collectives, such as before they have a process group.
+"""Rendezvous of ranks in a store, before they have a process group.
 
-torch's `TCPStore` has no password and, by default, listens on every interface. Here a store whose address is
-a loopback one listens on that address only: the listening socket is made first and handed over. That also
-turns a taken port into an error at once instead of a wait.
+torch's `TCPStore` has no password and, by default, listens on every interface. A store with a loopback address listens
+on that address only here: the listening socket is created first and handed over. A taken port is therefore an error at
+once.
 
-The ranks of a job meet before they form a process group, so that one that does not come is named: torch waits for all
-ranks without a word, for the whole limit of a collective, and then names a key of its store. Here every rank first
-writes that it has come. After seconds the first that has come says for whom the ranks wait, and an error names who has
-not come. A launcher that sees a rank end before that writes it into the same store, and the others give up at once.
-Because requests of all ranks for all ranks would grow with the square of their number, the first rank alone looks for
-the others, and writes into the store what it finds.
+Ranks meet before they form a process group, so that a missing rank is named: torch waits without a message for the
+whole limit of a collective, and then names a key of its store. Each rank writes its arrival. After seconds the first
+rank logs the missing ones; an error names them, too. A launcher that sees a rank end writes that into the same store,
+and the others give up at once. Only the first rank looks for the others, and writes its findings, because requests of
+all ranks for all ranks would grow with ranks squared.
 
-Invariant: every process group gets keys of its own. Gloo writes its addresses into the store; after a
-restart by an elastic agent that keeps its store, ranks would otherwise read the addresses of their dead
-predecessors and hang.
+Invariant: every process group has keys of its own. Gloo writes addresses into the store; after a restart by an elastic
+agent that keeps the store, ranks would otherwise read the addresses of dead ranks and hang.
 """
 
 from __future__ import annotations
@@ -36,12 +34,12 @@ from shardwise.compat import store_host
 from shardwise.errors import DesyncError, LaunchError, ShardwiseError
 
 NOTICE_S = 10.0
-"""After so many seconds a process that waits for others says so; then after twice as many, and so on."""
+"""Seconds after which a waiting process logs a notice; then after twice as many, and so on."""
 _POLL_S, _SLOWEST_POLL_S = 0.002, 0.25
 _LATER_S = 2.0
-"""Seconds after the limit from which on other ranks look for themselves, because the first may not look any more."""
+"""Seconds after the limit when other ranks look themselves, because the first may have ended."""
 _ALL, _APART = "meeting/all", "meeting/apart"
-"""Keys: all have come; why they do not meet."""
+"""Keys: all ranks have come; the reason why they do not meet."""
 _groups_opened = itertools.count()
 _log = logging.getLogger("shardwise")
 
@@ -50,13 +48,13 @@ def serve(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """Listen for the ranks of a job.
 
     Args:
-        host: address that the ranks will use. A loopback address is the only one listened on; any other name
-            makes the store reachable on all interfaces.
-        port: TCP port; 0 takes any free one (read it from the result's `port`).
-        timeout: how long a rank's read may wait for a key.
+        host: address for the ranks. A loopback address is the only one listened on; any other name opens all
+            interfaces.
+        port: TCP port; 0: any free one (the result's `port`).
+        timeout: longest wait of a read for a key.
 
     Raises:
-        LaunchError: the port is taken or may not be used.
+        LaunchError: the port is taken or not permitted.
     """
     loopback = is_loopback(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -84,15 +82,15 @@ def serve(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 
 
 def join(place: RankPlace, port: int, timeout: timedelta, env: Mapping[str, str] = os.environ) -> dist.Store:
-    """The store of this process's job, with a prefix that no other process group of the job uses.
+    """Return the store of this process's job, with a prefix that no other process group of the job uses.
 
-    Under an elastic agent that serves the store (torchrun, `shardwise run`) every rank connects to it;
-    otherwise rank 0 serves it. A job of one process needs no port.
+    Under an elastic agent that serves the store (torchrun, `shardwise run`) every rank connects; otherwise rank 0
+    serves. A job of one process needs no port.
 
     Args:
-        place: where this process stands.
-        port: port to meet on.
-        timeout: how long to wait for rank 0, and for a key.
+        place: of this process.
+        port: of the rendezvous.
+        timeout: longest wait for rank 0, and for a key.
         env: variables of the elastic agent.
     """
     if place.world_size == 1:
@@ -108,7 +106,7 @@ def join(place: RankPlace, port: int, timeout: timedelta, env: Mapping[str, str]
 
 
 def _await_server(host: str, port: int, timeout: timedelta) -> None:
-    """Wait until the store is served: torch, if it has to wait, prints frames of its C++ code."""
+    """Wait until the store is served. Because torch, if it has to wait, prints frames of its C++ code."""
     began = time.monotonic()
     notice = NOTICE_S
     while True:
@@ -131,21 +129,22 @@ def _await_server(host: str, port: int, timeout: timedelta) -> None:
 
 
 def private_keys(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
-    """`store` under a prefix for this attempt of the job and this process group of the attempt.
+    """Return `store` under a prefix for this attempt of the job and this process group of the attempt.
 
-    All ranks must call it the same number of times, as they must anyway for process groups.
+    All ranks call it equally often, as they create process groups.
     """
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"shardwise/attempt{attempt}/group{next(_groups_opened)}", store)
 
 
 def answers(store: dist.Store, patience: float = 0.0) -> bool:
-    """Whether the process that serves a store is still there; asked of a dead one, torch prints frames of C++.
+    """Return True if the process that serves a store still runs. Because torch, asked of a dead one, prints frames of
+    C++.
 
     Args:
         store: any store.
-        patience: seconds to watch it. The kernel closes the sockets of a process that has just been killed one after
-            the other, so that the store's may still be open.
+        patience: seconds to watch the connection. The kernel closes the sockets of a killed process one after the
+            other, so that the store's may still be open.
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -160,9 +159,9 @@ def answers(store: dist.Store, patience: float = 0.0) -> bool:
 
 
 def machine() -> str:
-    """Return a text that is the same in two processes if, and only if, they reach each other over loopback.
+    """Return a text that is equal in two processes if, and only if, they reach each other over loopback.
 
-    Containers on one machine have loopback interfaces of their own, so that its name alone does not tell.
+    Containers on one machine have loopback interfaces of their own, so that its name alone is not enough.
     """
     facts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Linux only
@@ -173,10 +172,10 @@ def machine() -> str:
 
 
 def node() -> str:
-    """Return a text that is the same in the processes of one node, and there only.
+    """Return a text that is equal in the processes of one node, and there only.
 
-    A launcher that says how many processes it has started on each machine is right; otherwise processes share a node
-    if they reach each other over loopback.
+    A launcher's number of processes per machine is right; otherwise processes that reach each other over loopback share
+    a node.
     """
     try:
         place = discover(os.environ)
@@ -188,10 +187,10 @@ def node() -> str:
 
 
 def own_address() -> str:
-    """Return the address of this machine under which ranks on other machines reach it.
+    """Return the address of this machine for ranks on other machines.
 
-    It is the near end of the way to the machine on which the default group has met, which all ranks reach; without
-    such a machine it is the name of this one.
+    It is the near end of the route to the machine of the default group's store, which all ranks reach; without one,
+    this machine's name.
     """
     meeting = store_host()
     if meeting is None or is_loopback(meeting):
@@ -207,12 +206,12 @@ def own_address() -> str:
 
 
 def ended_key(attempt: str, rank: int) -> str:
-    """Key of the job's store under which a launcher writes how a rank has ended while others go on."""
+    """Return the key under which a launcher writes how a rank has ended while others go on."""
     return f"shardwise/ended/attempt{attempt}/{rank}"
 
 
 REFUSED = "meeting/refused"
-"""Key under which a rank writes why it does not come."""
+"""Key of the reason why a rank does not come."""
 
 MEETING = "the meeting of the ranks (shardwise.initialize or init_distributed)"
 
@@ -228,12 +227,12 @@ def meet(
     """Wait until all ranks have come.
 
     Args:
-        store: under a prefix that only this meeting has.
+        store: with a prefix of this rendezvous only.
         rank: of this process.
         ranks: all that come.
-        timeout: how long to wait.
-        attempt: of the job, as an elastic agent counts.
-        what: to which they come, in words.
+        timeout: longest wait.
+        attempt: of the job, by an elastic agent's count.
+        what: name of the rendezvous.
 
     Raises:
         LaunchError: a rank has ended, or has not come in time, or the process that serves the store has gone.
@@ -284,7 +283,6 @@ def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
 
 
 def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that have not come, in about as many requests as there are of them."""
     if store.check([_came(rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -296,7 +294,7 @@ def _missing(store: dist.Store, ranks: Sequence[int]) -> list[int]:
 def _why_apart(
     store: dist.Store, ranks: Sequence[int], missing: Sequence[int], attempt: str, what: str, limit: float | None
 ) -> str | None:
-    """Return why ranks do not meet, if they do not: one has ended, or the limit (None: there is time) is over."""
+    """Return why ranks do not meet, or None: one has ended, or the limit is over (`limit` None: not yet)."""
     job = store
     while isinstance(job, dist.PrefixStore):
         job = job.underlying_store

@@ -1,13 +1,12 @@
-"""Start and end `torch.distributed` for this process, under any launcher or none.
+"""Start and end of `torch.distributed` for this process, under any launcher or none.
 
-Invariant: nothing process-wide is changed but torch's own default process group, its end together with the
-process, and, for jobs on one machine, the variable that keeps Gloo on the loopback interface. A process group
-that exists already is adopted as it is; if it is of Gloo it ends with the process too.
+Invariant: the only process-wide changes are torch's default process group, its end with the process, and, for jobs on
+one machine, the variable that keeps Gloo on the loopback interface. An existing process group is adopted; one of Gloo
+ends with the process, too.
 
-Why the end matters: with torch 2.13, a process that ends while threads of a Gloo group still run may abort in
-the very last moment, after all its work (one in twenty did), and a process that raises while a collective is in
-flight waits in its own end for the peers, which wait for it in turn: until the limit for a collective instead
-of at once. Destroying the group is not enough, because others keep it (`groups.forget`).
+The end matters because, with torch 2.13, a process that ends while threads of a Gloo group run may abort after all of
+its work. A process that raises while a collective is in flight would wait for its peers, which wait for it, until the
+limit for a collective. Destroying the group is not enough, because other objects keep it (`groups.forget`).
 """
 
 from __future__ import annotations
@@ -52,28 +51,26 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Start the default process group, or adopt the one that exists.
+    """Start the default process group, or adopt the existing one.
 
-    Without a launcher the process becomes rank 0 of 1, and no rendezvous port is opened. The order of the
-    arguments is that of the function of the same name in DeepSpeed.
+    Without a launcher the process becomes rank 0 of 1, and no port is opened. The order of arguments is that of
+    DeepSpeed's function of the same name.
 
     Args:
-        dist_backend: torch's name of the backend; None takes "nccl" if CUDA is available, else "gloo".
+        dist_backend: torch's name of the backend; None: "nccl" if CUDA is available, else "gloo".
         auto_mpi_discovery: also read the variables of MPI and Slurm when those of torchrun are not set.
-        distributed_port: port to meet on where the launcher names none.
-        verbose: write one line on rank 0 to the logger "shardwise" (level INFO).
-        timeout: limit for one collective; None takes SHARDWISE_TIMEOUT or DEEPSPEED_TIMEOUT (minutes), else
-            10 min.
-        init_method: a torch URL ("env://", "tcp://host:port", "file:///path") instead of the launcher's
-            address.
+        distributed_port: port of the rendezvous where the launcher names none.
+        verbose: log one line on rank 0 (logger "shardwise", level INFO).
+        timeout: limit for one collective; None: SHARDWISE_TIMEOUT or DEEPSPEED_TIMEOUT (minutes), else 10 min.
+        init_method: a torch URL ("env://", "tcp://host:port", "file:///path") instead of the launcher's address.
         dist_init_required: False refuses to start a process group; None and True start one if there is none.
-        config: not read here: the logging of collectives that it may ask for begins with `initialize`.
-        rank: this process's rank, for processes that no launcher has started; together with `world_size`.
+        config: has no effect: the communication log that it may enable begins with `initialize`.
+        rank: of this process, if no launcher has started it; together with `world_size`.
         world_size: number of processes.
 
     Raises:
-        LaunchError: the place of this process is unclear or contradictory, the backend is missing, or the
-            port is taken.
+        LaunchError: the place of this process is unclear or contradictory, the backend is missing, or the port is
+            taken.
 
     Example:
         >>> init_distributed(dist_backend="gloo")
@@ -120,7 +117,7 @@ def init_distributed(
         assert dist.group.WORLD is not None
         return dist.group.WORLD
 
-    made_well(start, lambda _: destroy(), lambda made: made, store, place.world_size, "default")
+    made_well(start, lambda _: destroy(), store, place.world_size, "default")
     _at_exit(_end_with_process)
     if verbose and place.rank == 0:
         ranks = f"{place.world_size} rank{'s' * (place.world_size > 1)}"
@@ -128,15 +125,15 @@ def init_distributed(
 
 
 def is_initialized() -> bool:
-    """Whether this process has a default process group."""
+    """Return True if this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def local_rank(env: Mapping[str, str] = os.environ) -> int:
     """Return this process's number on its machine, which is the index of its device.
 
-    A script that starts its own processes, and gives their ranks to init_process_group or `init_distributed`, has
-    no launcher that tells. Then it is LOCAL_RANK, or else the rank, as it is on one machine.
+    Without a launcher, in a script that starts processes and passes their ranks to init_process_group or
+    `init_distributed`, the number is LOCAL_RANK, or else the rank, as on one machine.
 
     Raises:
         LaunchError: the place of this process is unclear or contradictory.
@@ -154,20 +151,19 @@ def local_rank(env: Mapping[str, str] = os.environ) -> int:
 
 
 def destroy() -> None:
-    """End the default process group and all others, if there are any. Every rank should call it."""
+    """End the default process group and all others, if any. Every rank should call it."""
     if is_initialized():
         dist.destroy_process_group()
 
 
 def _at_exit(end: Callable[[], None]) -> None:
-    """Let the process end in this way; the first that is asked for stays, as later ones adopt what it has started."""
+    """Register the end of the process group; the first registration stays, because later ones adopt that group."""
     if not _ends:
         _ends.append(end)
         atexit.register(end)
 
 
 def _end_with_process() -> None:
-    """End what `init_distributed` has started when the interpreter ends."""
     forget()
     if not is_initialized():
         return
@@ -192,7 +188,7 @@ def _end_adopted() -> None:
 
 
 def timeout_from_environment(env: Mapping[str, str] = os.environ) -> timedelta:
-    """The limit for one collective: SHARDWISE_TIMEOUT, else DEEPSPEED_TIMEOUT, in minutes, else ten minutes.
+    """Return the limit for one collective: SHARDWISE_TIMEOUT, else DEEPSPEED_TIMEOUT, in minutes, else ten minutes.
 
     Raises:
         LaunchError: the variable does not hold a positive number.
@@ -216,7 +212,6 @@ def timeout_from_environment(env: Mapping[str, str] = os.environ) -> timedelta:
 
 
 def _place(rank: int, world_size: int, schedulers: bool, init_method: str | None) -> RankPlace:
-    """The launcher's word, joined with the arguments of a script that starts its own processes."""
     env = dict(os.environ)
     if rank >= 0:
         for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
@@ -262,15 +257,14 @@ def _backend(asked: str | None, place: RankPlace) -> str:
 
 
 def _has_nccl(backend: str) -> bool:
-    """Return whether a backend string names NCCL for any device type, as "cpu:gloo,cuda:nccl" does."""
     return any(part.rpartition(":")[2] == "nccl" for part in backend.split(","))
 
 
 def _order_launches() -> None:
-    """Have NCCL order the kernels of several communicators of a device as the host has launched them (from NCCL 2.26).
+    """Make NCCL run kernels of several communicators in the order of the host's launches (from NCCL 2.26).
 
-    An engine has a communicator for all-gathers and one for reduce-scatters. Ranks that run different branches may
-    launch them in different interleavings, and kernels that hold all channels of the device would wait for each other.
+    An engine has one communicator for all-gathers and one for reduce-scatters. Ranks that run different branches may
+    interleave them differently, and kernels that hold all channels of the device would wait for each other.
     """
     if torch.cuda.is_available():
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
@@ -280,7 +274,7 @@ def _take_own_device(place: RankPlace) -> torch.device | None:
     """Make this rank's device the current one, and return it; None: the script has chosen another.
 
     Otherwise the first CUDA tensor of every rank, and torch's barrier, would use device 0. A script that has used CUDA
-    already and is on device 0 has not chosen.
+    and is on device 0 has not chosen.
     """
     if not torch.cuda.is_available():
         return None
@@ -292,7 +286,7 @@ def _take_own_device(place: RankPlace) -> torch.device | None:
 
 
 def _check_own_device(store: dist.Store, place: RankPlace) -> None:
-    """Refuse a process that sees one CUDA device, as if it were its own, which another process of the job has too."""
+    """Refuse a process whose only visible CUDA device belongs to another process of the job."""
     device = torch.cuda.get_device_properties(0)
     # Not a count: a script may end its process group and start another, on a store that goes on.
     owner = store.compare_set(f"device/{socket.gethostname()}/{device.uuid}", "", str(place.rank)).decode()

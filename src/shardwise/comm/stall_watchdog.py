@@ -1,19 +1,17 @@
-"""Stall watchdog: where each rank is while a collective waits too long, and who is waited for.
+"""Stall watchdog: reports the position of each rank while a collective waits too long.
 
-A thread of each process looks how long its collectives have waited. Where one has waited longer than a limit, its rank
-asks all ranks where they are, through the store of the default group, not through the group that stands still. Every
-process answers from its thread, whatever the script does.
+A thread of each process measures the waits of its collectives. A rank whose wait exceeds the limit requests the
+positions of all ranks, through the store of the default group. The watchdog thread of every process answers.
 
-One rank asks at a time, the one whose claim the store has taken. Each rank overwrites one short answer; if all wait,
-they answer once more a while later. If they still wait in the same collectives, none of which all of its ranks have
-come to, they wait for each other and would do so until the limit of the process group: the job is ended, on all ranks,
-with a report. Otherwise a rank is only slow: the report of the rank that has asked says which, and the job goes on. A
-rank that does not wait reads one number of the store every few seconds.
+One rank requests at a time: the one whose claim is in the store. Each rank overwrites one short answer. If all ranks
+wait, they answer again a while later. Ranks that still wait in the same collectives, each without some of its ranks,
+wait for each other: the job ends, on all ranks, with a report. Otherwise a rank is only slow: the requesting rank logs
+a report, and the job continues. A rank that does not wait reads one number of the store every few seconds.
 
-Where the host does not wait for collectives (NCCL), the device is queried once the host has launched none for a while.
-A rank that waits for one that has raised ends, too: its collectives would end only with torch's watchdog.
+Where the host does not wait for collectives (NCCL), the device is queried after the host has launched none for a while.
+A rank that waits for a rank that has raised ends, too, earlier than with torch's watchdog.
 
-What ranks write is authenticated with a secret that they have shared in a collective: anybody may reach the store.
+Answers are authenticated with a secret shared in a collective, because any program can reach the store.
 """
 
 from __future__ import annotations
@@ -47,54 +45,54 @@ from shardwise.comm.desync import (
     unsealed,
     waits_of,
 )
-from shardwise.comm.ledger import Ledger
-from shardwise.comm.rank_status import Here, follow_devices, process_word, quiet_for, state_of
+from shardwise.comm.ledger import Ledger, follow_devices
+from shardwise.comm.rank_status import Here, process_word, quiet_for, state_of
 from shardwise.comm.rendezvous import answers
 from shardwise.compat import default_store
 from shardwise.errors import DesyncError, PeerLostError
 from shardwise.utils.logging import logger
 
 EXIT_CODE = 35
-"""How processes end that wait for each other: the number of EDEADLK."""
+"""Exit code of processes that wait for each other: EDEADLK."""
 _LOST_CODE = 1
-"""How a process ends that waits for one that has raised."""
+"""Exit code of a process that waits for one that has raised."""
 
 _LOOKS = 10
-"""How often the thread looks within the limit."""
+"""Looks of the thread within the limit."""
 _SLOWEST_S = 2.0
-"""Seconds between two looks at most; the store is read as often by a rank that has waited for `_SUSPECTED`."""
+"""Most seconds between two looks, and between reads of the store by a rank that has waited for `_SUSPECTED`."""
 _IDLE_LOOKS, _IDLE_S = 6, 5.0
-"""How often the store is read within the limit by a rank that does not wait, and the most seconds between that."""
+"""Reads of the store within the limit by a rank that does not wait, and the most seconds in between."""
 _SUSPECTED = 0.25
-"""Part of the limit after which a wait is suspected to be a stall."""
+"""Part of the limit after which a wait may be a stall."""
 _ANSWERED_S = 3.0
-"""Seconds that a process has to answer, in addition to those until it reads the store."""
+"""Seconds that a process has to answer after it reads the store."""
 _LATER = 0.25
-"""Part of the limit after which it is looked again whether ranks are where they were."""
+"""Part of the limit between the two requests."""
 _AFTER_FAILURE_S = 5.0
-"""Seconds for which a rank may still wait after another has raised: where the host waits, it hears of it at once."""
+"""Seconds for which a rank may wait after another has raised; where the host waits, the connection breaks at once."""
 _QUIET = 0.5
-"""Part of the limit for which the host has launched no collective before its device is queried."""
+"""Part of the limit without a launch before the device is queried."""
 _SILENT_S = 10.0
-"""Seconds after which a store is taken to answer no more."""
+"""Seconds after which a store counts as unreachable."""
 _SHOWN = 4
-"""Ranks that are shown with how they have launched the collective in which they part."""
+"""Ranks shown with their launches of the first differing collective."""
 
 
 @dataclass
 class _Question:
-    """What this rank is asking.
+    """The request of this rank.
 
     Attributes:
-        claim: what the store holds while no other rank asks.
+        claim: value in the store while no other rank requests.
         wait: number of this rank's wait.
-        since: when it was asked, by the watch's clock.
+        since: time of the request, by the watchdog's clock.
         stage: "where", "pause", "confirm" or "parting".
         missing: ranks that have not answered.
         answers: of the other ranks.
-        places: answers to the first question.
+        places: answers to the first request.
         confirmed: answers to the second.
-        candidates: by order, the collective in which ranks part, and a rank for each way of launching it.
+        candidates: by order, the first differing collective, and a rank for each way of launching it.
     """
 
     claim: str
@@ -109,22 +107,22 @@ class _Question:
 
     @property
     def name(self) -> str:
-        """What answers repeat."""
+        """Identifies the request in answers."""
         return f"{self.claim} {self.stage}"
 
 
 class StallWatch:
-    """The watchdog of one process; see the module docstring.
+    """The watchdog of one process.
 
     Args:
-        ranks: global ranks of the job; all have such a watch.
-        rank: this process's own number among all.
+        ranks: global ranks of the job, each with a watchdog.
+        rank: of this process.
         limit: seconds that a collective may wait.
         secret: shared by all ranks, unknown to other programs.
-        store: through which the ranks talk; None: the default group's.
-        here: tells where this rank is.
+        store: None: the default group's.
+        here: finds the position of this rank.
         end: ends the process with an exit code, from any thread.
-        clock: gives the time in seconds.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -160,7 +158,7 @@ class StallWatch:
         self._requested: float | None = None  # since when the store has not answered
 
     def start(self) -> None:
-        """Start the threads; without a store nothing happens."""
+        """Start the threads, if there is a store."""
         if self._shared is None or not self.join(_connected_anew(self._shared)):
             return
         for name, work in (("shardwise-stalls", self._watch), ("shardwise-store", self._watch_store)):
@@ -169,7 +167,7 @@ class StallWatch:
         atexit.register(self._close_at_exit)
 
     def join(self, store: dist.Store) -> bool:
-        """Write how this process can be looked at; return whether the store keeps anything."""
+        """Write the facts of this process; return True if the store keeps values."""
         self._store = store
         try:
             self._heard = store.add(self._key("asked"), 0)
@@ -179,7 +177,7 @@ class StallWatch:
         return True
 
     def close(self) -> None:
-        """Look no more."""
+        """End the threads."""
         self._closed.set()
         for thread in self._threads:
             thread.join(_SILENT_S)  # a store that does not answer is not waited for while the process goes on
@@ -189,7 +187,7 @@ class StallWatch:
             atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
-        """Wait for the thread: one that comes back from the store while the interpreter ends aborts the process."""
+        """End the threads, because a thread that returns from the store at exit aborts the process."""
         self.close()
         if self._threads and getattr(sys, "last_value", None) is None:
             logger.warning(
@@ -202,7 +200,7 @@ class StallWatch:
 
     @property
     def running(self) -> bool:
-        """Whether the thread has been started and not closed."""
+        """Whether the threads run."""
         return bool(self._threads)
 
     # -- the thread --------------------------------------------------------------------------------------------------
@@ -219,7 +217,7 @@ class StallWatch:
                 follow_devices(False)  # because only this thread reads followed collectives
 
     def _watch_store(self) -> None:
-        """Say so if the store does not answer: a rank that serves it may be the one that is stopped."""
+        """Warn if the store does not answer: the rank that serves it may be stopped."""
         said = False
         while not self._closed.wait(self.every):
             since = self._requested
@@ -235,7 +233,7 @@ class StallWatch:
                 )
 
     def look(self) -> None:
-        """Answer what has been asked, and ask if it is time.
+        """Answer the last request, and make one if due.
 
         Raises:
             RuntimeError: the store has gone.
@@ -268,7 +266,7 @@ class StallWatch:
     # -- answering ---------------------------------------------------------------------------------------------------
 
     def _answer(self, here: Position) -> None:
-        """Answer the last question; end with the others, if that has been decided."""
+        """Answer the last request; end with the others, if the job is stuck."""
         asked = self._store.add(self._key("asked"), 0)
         if asked == self._heard:
             return
@@ -302,7 +300,7 @@ class StallWatch:
         return {"launches": {kind: self._here.launch(kind, turn) for kind, turn in asked.items()}}
 
     def _end_after_failure(self) -> None:
-        """End if this rank waits though another has raised, and the wait has not ended by itself."""
+        """End if this rank still waits a while after another has raised."""
         if not self._store.check([key_of(FAILED)]):
             return
         text = unsealed(self._store.get(key_of(FAILED)), self._secret, key_of(FAILED))
@@ -317,7 +315,6 @@ class StallWatch:
     # -- asking ------------------------------------------------------------------------------------------------------
 
     def _ask(self, here: Position) -> None:
-        """Ask all ranks where they are, unless another rank is asking."""
         self._due = {here.number: 2 * here.seconds}  # waits that have ended count no more
         claim = f"{self._rank} {self._heard + 1}"
         held = self._claim = self._store.compare_set(self._key("claim"), self._claim, claim).decode()
@@ -333,13 +330,12 @@ class StallWatch:
 
     @property
     def _patience(self) -> float:
-        """Seconds in which a process answers that is alive and has a processor."""
+        """Seconds within which a process that runs answers."""
         return self._idle + 3 * self.every + _ANSWERED_S
 
     def _put(
         self, question: _Question, stage: str, of: Iterable[int], each: Mapping[int, dict[str, Any]] | None = None
     ) -> None:
-        """Write a question, with what it is to each rank."""
         question.stage, question.since = stage, self._clock()
         question.missing, question.answers = set(of), {}
         for rank, own in (each or {}).items():
@@ -349,7 +345,6 @@ class StallWatch:
         self._heard = self._store.add(self._key("asked"), 1)
 
     def _collect(self, question: _Question, here: Position) -> None:
-        """Take the answers that have come, and go on when all have, or when no more are waited for."""
         if here.number != question.wait or not here.waits:
             self._question = None  # it has gone on
             return
@@ -382,7 +377,6 @@ class StallWatch:
             self._report(question)
 
     def _confirm(self, question: _Question, here: Position) -> None:
-        """Ask ranks that all wait once more."""
         waits = waits_of(question.places)
         each = {
             rank: {"waits": [(*wait.place, wait.turn) for wait in waits if rank in wait.members or not wait.members]}
@@ -394,7 +388,6 @@ class StallWatch:
         question.missing.discard(self._rank)
 
     def _ask_for_parting(self, question: _Question) -> bool:
-        """Ask how ranks have launched the first collective in which they differ; return whether there is one."""
         by_kind: dict[str, dict[int, tuple[int, str]]] = {}
         for rank, said in question.confirmed.items():
             for kind, recent in said.recent.items():
@@ -416,7 +409,6 @@ class StallWatch:
         return True
 
     def _report(self, question: _Question) -> None:
-        """Say who is waited for, or end the job."""
         self._question = None
         if self._store.compare_set(self._key("claim"), question.claim, question.claim).decode() != question.claim:
             return  # another rank asks, and has got the answers
@@ -433,7 +425,6 @@ class StallWatch:
             logger.warning("%s", report.text, extra={"event": event})
 
     def _silent(self, places: Positions) -> dict[int, str]:
-        """Return what has become of the ranks that have not answered, as far as it is known."""
         found = {}
         for rank in [rank for rank, place in places.items() if place is None]:
             found[rank] = state_of(self._read("process", rank) or {}, self._patience)
@@ -451,13 +442,12 @@ class StallWatch:
         return key_of("stalls", *parts)
 
     def _write(self, *parts: Any) -> None:
-        """Write a value, the last argument, under a key that is overwritten by the next one."""
+        """Write a value, the last argument, under a key that the next write overwrites."""
         *place, value = parts
         key = self._key(*place)
         self._store.set(key, seal(json.dumps(value, separators=(",", ":")), self._secret, key))
 
     def _read(self, *place: object) -> Any:
-        """Return a value that a rank of this job has written; None: there is none."""
         key = self._key(*place)
         return self._checked(key, self._store.get(key)) if self._store.check([key]) else None
 
@@ -466,14 +456,12 @@ class StallWatch:
         return None if text is None else json.loads(text)
 
     def _said_by(self, ranks: Iterable[int], name: str) -> dict[int, Any]:
-        """Return the answers to a question that have come."""
         values = read_all(self._store, [self._key("answer", rank) for rank in sorted(ranks)])
         found = {int(key.rpartition("/")[2]): self._checked(key, data) for key, data in values.items()}
         return {rank: said for rank, said in found.items() if said is not None and said.get("to") == name}
 
 
 def _first_parting(candidates: Mapping[str, tuple[int, list[int]]], answers: Mapping[int, Any]) -> list[str]:
-    """Return lines about the first collective that ranks have launched differently, as far as they have answered."""
     partings: list[dict[int, Launch]] = []
     for kind, (_, ranks) in candidates.items():
         found = {rank: answers.get(rank, {}).get("launches", {}).get(kind) for rank in ranks}
@@ -493,9 +481,7 @@ def watch(
     ledger: Ledger,
     facts: Callable[[], Mapping[str, Any]] | None = None,
 ) -> StallWatch:
-    """Start the watch of this process in place of the one that an earlier engine has started; see `StallWatch`.
-
-    Called from the thread in which the script runs.
+    """Start the watchdog of this process, in place of an earlier engine's. Called from the script's thread.
 
     Args:
         ranks: of the job.
@@ -503,7 +489,7 @@ def watch(
         limit: seconds.
         secret: shared by all ranks, unknown to other programs.
         ledger: of the job's collectives.
-        facts: see `shardwise.comm.rank_status.Here`.
+        facts: as in `shardwise.comm.rank_status.Here`.
     """
     while _watching:
         _watching.pop().close()
@@ -518,7 +504,7 @@ def watch(
 
 
 def stop_watching(watch: StallWatch) -> None:
-    """End a watch that `watch` has started."""
+    """End a watchdog from `watch`."""
     watch.close()
     if watch in _watching:
         _watching.remove(watch)
@@ -526,7 +512,7 @@ def stop_watching(watch: StallWatch) -> None:
 
 
 def _connected_anew(store: dist.Store) -> Any:
-    """Return the store with a connection of its own: the script may block on the other one."""
+    """Return the store with a connection of its own, because the script may block on the other one."""
     try:
         return store.clone()  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError, NotImplementedError):

@@ -1,11 +1,10 @@
-"""Stragglers: who waits in collectives, for whom, and how much of it is the transfer itself.
+"""Stragglers: the ranks that others wait for in collectives, and the seconds of waiting and of transfer.
 
-Every rank has a record of each collective: when it came (launched it), and how long it was blocked in `wait()`. Nothing
-can be complete before the last rank has come. What a rank was blocked before that moment it has waited for that
-rank; what it was blocked afterwards is transfer. A rank that has launched early and waits nowhere has waited for
-no rank, however late others come. A rank that comes late to a collective costs nothing if no rank is blocked in it.
+Each rank's record of a collective has the time of launch and the seconds blocked in `wait()`. A collective cannot end
+before the last rank has launched it. Seconds blocked before that moment are waiting, caused by that rank; seconds
+blocked afterwards are transfer. A late rank costs nothing if no rank is blocked meanwhile.
 
-Ranks are matched by the number of the collective in its order, which is the same on all ranks.
+Records of ranks match by the number of the collective in its order.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ if TYPE_CHECKING:
     from shardwise.comm.ledger import Record
 
 MOST_PARTS = 1 << 16
-"""Collectives of all ranks together that are compared: every rank receives them."""
+"""Collectives of all ranks together that are compared, because every rank receives them."""
 
 Key = str
-"""Names a collective; the same on all ranks that take part, and different from all others."""
+"""Names a collective: equal on its ranks, and different from all others."""
 
 
 class Part(NamedTuple):
-    """One rank's part in a collective. Times in seconds of rank 0's clock.
+    """The part of one rank in a collective. Times are seconds of rank 0's clock.
 
     Attributes:
-        key: see `key_of`.
-        op: name of the operation.
-        launched: when the rank came.
-        waited: seconds that it was blocked.
-        finished: when it had waited.
+        key: from `key_of`.
+        op: operation.
+        launched: time of launch.
+        waited: seconds blocked.
+        finished: end of the wait.
     """
 
     key: Key
@@ -51,9 +50,9 @@ class Shares:
     """Seconds of one rank.
 
     Attributes:
-        waited: blocked in collectives until the last rank had come.
-        caused: that others were blocked until this rank had come.
-        transfer: blocked after all had come.
+        waited: blocked until the last rank had launched.
+        caused: for which others were blocked until this rank had launched.
+        transfer: blocked after all ranks had launched.
     """
 
     waited: float = 0.0
@@ -63,13 +62,13 @@ class Shares:
 
 @dataclass
 class Stragglers:
-    """What the ranks have waited for each other.
+    """Seconds for which ranks have waited for each other.
 
     Attributes:
-        ranks: of each rank, by its number.
+        ranks: of each rank.
         by_op: the same for each operation.
-        collectives: how many have been compared.
-        uncertainty: seconds by which clocks of ranks may differ from what was assumed.
+        collectives: number of compared collectives.
+        uncertainty: largest error of the ranks' clocks, in seconds.
 
     Example:
         >>> late = [[Part("gather/0", "all_gather", 0.0, 3.0, 3.0)], [Part("gather/0", "all_gather", 2.0, 1.0, 3.0)]]
@@ -84,7 +83,7 @@ class Stragglers:
     uncertainty: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON has it: keys are text."""
+        """Return the result for JSON, with text keys."""
         return {
             "ranks": {str(rank): asdict(shares) for rank, shares in self.ranks.items()},
             "by_op": {
@@ -105,7 +104,7 @@ class Stragglers:
 
 
 class Lateness(NamedTuple):
-    """Who came last to a collective, when, and how long each rank was blocked until then."""
+    """The last rank of a collective, its time of launch, and the seconds for which it blocked each other rank."""
 
     last: int
     came: float
@@ -113,7 +112,7 @@ class Lateness(NamedTuple):
 
 
 def lateness(parts: Mapping[int, Part]) -> Lateness:
-    """Return who of all that take part came last, and how long the others were blocked until then."""
+    """Return the last rank of a collective, and the seconds for which it blocked the others."""
     last = max(parts, key=lambda rank: parts[rank].launched)
     came = parts[last].launched
     blocked = {
@@ -125,11 +124,11 @@ def lateness(parts: Mapping[int, Part]) -> Lateness:
 
 
 def blame(parts: Mapping[int, Iterable[Part]], uncertainty: float = 0.0) -> Stragglers:
-    """Return who has waited for whom.
+    """Return the seconds for which ranks have waited for each other.
 
     Args:
-        parts: of each rank, by its number; collectives that only one rank has are left out.
-        uncertainty: see `Stragglers`.
+        parts: of each rank; collectives that only one rank has are left out.
+        uncertainty: as in `Stragglers`.
     """
     met: dict[Key, dict[int, Part]] = defaultdict(dict)
     for rank, own in parts.items():
@@ -155,11 +154,11 @@ def _of(by_op: dict[str, dict[int, Shares]], op: str, ranks: Iterable[int]) -> d
 
 
 def key_of(record: Record, members: Sequence[int]) -> Key:
-    """Return what names the record's collective on all ranks; empty if it is in no order.
+    """Return the name of a record's collective, equal on all ranks; empty without an order.
 
     Args:
         record: of the collective.
-        members: global numbers of the ranks of its group.
+        members: global ranks of its group.
     """
     if not record.kind or len(members) < 2:
         return ""
@@ -169,12 +168,12 @@ def key_of(record: Record, members: Sequence[int]) -> Key:
 def parts_of(
     records: Iterable[Record], members: Mapping[str, Sequence[int]], to_first: Callable[[float], float]
 ) -> list[Part]:
-    """Return this rank's part in the collectives that have ended.
+    """Return this rank's parts in the collectives that have ended.
 
     Args:
         records: of the ledger.
         members: the ranks of each group, by its name.
-        to_first: turns a time of this rank into one of rank 0.
+        to_first: converts a time of this rank to rank 0's clock.
     """
     parts = []
     for record in records:
@@ -187,14 +186,14 @@ def parts_of(
 
 
 def compare(comm: Communicator, since: int = 0) -> Stragglers:
-    """Compare what all ranks have waited in the last collectives that their ledgers have (all ranks call).
+    """Compare the newest collectives in the ledgers of all ranks (all ranks call).
 
-    The more ranks, the fewer collectives: 64 of each with 1,024 ranks, all that a ledger keeps with up to 16.
-    Where the host does not wait for collectives (NCCL), what it is not blocked in counts nothing.
+    The number of collectives falls with the number of ranks: 64 each with 1,024 ranks, the whole ledger with up to 16.
+    Where the host does not wait for collectives (NCCL), only blocked seconds count.
 
     Args:
-        comm: the ranks that are compared; its ledger has the records.
-        since: sequence number of the first record that is looked at.
+        comm: the ranks.
+        since: sequence number of the first record.
     """
     records = list(comm.ledger.records(since))
     clock: Clock = measure(comm)

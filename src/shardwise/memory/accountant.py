@@ -287,16 +287,30 @@ class Accountant:
         with self._moving:  # autograd and checkpoint threads also move values
             self._moved[tier] += (read, written)
 
-    def hold(self, category: Category, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> None:
-        """Count the memory of a tensor, once for all its views, until it is freed.
+    def hold(self, category: Category | None, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> None:
+        """Count the memory of a tensor, once for all its views, until it is freed; None: under no category.
 
         The first claim sets the category; before, the tracker's category holds.
         """
-        self._claim(category, tensor, tier)
+        storage = tensor.untyped_storage()
+        entry = self._held.get(id(storage))
+        if entry is None:
+            self._enter(category, storage, tier)
+            return
+        if entry.claimed:
+            return
+        entry.claimed = True
+        if entry.evaluated and (entry.category, entry.tier) != (category, tier):
+            self._evaluate()
+            if entry.category is not None:
+                self.remove(entry.category, entry.size, entry.tier)
+            if category is not None:
+                self.add(category, entry.size, tier)
+        entry.category, entry.tier = category, tier
 
     def disregard(self, tensor: torch.Tensor) -> None:
         """Exclude the memory of a tensor, whose bytes are reported by `add` and `remove`."""
-        self._claim(None, tensor)
+        self.hold(None, tensor)
 
     def rehouse(self, tensor: torch.Tensor, tier: Tier) -> None:
         """Move the count of a tensor's memory, with its original size, to another tier; ignore uncounted tensors."""
@@ -323,23 +337,6 @@ class Accountant:
         entry.size = size = storage.nbytes()
         self._held[key] = entry
         self._note(entry, size)
-
-    def _claim(self, category: Category | None, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> None:
-        storage = tensor.untyped_storage()
-        entry = self._held.get(id(storage))
-        if entry is None:
-            self._enter(category, storage, tier)
-            return
-        if entry.claimed:
-            return
-        entry.claimed = True
-        if entry.evaluated and (entry.category, entry.tier) != (category, tier):
-            self._evaluate()
-            if entry.category is not None:
-                self.remove(entry.category, entry.size, entry.tier)
-            if category is not None:
-                self.add(category, entry.size, tier)
-        entry.category, entry.tier = category, tier
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Return True if the memory of a tensor is counted or disregarded."""

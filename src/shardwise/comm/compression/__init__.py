@@ -1,6 +1,6 @@
 """Lossy communication: methods that send fewer bytes than the values have, and what makes up for it."""
 
-from shardwise.comm.compression.base import Compressor, Flat, Reduction, is_active
+from shardwise.comm.compression.base import Compressor, Flat
 from shardwise.comm.compression.onebit import OnebitAllReduce, message_bytes, pack_signs, unpack_signs
 from shardwise.comm.compression.quantize import BlockCode
 from shardwise.comm.compression.quantized import Feedback, Hops, QuantizedReduction
@@ -13,8 +13,6 @@ __all__ = [
     "Hops",
     "OnebitAllReduce",
     "QuantizedReduction",
-    "Reduction",
-    "is_active",
     "message_bytes",
     "pack_signs",
     "unpack_signs",

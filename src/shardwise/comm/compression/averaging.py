@@ -1,8 +1,8 @@
-"""Averages of flat parameters over the ranks of a mesh dimension, for optimizers that communicate themselves.
+"""Means of flat parameters over the ranks of a mesh dimension, for optimizers that communicate themselves.
 
-Such an optimizer has no reduction in backward: each rank makes a value of its own gradient (a momentum, or a sum of
-local steps), and the values are averaged by a given method. `shardwise.optim.comm_optimizer` has the optimizers,
-`shardwise.zero.updates.comm_optimizer` gives them the engine's memory.
+Such an optimizer has no reduction in backward. Each rank computes a value from its own gradient (a momentum, or a sum
+of local steps), and a method averages the values. `shardwise.optim.comm_optimizer` has the optimizers;
+`shardwise.zero.updates.comm_optimizer` connects them to the engine's memory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Segment:
     """A range of master weights of one parameter group that this rank steps.
 
     Attributes:
-        parameter: the values: what the group has in its `params`.
+        parameter: the values, in the group's `params`.
         group: number of the parameter group.
-        start, stop: its place in the block.
+        start, stop: place in the block.
     """
 
     parameter: nn.Parameter
@@ -38,12 +38,12 @@ class Block:
     """A flat parameter of a unit.
 
     Attributes:
-        name: the same on all ranks and in every run.
+        name: equal on all ranks and in every run.
         numel: elements, padding included.
         start, stop: the range that this rank steps.
-        lanes: (number of a parameter group, start, stop) of all of the block.
-        tensors: (number of a tensor of the job, start, stop) of all of the block.
-        segments: what lies in this rank's range.
+        lanes: (parameter group, start, stop) of the whole block.
+        tensors: (number of a tensor of the job, start, stop) of the whole block.
+        segments: of this rank's range.
         gradient: in a step without reduction: this rank's part of the mean; may be overwritten.
     """
 
@@ -58,30 +58,30 @@ class Block:
 
 
 class BlockMean(Protocol):
-    """A method of averaging one block over ranks, again and again.
+    """A method that averages one block over ranks, repeatedly.
 
-    A reduction has three parts, so that those of several blocks overlap. All ranks call each part for all blocks in one
-    order.
+    A reduction has three parts, so that reductions of several blocks overlap. All ranks call each part for all blocks
+    in one order.
     """
 
     @property
     def scratch(self) -> Sequence[torch.Tensor]:
-        """Messages under way."""
+        """Messages in flight."""
 
     def launch(self, values: torch.Tensor) -> None:
-        """Start with this rank's values; they are not changed, and are free afterwards."""
+        """Send this rank's values, which are not changed, and may be overwritten afterwards."""
 
     def combine(self) -> None:
-        """Average what the ranks have sent for this rank's range, and start sending the result."""
+        """Average the received values of this rank's range, and send the mean."""
 
     def finish(self, out: torch.Tensor) -> None:
         """Write the mean into `out`, with the same bits on all ranks."""
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what this rank has not sent yet."""
+        """Return the error feedback state of this rank."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was not sent; saved for the same block on the same rank of as many ranks."""
+        """Load a state of the same block on the same rank of as many ranks."""
 
 
 class ExactMean:
@@ -100,43 +100,43 @@ class ExactMean:
 
     @property
     def scratch(self) -> list[torch.Tensor]:
-        """See `BlockMean`."""
+        """The sum in flight."""
         return [] if self._own is None else [self._own]
 
     def launch(self, values: torch.Tensor) -> None:
-        """See `BlockMean`."""
+        """Launch the reduce-scatter."""
         self._own = values.new_empty(values.numel() // self._comm.world)
         self._handle = self._comm.reduce_scatter([(self._own, values)], self._label)
 
     def combine(self) -> None:
-        """See `BlockMean`."""
+        """Wait for the sum, and divide it."""
         assert self._handle is not None and self._own is not None
         self._handle.wait()
         self._own.div_(self._comm.world)
 
     def finish(self, out: torch.Tensor) -> None:
-        """See `BlockMean`."""
+        """All-gather the mean into `out`."""
         assert self._own is not None
         self._comm.all_gather([(out, self._own)], self._label, kind="reduce").wait()
         self._own = self._handle = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return nothing: all has been sent."""
+        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take nothing over."""
+        """Load nothing."""
 
 
 class Averages:
     """Means of all blocks by one method.
 
     Args:
-        make: makes the method of a block.
+        make: creates the method of a block.
         hold: counts a message.
 
     Attributes:
-        means: the methods that have been used, by name of the block.
+        means: the methods in use, by name of the block.
     """
 
     def __init__(self, make: Callable[[Block], BlockMean], hold: Callable[[torch.Tensor], None]) -> None:
@@ -145,7 +145,7 @@ class Averages:
         self._hold = hold
 
     def of(self, block: Block) -> BlockMean:
-        """Return the method of a block, made at the first call."""
+        """Return the method of a block, created at the first call."""
         if block.name not in self.means:
             self.means[block.name] = self._make(block)
         return self.means[block.name]

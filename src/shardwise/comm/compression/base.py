@@ -1,28 +1,31 @@
-"""What a method of lossy gradient reduction is given, and what it has to do.
+"""Base of lossy gradient reductions: buffers, exchanges, error feedback, and the state in checkpoints.
 
-A unit is reduced once per reducing backward pass, in one order on all ranks; so a method may use any number of
-collectives of the kind "reduce" for it. What a method keeps between reductions (what has not been sent yet) belongs to
-this rank alone: it is saved with the rank's own state.
+All ranks reduce a unit once per reducing backward pass, in one order, with any number of collectives of the kind
+"reduce". The error feedback state (gradients not sent yet) belongs to one rank, and is saved with that rank's state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from shardwise.comm.communicator import Communicator, Handle
+    from shardwise.comm.native import PendingCollective
 
 
 @dataclass(frozen=True)
 class Flat:
-    """The gradients of one section of a unit.
+    """The gradients of one flat parameter.
 
     Attributes:
-        name: the same on all ranks and in every run; what is kept between reductions goes by it.
-        full: this rank's gradients, 1-D, world * S elements, with zeros between parameters; free to be overwritten.
-        own: where the sum over ranks of this rank's range goes: S elements, in the dtype of sums.
-        whole: where the whole sum goes if every rank keeps it (`own` is a view of it); else None.
+        name: the same on all ranks and in every run; names the error feedback state.
+        full: gradients of this rank, 1-D, world * S elements, with zeros between parameters; may be overwritten.
+        own: receives the sum over ranks of this rank's range: S elements, in the dtype of sums.
+        whole: receives the whole sum if every rank keeps it (`own` is a view of it); else None.
         shapes: first element and shape of each parameter in `full`.
     """
 
@@ -33,23 +36,12 @@ class Flat:
     shapes: Sequence[tuple[int, torch.Size]]
 
 
-class Reduction(Protocol):
-    """A reduction under way."""
-
-    @property
-    def scratch(self) -> Sequence[torch.Tensor]:
-        """Buffers that `wait()` gives back."""
-
-    def wait(self) -> None:
-        """Block until the sums are in place; collectives that need the results of earlier ones are launched here."""
-
-
 class Kept:
-    """Tensors that a method keeps between reductions, by name, each at the scale of the last reduction.
+    """Tensors kept between reductions, by name, each at the scale of the last reduction.
 
     Args:
-        device: where they live.
-        hold: counts each of them.
+        device: of the tensors.
+        hold: counts each tensor.
 
     Example:
         >>> kept = Kept(torch.device("cpu"), lambda tensor: None)
@@ -66,7 +58,7 @@ class Kept:
         self._scales: dict[str, float] = {}
 
     def at(self, name: str, numel: int, dtype: torch.dtype, scale: float) -> torch.Tensor:
-        """Return a 1-D tensor, brought to a scale; zeros if there is none of this name."""
+        """Return the 1-D tensor of a name, multiplied to a scale; at first zeros."""
         tensor = self._tensors.get(name)
         if tensor is None:
             tensor = self.put(name, torch.zeros(numel, dtype=dtype, device=self._device))
@@ -76,27 +68,27 @@ class Kept:
         return tensor
 
     def get(self, name: str) -> torch.Tensor | None:
-        """Return a tensor as it is, or None if there is none of this name."""
+        """Return the tensor of a name, or None."""
         return self._tensors.get(name)
 
     def put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Keep a tensor that has no scale; returns it."""
+        """Keep and return a tensor that has no scale."""
         self._hold(tensor)
         self._tensors[name] = tensor
         return tensor
 
     def clean(self) -> None:
-        """Replace what is not finite by zero."""
+        """Replace non-finite values by zeros."""
         for tensor in self._tensors.values():
             torch.nan_to_num_(tensor, 0.0, 0.0, 0.0)
 
     def drop(self, chosen: Callable[[str], bool]) -> None:
-        """Forget the tensors of some names."""
+        """Release the tensors of some names."""
         self._tensors = {name: tensor for name, tensor in self._tensors.items() if not chosen(name)}
         self._scales = {name: scale for name, scale in self._scales.items() if not chosen(name)}
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Release all tensors."""
         self._tensors, self._scales = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,7 +96,7 @@ class Kept:
         return {"tensors": dict(self._tensors), "scales": dict(self._scales)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over copies of saved tensors."""
+        """Load copies of saved tensors."""
         self.clear()
         for name, tensor in state["tensors"].items():
             self.put(name, tensor.to(self._device, copy=True))
@@ -112,77 +104,91 @@ class Kept:
 
 
 class Compressor:
-    """Base of the methods of lossy reduction: counts steps, and keeps what has not been sent.
+    """Base of the methods of lossy reduction.
 
     Args:
+        comm: the data-parallel group.
         start: steps at the beginning that are reduced exactly.
-        device: where gradients live.
-        hold: counts a buffer until it is given back.
+        hold: counts a buffer until it is released.
 
     Attributes:
         steps: steps that have ended, skipped ones included.
+        kept: error feedback state.
+        zeroed: buffers begin as zeros, because messages are not filled, or are read in a dry run.
     """
 
-    def __init__(self, start: int, device: torch.device, hold: Callable[[torch.Tensor], None]) -> None:
-        self.start = start
+    zeroed = True
+
+    def __init__(self, comm: Communicator, start: int, hold: Callable[[torch.Tensor], None]) -> None:
+        self.comm, self.start, self.hold = comm, start, hold
         self.steps = 0
-        self.hold = hold
-        self.kept = Kept(device, hold)
+        self.kept = Kept(comm.device, hold)
 
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
-    ) -> Reduction:
+    ) -> Running:
         """Launch the reduction of one unit: `own` (and `whole`) = (itself if `accumulate` else 0) + sum over ranks.
 
-        A value that is not finite on some rank must make one of some rank's sums infinite or NaN: ranks then agree on
-        skipping the step.
+        A non-finite value on some rank must make a sum of some rank non-finite: ranks then agree on skipping the step.
 
         Args:
-            flats: its sections.
+            flats: its flat parameters.
             label: for records.
-            accumulate: add to what is there; the first reduction in a step does not.
-            scale: what divides a sum over ranks to give the gradient that is stepped: loss scale, micro-batches and
-                ranks are in it. What is kept from reductions at another scale has to be brought to this one.
-            wire_dtype: type in which the configuration wants values to travel, for methods that send any; None: the
-                method chooses.
+            accumulate: add to the present values; the first reduction in a step does not.
+            scale: divides a sum over ranks to give the gradient that is stepped, with loss scale, micro-batches and
+                ranks. State from reductions at another scale must be multiplied to this one.
+            wire_dtype: configured dtype of values on the wire; None: the method chooses.
         """
         raise NotImplementedError
 
+    def buffer(self, *shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Return a counted buffer."""
+        make = torch.zeros if self.zeroed else torch.empty
+        made = make(shape, dtype=dtype, device=self.comm.device)
+        self.hold(made)
+        return made
+
+    def exchange(self, sent: torch.Tensor, label: str, comm: Communicator | None = None) -> tuple[torch.Tensor, Handle]:
+        """Launch an all-to-all of equal messages; return the received ones, and the collective."""
+        comm = comm or self.comm
+        received, sizes = self.buffer(*sent.shape), [sent.numel() // comm.world] * comm.world
+        return received, comm.all_to_all(received.view(-1), sent.view(-1), sizes, sizes, label, kind="reduce")
+
+    @property
+    def active(self) -> bool:
+        """Whether the next reductions are compressed (the same on all ranks)."""
+        return self.steps >= self.start
+
     def end_step(self, applied: bool) -> None:
-        """Count a step; what is kept is finite again if the step was skipped because of an overflow (not `applied`)."""
+        """Count a step; make the state finite if the step was skipped because of an overflow (not `applied`)."""
         self.steps += 1
         if not applied:
             self.kept.clean()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is kept, for this rank's part of a checkpoint: tensors and plain values."""
+        """Return the error feedback state of this rank: tensors and plain values."""
         return self.kept.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was kept, saved under the same layout and by the same method."""
+        """Load a state saved under the same layout and by the same method."""
         self.kept.load_state_dict(state)
 
     def clear(self) -> None:
-        """Forget what is kept."""
+        """Release the state."""
         self.kept.clear()
 
 
-def is_active(compressor: Compressor | None) -> bool:
-    """Whether the next reductions are compressed (the same on all ranks)."""
-    return compressor is not None and compressor.steps >= compressor.start
-
-
 class Running:
-    """A reduction under way: launched collectives, and what is to be done when they are complete.
+    """A reduction under way: launched collectives, and a function to be called when they are complete.
 
     Args:
         pending: the collectives.
-        finish: what is to be done then.
-        scratch: buffers that are held until then.
+        finish: may launch and wait for further collectives.
+        scratch: buffers held until `pending` is complete.
     """
 
     def __init__(
-        self, pending: Sequence[Reduction], finish: Callable[[], None], scratch: Sequence[torch.Tensor] = ()
+        self, pending: Sequence[PendingCollective], finish: Callable[[], None], scratch: Sequence[torch.Tensor] = ()
     ) -> None:
         self.scratch = [*scratch, *(buffer for handle in pending for buffer in handle.scratch)]
         self._pending = list(pending)
@@ -192,11 +198,12 @@ class Running:
         """Block until the sums are in place; later calls do nothing."""
         for handle in self._pending:
             handle.wait()
+        self._pending, self.scratch = [], []
         if self._finish is not None:
             self._finish()
-        self._pending, self._finish, self.scratch = [], None, []
+        self._finish = None
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which gradients of a type are kept and compressed: fp32, or fp64 for fp64."""
+    """Return the dtype in which gradients are kept and compressed: fp32, or fp64 for fp64."""
     return torch.float64 if dtype is torch.float64 else torch.float32

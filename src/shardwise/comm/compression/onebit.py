@@ -1,15 +1,14 @@
 """All-reduce with one bit per element and error feedback.
 
 Error-compensated 1-bit compression (Seide et al., 2014; in the two-sided form of Tang et al., "1-bit Adam:
-Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021, arXiv 2102.02888): every rank adds
-what it has not sent before to its values, and sends each other rank the signs of that rank's range, 8 to a byte, with
-one fp32 scale for each run of values. The owner of a range averages what it has received, adds what it has not sent
-before, and sends signs and scales to all. Both keep the difference between what they had to send and what they sent.
+Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021, arXiv 2102.02888). Every rank adds
+its error to its values, and sends each other rank the signs of that rank's range, 8 to a byte, with one fp32 scale per
+run of values. The owner of a range averages the received values, adds its error, and sends signs and scales to all.
+Both keep the difference between the intended and the sent values.
 
-The scales preserve the L2 norm of a run (1-bit Adam, 1-bit LAMB), or are the mean of its magnitudes (0/1 Adam: Lu et
-al., 2022, arXiv 2202.06009).
-
-Every rank, the owner too, uses what was sent, so the result has the same bits everywhere.
+The scales preserve the L2 norm of a run (1-bit Adam, 1-bit LAMB), or the mean of its magnitudes (0/1 Adam: Lu et al.,
+2022, arXiv 2202.06009). Every rank, the owner too, uses the sent values, so that the result has the same bits
+everywhere.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from shardwise.comm.communicator import Communicator, Handle
 from shardwise.compat import has_values
 
 Scale = Literal["norm", "mean"]
-"""What a scale preserves of its run: the L2 norm, or the mean magnitude."""
+"""Preserved by a scale: the L2 norm of its run, or the mean magnitude."""
 
 _MAGIC = 0x0102040810204080
-"""Moves the lowest bits of eight bytes, read as one number, into its highest byte."""
+"""Factor that collects the lowest bits of eight bytes of a number in its highest byte."""
 
 _SCALE_BYTES = 4
 
 
 def pack_signs(values: torch.Tensor) -> torch.Tensor:
-    """Return one bit for each of some values, set where the value is not negative, 8 to a byte.
+    """Return one bit per value, set where the value is not negative, 8 to a byte.
 
     Args:
         values: 1-D, a multiple of 8 elements, of any floating dtype, on any device.
@@ -50,12 +49,12 @@ def pack_signs(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_signs(packed: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return 1 for each bit that is set, and -1 for each that is not: 8 values of `dtype` for each byte.
+    """Return 1 for each set bit and -1 for each other one: 8 values of `dtype` per byte.
 
     Args:
-        packed: what `pack_signs` has made.
+        packed: from `pack_signs`.
         dtype: of the result.
-        out: takes the result if given: 1-D, contiguous.
+        out: receives the result: 1-D, contiguous; None: new.
     """
     # What is made in a dry run has no values, and must not be kept.
     table = (_signs if has_values(packed) else _signs.__wrapped__)(dtype, packed.device)
@@ -65,7 +64,7 @@ def unpack_signs(packed: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | N
 
 @functools.lru_cache(maxsize=16)
 def _signs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The eight signs of every byte. Made by packing, so that the order of bytes in a number does not matter."""
+    """Return the eight signs of every byte, by packing, so that the order of bytes in a number does not matter."""
     bits = torch.arange(256, device=device).unsqueeze(1).bitwise_right_shift(torch.arange(8, device=device)) & 1
     rows = (bits * 2 - 1).to(dtype)
     table = torch.empty_like(rows)
@@ -75,13 +74,13 @@ def _signs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 @dataclass
 class _Chunk:
-    """One rank's range of the values.
+    """The range of one rank.
 
     Attributes:
-        start: its first element.
-        lengths: elements of its runs, which cover it: each reaches to the next one's first value.
-        weights: what turns the norm of each run into its scale; 0 where a run has no values.
-        gaps: parts of it that hold no values, which must stay zero.
+        start: first element.
+        lengths: elements of its runs, each up to the next run's first value.
+        weights: factors from the norm of each run to its scale; 0 for a run without values.
+        gaps: padding, which stays zero.
     """
 
     start: int
@@ -91,24 +90,24 @@ class _Chunk:
 
 
 class OnebitAllReduce:
-    """The mean over ranks of one flat buffer, again and again, one bit per element at a time.
+    """The mean over ranks of one flat buffer with one bit per element, repeatedly.
 
-    Each reduction has three parts, so that those of several buffers can overlap: `launch`, `combine` and `finish`, each
-    called on all ranks for all buffers in one order.
+    A reduction has three parts, `launch`, `combine` and `finish`, so that reductions of several buffers overlap. All
+    ranks call each part for all buffers in one order.
 
     Args:
         comm: the ranks.
         numel: elements of the buffer: a multiple of 8 times the number of ranks.
-        runs: (start, stop) of the parts that hold values, in order; the rest is padding, and carries no signal.
+        runs: (start, stop) of the ranges with values, in order; the rest is padding.
         dtype: of the values and of the errors.
-        device: where they live.
+        device: of the values.
         label: for records.
-        scale: what scales preserve.
+        scale: preserved by scales.
         joined: one scale for all runs of a range, instead of one each.
 
     Attributes:
-        worker_error: what this rank has not sent of its values: `numel` elements.
-        server_error: what it has not sent of the means of its range: `numel / world` elements.
+        worker_error: error of this rank's values: `numel` elements.
+        server_error: error of the means of its range: `numel / world` elements.
 
     Example:
         >>> from shardwise.comm.ledger import Ledger
@@ -148,11 +147,11 @@ class OnebitAllReduce:
 
     @property
     def scratch(self) -> list[torch.Tensor]:
-        """Messages under way."""
+        """Messages in flight."""
         return [message for message in (self._received, self._sent) if message is not None]
 
     def launch(self, values: torch.Tensor) -> None:
-        """Start with this rank's values; they are not changed, and are free afterwards."""
+        """Send this rank's values, which are not changed, and may be overwritten afterwards."""
         self.worker_error.add_(values)
         size, world = self.message_bytes, self._comm.world
         self._sent = torch.zeros(world * size, dtype=torch.uint8, device=values.device)
@@ -163,7 +162,7 @@ class OnebitAllReduce:
         self._handle = self._comm.all_to_all(self._received, self._sent, sizes, sizes, self._label, kind="reduce")
 
     def combine(self) -> None:
-        """Average what the ranks have sent for this rank's range, and start sending the result."""
+        """Average the received values of this rank's range, and send the mean."""
         assert self._handle is not None and self._received is not None
         self._handle.wait()
         size, world, rank = self.message_bytes, self._comm.world, self._comm.rank
@@ -181,7 +180,7 @@ class OnebitAllReduce:
         self._handle = self._comm.all_gather([(self._received, self._sent)], self._label, kind="reduce")
 
     def finish(self, out: torch.Tensor) -> None:
-        """Put the result into `out`: 1-D, as long as the values, with zeros in the padding."""
+        """Write the mean into `out`: 1-D, as long as the values, with zeros in the padding."""
         assert self._handle is not None and self._received is not None
         self._handle.wait()
         for rank, (chunk, message) in enumerate(
@@ -191,23 +190,22 @@ class OnebitAllReduce:
         self._handle = self._received = self._sent = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return what this rank has not sent yet."""
+        """Return the errors of this rank."""
         return {"worker": self.worker_error, "server": self.server_error}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was not sent; saved for the same buffer on the same rank of as many ranks."""
+        """Load the errors of the same buffer on the same rank of as many ranks."""
         self.worker_error.copy_(state["worker"])
         self.server_error.copy_(state["server"])
 
     def _encode(self, values: torch.Tensor, chunk: _Chunk, message: torch.Tensor) -> None:
-        """Write signs and scales of a range into a message, and leave in `values` the rest."""
+        """Write signs and scales of a range into a message; leave the error in `values`."""
         norms = torch.stack(torch._foreach_norm(list(values.split(chunk.lengths)), self._order))
         self._scales_in(message, chunk).copy_(norms.mul_(chunk.weights))
         message[self._head : self._head + values.numel() // 8] = pack_signs(values)
         values.sub_(self._decode(message, chunk, torch.empty_like(values)))
 
     def _decode(self, message: torch.Tensor, chunk: _Chunk, out: torch.Tensor) -> torch.Tensor:
-        """Write the values of a range that a message holds into `out`."""
         unpack_signs(message[self._head : self._head + out.numel() // 8], out.dtype, out)
         scales = self._scales_in(message, chunk).to(out.dtype)
         torch._foreach_mul_(list(out.split(chunk.lengths)), list(scales.unbind()))
@@ -224,9 +222,9 @@ class OnebitAllReduce:
 
 
 def message_bytes(shard: int, scales: int) -> int:
-    """Return the bytes of the message for a range of `shard` elements with so many scales.
+    """Return the bytes of the message for a range of `shard` elements with `scales` scales.
 
-    A reduction sends 2 * (world - 1) of them: one to each other rank, and the result of this rank's range to each.
+    A reduction sends 2 * (world - 1) messages: one to each other rank, and the mean of this rank's range to each.
 
     >>> message_bytes(1 << 20, 12)
     131120

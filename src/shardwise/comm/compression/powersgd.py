@@ -1,14 +1,14 @@
-"""PowerSGD: matrices of gradients travel as the factors of a low-rank approximation.
+"""PowerSGD: matrices of gradients are sent as the factors of a low-rank approximation.
 
-Vogels et al., "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019. With M the sum of
-a rank's gradient and what it has kept, one step of the power method from the last step's factor Q gives the factors of
-the sum of all ranks' matrices: P = orthogonalized sum of M Q, and the sum of M^T P, which is the next Q. Each rank
-keeps M - P (M^T P)^T, the part of its own matrix that P cannot express.
+Vogels et al., "PowerSGD: Practical low-rank gradient compression for distributed optimization", 2019. M is a rank's
+gradient plus its error. One step of the power method from the last factor Q gives the factors of the sum of all ranks'
+matrices: P = orthogonalized sum of M Q, and the sum of M^T P, which is the next Q. Each rank keeps the error M - P (M^T
+P)^T.
 
-Every parameter with two or more dimensions is a matrix, first dimension by the rest. Those whose factors are hardly
-smaller than themselves, and vectors, are sent as they are, in one collective with the first factors. Factors are sums
-in rank order, and each block of rows of their product is computed in the same way on every rank, so that all ranks
-and all ZeRO stages get the same bits.
+Every parameter with two or more dimensions is a matrix, first dimension by the rest. Vectors, and matrices whose
+factors are hardly smaller, are sent exactly, in one collective with the first factors. Factors are summed in rank
+order, and every rank computes each block of rows of their product alike, so that all ranks and ZeRO stages get the same
+bits.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Matrix:
     """A compressed parameter.
 
     Attributes:
-        offset: first element in the section.
+        offset: first element in the flat parameter.
         rows, columns: its shape as a matrix.
         rank: columns of its factors.
-        error: first element in what is kept of the section.
-        p, q: first elements in the section's factors.
+        error: first element in the error of the flat parameter.
+        p, q: first elements in the factors of the flat parameter.
     """
 
     offset: int
@@ -61,23 +61,24 @@ class Matrix:
         return flat[first : first + self.numel].view(self.rows, self.columns)
 
     def p_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return its first factor (rows by rank) in those of the section."""
+        """Return its first factor (rows by rank) in a message."""
         return flat[self.p : self.p + self.rows * self.rank].view(self.rows, self.rank)
 
     def q_in(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return its second factor (columns by rank) in those of the section."""
+        """Return its second factor (columns by rank) in a message."""
         return flat[self.q : self.q + self.columns * self.rank].view(self.columns, self.rank)
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a section travels.
+    """Layout of a flat parameter in messages.
 
     Attributes:
-        matrices: what is compressed.
-        exact: first element in the section, number of elements, and first element in the message, of what is not.
-        kept: elements that are kept.
-        first: elements of the first message: P of all matrices and what is exact.
+        matrices: compressed parameters.
+        exact: of each other parameter: first element in the flat parameter, number of elements, first element in the
+            message.
+        kept: elements of the error.
+        first: elements of the first message: P of all matrices and the exact parameters.
         second: elements of the second: Q of all matrices.
     """
 
@@ -89,12 +90,12 @@ class Split:
 
 
 def split(shapes: Sequence[tuple[int, torch.Size]], rank: int, min_rate: float) -> Split:
-    """Decide what of a section is compressed.
+    """Choose the compressed parameters of a flat parameter.
 
     Args:
         shapes: first element and shape of each parameter.
         rank: of the approximations.
-        min_rate: how many times smaller than a matrix its factors must be.
+        min_rate: least ratio of the sizes of a matrix and its factors.
 
     Example:
         >>> found = split([(0, torch.Size([64, 32])), (2048, torch.Size([32]))], rank=2, min_rate=2.0)
@@ -124,7 +125,7 @@ def split(shapes: Sequence[tuple[int, torch.Size]], rank: int, min_rate: float) 
 def orthogonalize(matrix: torch.Tensor, epsilon: float) -> torch.Tensor:
     """Return an orthonormal basis of a matrix's columns: by QR, or by Gram-Schmidt with `epsilon` added to the norms.
 
-    By QR there are always as many vectors as columns, of any rank.
+    QR returns as many vectors as columns for any rank.
     """
     if epsilon == 0.0:
         return torch.linalg.qr(matrix).Q
@@ -141,26 +142,22 @@ class PowerSGD(Compressor):
     """Reduces matrices as the factors of a low-rank approximation.
 
     Args:
-        parameters: see `shardwise.config.schema.gradients.PowerSGDOptions`.
+        parameters: of `shardwise.config.schema.gradients.PowerSGDOptions`.
         comm: the data-parallel group.
-        hold: counts a buffer until it is given back.
+        hold: counts a buffer until it is released.
     """
 
     def __init__(
         self, parameters: gradients.PowerSGDOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
     ) -> None:
-        super().__init__(parameters.start_compressing_after_step, comm.device, hold)
-        self.comm = comm
-        self._parameters = parameters
-
-    def _split(self, shapes: Sequence[tuple[int, torch.Size]]) -> Split:
-        return split(shapes, self._parameters.matrix_approximation_rank, self._parameters.min_compression_rate)
+        super().__init__(comm, parameters.start_compressing_after_step, hold)
+        self.parameters = parameters
 
     @override
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
     ) -> Running:
-        jobs = [_Job(flat, self._split(flat.shapes), self, scale) for flat in flats]
+        jobs = [_Job(flat, self, scale) for flat in flats]
         for job in jobs:
             job.project()
         firsts = [job.first for job in jobs]
@@ -170,14 +167,14 @@ class PowerSGD(Compressor):
             self._spread(firsts, label)
             rest = [job for job in jobs if job.split.matrices]
             for job in rest:
-                job.factorize(self._parameters.orthogonalization_epsilon)
+                job.factorize(self.parameters.orthogonalization_epsilon)
             if rest:
                 seconds = [job.second for job in rest]
                 owns = [torch.empty_like(self._own(second)) for second in seconds]
                 under_way = self.comm.reduce_scatter(list(zip(owns, seconds, strict=True)), label)
                 for buffer in (*owns, *under_way.scratch):
                     self.hold(buffer)
-                if self._parameters.use_error_feedback:
+                if self.parameters.use_error_feedback:
                     for job in rest:
                         job.keep_rest()
                 under_way.wait()
@@ -186,54 +183,36 @@ class PowerSGD(Compressor):
                 self._spread(seconds, label)
             for job in jobs:
                 job.store(self.comm.rank, accumulate)
-                if job.split.matrices and self._parameters.warm_start:
+                if job.split.matrices and self.parameters.warm_start:
                     job.keep_factor()
 
         return Running([handle], finish, firsts)
 
     def _own(self, message: torch.Tensor) -> torch.Tensor:
-        """Return this rank's range of a message."""
         return message.view(self.comm.world, -1)[self.comm.rank]
 
     def _spread(self, messages: Sequence[torch.Tensor], label: str) -> None:
-        """Bring each rank's range of messages to all."""
         pairs = [(message, self._own(message)) for message in messages]
         self.comm.all_gather(pairs, label, kind="replicate").wait()
 
     def message(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer of at least so many elements that can be divided between ranks."""
-        buffer = torch.zeros(self._padded(numel), dtype=dtype, device=self.comm.device)
-        self.hold(buffer)
-        return buffer
-
-    def _padded(self, numel: int) -> int:
+        """Return a buffer of at least `numel` elements, a multiple of the number of ranks."""
         world = self.comm.world
-        return max(1, -(-numel // world)) * world
+        return self.buffer(max(1, -(-numel // world)) * world, dtype=dtype)
 
     def seeded(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return random numbers to start from: the same on all ranks."""
-        step = 0 if self._parameters.warm_start else self.steps
-        text = f"{self._parameters.random_seed} {name} {step}"
+        """Return random initial factors, equal on all ranks."""
+        step = 0 if self.parameters.warm_start else self.steps
+        text = f"{self.parameters.random_seed} {name} {step}"
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
         return torch.randn(numel, generator=generator, dtype=dtype, device="cpu").to(self.comm.device)
 
-    @property
-    def recovers(self) -> bool:
-        """Whether orthogonalizing gives as many vectors as there are columns even if they are zero."""
-        return self._parameters.orthogonalization_epsilon == 0
-
-    @property
-    def use_error_feedback(self) -> bool:
-        """Whether what has not been sent is kept."""
-        return self._parameters.use_error_feedback
-
 
 class _Job:
-    """The reduction of one section."""
-
-    def __init__(self, flat: Flat, parts: Split, method: PowerSGD, scale: float) -> None:
-        self.flat = flat
-        self.split = parts
+    def __init__(self, flat: Flat, method: PowerSGD, scale: float) -> None:
+        chosen = method.parameters
+        parts = split(flat.shapes, chosen.matrix_approximation_rank, chosen.min_compression_rate)
+        self.flat, self.split = flat, parts
         self.dtype = working_dtype(flat.full.dtype)
         self._method = method
         self.first = method.message(parts.first, self.dtype)
@@ -241,7 +220,7 @@ class _Job:
 
     def _with_what_is_kept(self, scale: float) -> list[torch.Tensor]:
         flat, method = self.flat, self._method
-        if not method.use_error_feedback:
+        if not method.parameters.use_error_feedback:
             wide = [m.view(flat.full, m.offset).to(self.dtype) for m in self.split.matrices]
             if flat.full.dtype is not self.dtype:
                 for matrix in wide:
@@ -257,10 +236,10 @@ class _Job:
         return f"{self.flat.name}.factor"
 
     def project(self) -> None:
-        """Form M Q of all matrices, and add what is exact to the message."""
+        """Form M Q of all matrices, and copy exact parameters into the message."""
         if self.split.matrices:
             start = self._method.kept.get(self._factor)
-            if start is None or not self._method.recovers:
+            if start is None or self._method.parameters.orthogonalization_epsilon:  # else QR recovers from zeros
                 seeded = self._method.seeded(self.flat.name, self.split.second, self.dtype)
                 start = seeded if start is None else self._revived(start, seeded)
             for place, matrix in zip(self.split.matrices, self._matrices, strict=True):
@@ -269,12 +248,12 @@ class _Job:
             self.first[place_in : place_in + numel].copy_(self.flat.full[offset : offset + numel])
 
     def _revived(self, factors: torch.Tensor, seeded: torch.Tensor) -> torch.Tensor:
-        """Return factors with random columns in the place of those that are zero, which would stay so for ever."""
+        """Return factors with random columns in place of zero columns, which would stay zero."""
         pairs = [(place.q_in(factors), place.q_in(seeded)) for place in self.split.matrices]
         return torch.cat([torch.where(q.any(dim=0), q, other).view(-1) for q, other in pairs])
 
     def factorize(self, epsilon: float) -> None:
-        """Orthogonalize the summed P, in its place, and form M^T P."""
+        """Orthogonalize the summed P in place, and form M^T P."""
         self.second = self._method.message(self.split.second, self.dtype)
         for place, matrix in zip(self.split.matrices, self._matrices, strict=True):
             p = place.p_in(self.first)
@@ -285,7 +264,7 @@ class _Job:
             torch.mm(matrix.t(), p, out=place.q_in(self.second))
 
     def keep_rest(self) -> None:
-        """Take what this rank sends off what it keeps."""
+        """Subtract the sent part from the error."""
         for place, matrix in zip(self.split.matrices, self._matrices, strict=True):
             matrix.addmm_(place.p_in(self.first), place.q_in(self.second).t(), alpha=-1)
 
@@ -299,7 +278,7 @@ class _Job:
             kept.copy_(summed)
 
     def store(self, rank: int, accumulate: bool) -> None:
-        """Put the sums where they are wanted."""
+        """Write the sums to their outputs."""
         flat = self.flat
         out = flat.own if flat.whole is None else flat.whole
         start = rank * flat.own.numel() if flat.whole is None else 0
@@ -318,7 +297,7 @@ class _Job:
 
 
 def _add(out: torch.Tensor, start: int, offset: int, values: torch.Tensor) -> None:
-    """Add the part of values, which lie from `offset` on, that falls into a range which begins at `start`."""
+    """Add the overlap of values, which begin at `offset`, with a range that begins at `start`."""
     low, high = max(start, offset), min(start + out.numel(), offset + values.numel())
     if low < high:
         out[low - start : high - start].add_(values[low - offset : high - offset])

@@ -1,17 +1,17 @@
-"""Symmetric quantisation in blocks: the codes that gradients and weights travel as.
+"""Symmetric quantisation in blocks: the codes in which gradients and weights are sent.
 
-Values are cut into blocks; each has one fp32 scale, its largest magnitude divided by the largest code, and every value
-becomes the nearest multiple of it: `code = round(value / scale)`, in 8 bits (-127..127) or 4 bits (-7..7, two to a
-byte). A row of values becomes one message of bytes: scales first, then codes.
+Each block of values has one fp32 scale, its largest magnitude divided by the largest code. Every value becomes `code =
+round(value / scale)`, in 8 bits (-127..127) or 4 bits (-7..7, two to a byte). A row of values becomes one message of
+bytes: scales first, then codes.
 
 Invariants:
 
-- Rounding to nearest, a value is off by at most half a scale, (largest magnitude of its block) / (2 * 127), or
-  / (2 * 7) in 4 bits, and a few roundings of fp32. Rounding at random doubles that bound and is right on average.
-- A block with a value that is not finite comes out without a finite value: an overflow is still found by the receiver.
-- A block of zeros comes out as zeros; one whose largest magnitude is below 2 ** -119 counts as such, because its scale
-  would not be a normal number.
-- The same values on the same type of device give the same codes, however they are cut into calls.
+- Rounded to nearest, the error of a value is at most half a scale, (largest magnitude of its block) / (2 * 127), or
+  / (2 * 7) in 4 bits, and a few roundings of fp32. Stochastic rounding doubles that bound and is unbiased.
+- A block with a non-finite value decodes to non-finite values: the receiver still finds an overflow.
+- A block of zeros decodes to zeros. A block whose largest magnitude is below 2 ** -119 counts as zeros, because its
+  scale would not be a normal number.
+- The same values on the same type of device give the same codes, however they are split into calls.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ import torch
 from shardwise.compat import has_values
 
 BLOCK = 256
-"""Values to a scale. Of the gradients of a small transformer, blocks of 2048 have 3.3 times the mean square error of
-blocks of 256, which send 1.4 % more in 8 bits and 2.7 % more in 4. Blocks of 64 have half, for another 5 and 9 %."""
+"""Values to a scale. For gradients of a small transformer, blocks of 2048 have 3.3 times the mean square error of
+blocks of 256, which send 1.4 % more in 8 bits and 2.7 % more in 4. Blocks of 64 have half, for another 5 and 9 %.
+"""
 
 CHUNK = 1 << 18
-"""Values that a CPU works on at a time, at most: the scratch memory stays in its cache."""
+"""Most values that a CPU codes at a time, to keep scratch memory in its cache."""
 
 DEVICE_CHUNK = 1 << 23
-"""The same elsewhere, where launches cost more than memory does."""
+"""The same on a device, where launches cost more than memory."""
 
 PARTS = 16
-"""Fewer values are worked on in so many parts, so that scratch is little beside them, but not in smaller ones than"""
+"""Parts in which fewer values are coded, to keep scratch memory small; a part has at least `LEAST` values."""
 LEAST = 1 << 13
 
 SMALLEST = 2.0**-119
-"""Blocks whose largest magnitude is less count as zero."""
+"""Blocks with a smaller largest magnitude count as zeros."""
 
 _SCALE_BYTES = 4
 
 
 def chunk_of(numel: int, device: torch.device) -> int:
-    """Return how many of `numel` values are worked on at a time."""
+    """Return how many of `numel` values are coded at a time."""
     return min(CHUNK if device.type == "cpu" else DEVICE_CHUNK, max(-(-numel // PARTS), LEAST))
 
 
 @dataclass(frozen=True)
 class BlockCode:
-    """How values are quantised.
+    """A code of values.
 
     Attributes:
         bits: 8 or 4.
@@ -85,12 +86,12 @@ class BlockCode:
         return 127 if self.bits == 8 else 7
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of the message that a row of `numel` values becomes (a multiple of 4)."""
+        """Return the bytes of the message for a row of `numel` values (a multiple of 4)."""
         scales, codes = self._sizes(numel)
         return scales + codes + -codes % _SCALE_BYTES
 
     def scratch_bytes(self, rows: int, numel: int, device: torch.device) -> int:
-        """Return the most memory that coding `rows` rows takes for itself."""
+        """Return the most scratch memory for coding `rows` rows."""
         return 2 * 4 * min(max(chunk_of(rows * numel, device), self.block), rows * (numel + numel % 2))
 
     def encode(
@@ -104,15 +105,15 @@ class BlockCode:
     ) -> None:
         """Quantise each row of `values` into the row of `messages`.
 
-        With `error` what is sent is values + error, and afterwards
-        error = memory * error + (1 - memory) * (what should have been sent - what has been).
+        With `error` the sent values are values + error, and then error = memory * error + (1 - memory) * (intended -
+        sent values).
 
         Args:
             values: (rows, numel) in a floating dtype; read in fp32.
             messages: (rows, nbytes(numel)) uint8; rows begin at multiples of 4 bytes.
             error: as `values`, or None.
-            memory: how much of the old error stays; 0: error feedback proper.
-            generator: round at random, by its numbers, instead of to nearest.
+            memory: weight of the old error; 0: plain error feedback.
+            generator: for stochastic rounding; None: to nearest.
         """
         if not values.numel():
             return
@@ -166,12 +167,12 @@ class BlockCode:
             out[rows, begin:end].copy_(values[:, : end - begin])
 
     def add_up(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False) -> None:
-        """Set (or add to) `out` the sum over the rows of `messages`, formed in fp32 and in order.
+        """Set (or add to) `out` the sum over the rows of `messages`, in fp32 and in order.
 
         Args:
             messages: (terms, nbytes(numel)) uint8.
             out: (numel,) in a floating dtype.
-            accumulate: add to what is there.
+            accumulate: add to `out`.
         """
         if not out.numel():
             return
@@ -188,20 +189,18 @@ class BlockCode:
                 target.copy_(total)
 
     def _sizes(self, numel: int) -> tuple[int, int]:
-        """Bytes of the scales and of the codes."""
         return _SCALE_BYTES * -(-numel // self.block), numel if self.bits == 8 else -(-numel // 2)
 
     def _parts(self, messages: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (rows, blocks) fp32 scales and (rows, bytes) codes, as views of the messages."""
         scales, codes = self._sizes(numel)
         assert messages.shape[1] == scales + codes + -codes % _SCALE_BYTES, (messages.shape, numel)
         return messages[:, :scales].view(torch.float32), messages[:, scales : scales + codes]
 
     def _tiles(self, values: torch.Tensor) -> Iterator[tuple[slice, int, int, int]]:
-        """Yield what is worked on at a time: rows, begin and end of the columns, values to a block.
+        """Yield the tiles to be coded: rows, first and last column, values to a block.
 
-        What is left at the end of a row is a block of its own, of an even number of values. Of values that are not
-        there (in a dry run) one of each kind stands for all, which take the same memory.
+        The rest at the end of a row is a block of its own, with an even number of values. In a dry run one tile of each
+        kind stands for all, which take the same memory.
         """
         (rows, numel), device, all_ = values.shape, values.device, has_values(values)
         whole = numel - numel % self.block
@@ -220,7 +219,6 @@ class BlockCode:
                     break
 
     def _places(self, begin: int, end: int, width: int) -> tuple[slice, slice]:
-        """Return where the scales and the codes of some columns are."""
         first = begin // self.block
         scales = slice(first, first + -(-(end - begin) // width))
         return scales, slice(begin, end) if self.bits == 8 else slice(begin // 2, -(-end // 2))
@@ -239,7 +237,7 @@ class BlockCode:
         end: int,
         width: int,
     ) -> torch.Tensor:
-        """Return (rows, columns) fp32 values in `scratch`, columns filled up to whole blocks."""
+        """Return (rows, columns) fp32 values in `scratch`, columns padded to whole blocks."""
         places, range_ = self._places(begin, end, width)
         scale = scales[rows, places].unsqueeze(2)
         values = _shaped(scratch, scale.shape[0], scale.shape[1] * width)
@@ -250,9 +248,9 @@ class BlockCode:
         return values
 
     def _pack(self, work: torch.Tensor, codes: torch.Tensor) -> None:
-        """Write (rows, blocks, width) whole numbers; with 4 bits `work` is used up.
+        """Write (rows, blocks, width) whole numbers; 4 bits overwrite `work`.
 
-        A block's second half is in the high bits of its first half's bytes: no neighbours have to be taken apart.
+        A block's second half is in the high bits of its first half's bytes, which keeps memory access contiguous.
         """
         if self.bits == 8:
             codes.view(torch.int8).copy_(work.flatten(1)[:, : codes.shape[1]])
@@ -262,7 +260,6 @@ class BlockCode:
             codes.unflatten(1, (-1, low.shape[2])).copy_(low)
 
     def _unpack(self, codes: torch.Tensor, work: torch.Tensor) -> None:
-        """Read (rows, blocks, width) whole numbers."""
         if self.bits == 8:
             flat = work.flatten(1)
             flat[:, : codes.shape[1]].copy_(codes.view(torch.int8))

@@ -1,17 +1,16 @@
 """Gradient reduction in quantised blocks, in one hop or, between nodes, in two.
 
-Each rank quantises what it has for every other rank, one all-to-all exchanges the codes, and each owner adds up, in
-fp32 and in rank order, what it has received and what it would have sent to itself: so that all terms are treated alike.
+Each rank quantises its values for every rank, one all-to-all exchanges the codes, and each owner adds in fp32 and in
+rank order. The owner's own values are quantised, too, so that all terms are treated alike.
 
 In two hops (qgZ of Wang et al., "ZeRO++: Extremely efficient collective communication for giant model training", 2023,
-arXiv 2306.10209, section 3.3) the first exchange stays within the node. The ranks of a node are numbered by place; the
-rank at place p receives what its node has for the ranks at place p of all nodes, adds that up, quantises each sum again
-and sends it to where it belongs: one sum a node crosses the wire instead of one a rank. Sending by place is the paper's
-reordering of slices: what arrives last lies in its owner's range.
+arXiv 2306.10209, section 3.3) the first exchange stays within the node. The rank at place p of a node receives the
+node's values for the ranks at place p of all nodes, adds them, quantises each sum and sends it to its owner: one sum
+per node crosses the network instead of one per rank. The order by place is the paper's reordering of slices.
 
-What rounding has cut off may be added to the next gradient (error feedback; with `memory`, the moving average of Xie et
-al., "LoCo: Low-bit communication adaptor for large-scale model training", 2024, arXiv 2407.04480). It is kept in bf16,
-whose own rounding is a 256th of it.
+Error feedback adds the rounding error to the next gradient; with `memory`, as the moving average of Xie et al., "LoCo:
+Low-bit communication adaptor for large-scale model training", 2024, arXiv 2407.04480. The error is kept in bf16, whose
+own rounding is a 256th of it.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
-from shardwise.comm.compression.base import Compressor, Flat
+from shardwise.comm.compression.base import Compressor, Flat, Running
 from shardwise.comm.compression.quantize import BlockCode
 
 if TYPE_CHECKING:
-    from shardwise.comm.communicator import Communicator, Handle
+    from shardwise.comm.communicator import Communicator
     from shardwise.config.schema import gradients
 
 KEPT_DTYPE = torch.bfloat16
-"""Type of what rounding has cut off."""
+"""Dtype of rounding errors."""
 
 _SECOND = ".node"
-"""End of the names of what the second hop keeps."""
+"""Suffix of the names of the second hop's errors."""
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """What becomes of what rounding has cut off: it is added to the next gradient.
+    """Error feedback.
 
     Attributes:
-        memory: part of the old error in the new one; 0: only what the last rounding has cut off counts.
-        reset_every: steps after which it is forgotten; 0: never.
+        memory: weight of the old error in the new one; 0: plain error feedback.
+        reset_every: steps after which errors are cleared; 0: never.
     """
 
     memory: float = 0.0
@@ -68,14 +67,16 @@ class QuantizedReduction(Compressor):
 
     Args:
         comm: the ranks.
-        code: how values are quantised.
-        hold: counts a buffer until it is given back.
+        code: of the values.
+        hold: counts a buffer until it is released.
         start: steps at the beginning that are reduced exactly.
         hops: exchange within nodes first; None: one exchange among all ranks. Ranks are numbered node by node.
-        feedback: add what has been cut off to the next gradient; None: it is lost.
-        stochastic: round at random instead of to nearest, so that errors are zero on average.
-        exact_copies: where every rank keeps the whole sum, it is gathered exactly; False: as codes.
+        feedback: None: rounding errors are lost.
+        stochastic: stochastic rounding, which makes errors zero on average.
+        exact_copies: where every rank keeps the whole sum, gather it exactly; False: as codes.
     """
+
+    zeroed = False
 
     def __init__(
         self,
@@ -89,44 +90,96 @@ class QuantizedReduction(Compressor):
         stochastic: bool = False,
         exact_copies: bool = True,
     ) -> None:
-        super().__init__(start, comm.device, hold)
-        self.comm = comm
-        self.code = code
-        self.hops = hops
-        self.feedback = feedback
-        self.exact_copies = exact_copies
-        self.generator: torch.Generator | None = None
-        if stochastic:
-            self.generator = torch.Generator(comm.device)
-            self.generator.manual_seed(comm.rank)
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes, as far as they matter."""
-        return self.hops.across.world if self.hops is not None else 1
+        super().__init__(comm, start, hold)
+        self.code, self.hops, self.feedback, self.exact_copies = code, hops, feedback, exact_copies
+        self.nodes = 1 if hops is None else hops.across.world
+        self.generator = torch.Generator(comm.device).manual_seed(comm.rank) if stochastic else None
 
     @override
     def reduce(
         self, flats: Sequence[Flat], label: str, *, accumulate: bool, scale: float, wire_dtype: torch.dtype | None
-    ) -> _Exchange:
-        return _Exchange(self, flats, label, accumulate, scale)
+    ) -> Running:
+        world, hops = self.comm.world, self.hops
+        places: list[tuple[Flat, slice]] = []  # a rank's message has the codes of all flat parameters
+        size = 0
+        for flat in flats:
+            begin, size = size, size + self.code.nbytes(flat.own.numel())
+            places.append((flat, slice(begin, size)))
+        sent = self.buffer(world, size)
+        second_errors = []
+        for flat, place in places:
+            rows, error = flat.full.view(world, -1), self._error(flat.name, world, flat.own.numel(), scale)
+            if hops is not None:
+                second_errors.append(self._error(flat.name + _SECOND, self.nodes, flat.own.numel(), scale))
+            for messages, part in self._by_receiver(sent):
+                self._encode(rows[part], messages[:, place], None if error is None else error[part])
+        received, handle = self.exchange(sent, label, None if hops is None else hops.node)
+        arrived = [received]  # a list, so that `finish` releases the messages before it makes others
 
-    def encode(self, values: torch.Tensor, messages: torch.Tensor, error: torch.Tensor | None) -> None:
-        """Quantise rows of values into rows of messages, with error feedback if there is any."""
+        def finish() -> None:
+            terms = arrived.pop()
+            if hops is not None:
+                terms = self._second_hop(
+                    hops, terms.view(hops.node.world, self.nodes, size), places, second_errors, label
+                )
+            for flat, place in places:
+                self.code.add_up(terms[:, place], flat.own, accumulate=accumulate)
+            del terms
+            for flat, _ in places:
+                if flat.whole is not None:
+                    self._copy(flat.own, flat.whole, label)
+
+        return Running([handle], finish, [sent, received])
+
+    def _encode(self, values: torch.Tensor, messages: torch.Tensor, error: torch.Tensor | None) -> None:
         memory = self.feedback.memory if self.feedback is not None else 0.0
         self.code.encode(values, messages, error=error, memory=memory, generator=self.generator)
 
-    def error(self, name: str, rows: int, numel: int, scale: float) -> torch.Tensor | None:
-        """Return what has been cut off of earlier gradients, (rows, numel), or None if that is not kept."""
+    def _error(self, name: str, rows: int, numel: int, scale: float) -> torch.Tensor | None:
+        """Return the rounding errors of earlier gradients, (rows, numel), or None without error feedback."""
         if self.feedback is None:
             return None
         return self.kept.at(name, rows * numel, KEPT_DTYPE, scale).view(rows, numel)
 
-    def buffer(self, *shape: int) -> torch.Tensor:
-        """Return bytes for messages, and have them counted."""
-        made = torch.empty(shape, dtype=torch.uint8, device=self.comm.device)
-        self.hold(made)
-        return made
+    def _by_receiver(self, messages: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice]]:
+        """Yield rows of messages in the order of their receivers, and the ranks that own the values."""
+        if self.nodes == 1:
+            yield messages, slice(None)
+            return
+        places = messages.shape[0] // self.nodes
+        for place in range(places):
+            yield messages[place * self.nodes : (place + 1) * self.nodes], slice(place, None, places)
+
+    def _second_hop(
+        self,
+        hops: Hops,
+        received: torch.Tensor,
+        places: Sequence[tuple[Flat, slice]],
+        errors: Sequence[torch.Tensor | None],
+        label: str,
+    ) -> torch.Tensor:
+        """Add up the messages of the node, (places, nodes, bytes), and exchange the sums; return (nodes, bytes)."""
+        sent = self.buffer(*received.shape[1:])
+        for (flat, place), error in zip(places, errors, strict=True):
+            total = torch.empty(1, flat.own.numel(), device=received.device)
+            for node in range(self.nodes):
+                self.code.add_up(received[:, node, place], total[0])
+                row = slice(node, node + 1)
+                self._encode(total, sent[row, place], None if error is None else error[row])
+        arrived, handle = self.exchange(sent, label, hops.across)
+        handle.wait()
+        return arrived
+
+    def _copy(self, own: torch.Tensor, whole: torch.Tensor, label: str) -> None:
+        comm = self.comm
+        if self.exact_copies:
+            comm.all_gather([(whole, own)], label, kind="reduce").wait()
+            return
+        messages = self.buffer(comm.world, self.code.nbytes(own.numel()))
+        message = messages[comm.rank : comm.rank + 1]
+        self._encode(own.unsqueeze(0), message, None)
+        comm.all_gather([(messages.view(-1), message.view(-1))], label, kind="reduce").wait()
+        self.code.decode(messages, whole.view(comm.world, own.numel()))
 
     @override
     def end_step(self, applied: bool) -> None:
@@ -154,7 +207,7 @@ class QuantizedReduction(Compressor):
 def in_blocks(
     bits: int, parameters: gradients.Blocks, comm: Communicator, hold: Callable[[torch.Tensor], None]
 ) -> QuantizedReduction:
-    """Return the method that `compression.type` names, with codes of so many bits."""
+    """Return the method of `compression.type` with codes of `bits` bits."""
     feedback = Feedback(parameters.err_beta, int(parameters.reset_T or 0)) if parameters.use_error_feedback else None
     return QuantizedReduction(
         comm,
@@ -165,100 +218,3 @@ def in_blocks(
         stochastic=parameters.stochastic_rounding,
         exact_copies=not parameters.quantize_copies,
     )
-
-
-class _Exchange:
-    """The reduction of one unit, under way.
-
-    A rank's message to another has the codes of all sections, one after the other.
-    """
-
-    def __init__(
-        self, method: QuantizedReduction, flats: Sequence[Flat], label: str, accumulate: bool, scale: float
-    ) -> None:
-        self._method = method
-        self._label = label
-        self._accumulate = accumulate
-        code, comm = method.code, method.comm
-        self._flats: list[tuple[Flat, int, int]] = []
-        size = 0
-        for flat in flats:
-            end = size + code.nbytes(flat.own.numel())
-            self._flats.append((flat, size, end))
-            size = end
-        self._size = size
-        errors = [method.error(flat.name, comm.world, flat.own.numel(), scale) for flat, _, _ in self._flats]
-        self._second_errors = [
-            method.error(flat.name + _SECOND, method.nodes, flat.own.numel(), scale)
-            if method.hops is not None
-            else None
-            for flat, _, _ in self._flats
-        ]
-        first = method.hops.node if method.hops is not None else comm
-        sent = method.buffer(comm.world, size)
-        for (flat, begin, end), error in zip(self._flats, errors, strict=True):
-            rows = flat.full.view(comm.world, flat.own.numel())
-            for messages, part in self._by_receiver(sent):
-                method.encode(rows[part], messages[:, begin:end], error[part] if error is not None else None)
-        self._received, self._handle = self._launch(first, sent)
-        self.scratch: Sequence[torch.Tensor] = [sent, self._received]
-
-    def _by_receiver(self, messages: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Yield rows of messages in the order of who receives them, and for which ranks they are in the end."""
-        world, nodes = messages.shape[0], self._method.nodes
-        places = world // nodes
-        if nodes == 1:
-            yield messages, slice(None)
-        else:
-            for place in range(places):
-                yield messages[place * nodes : (place + 1) * nodes], slice(place, None, places)
-
-    def _launch(self, comm: Communicator, sent: torch.Tensor) -> tuple[torch.Tensor, Handle]:
-        received = self._method.buffer(*sent.shape)
-        sizes = [sent.numel() // comm.world] * comm.world
-        handle = comm.all_to_all(received.view(-1), sent.view(-1), sizes, sizes, self._label, kind="reduce")
-        return received, handle
-
-    def wait(self) -> None:
-        """Block until the sums are in place; later calls do nothing."""
-        if not self._flats:
-            return
-        method, code, hops = self._method, self._method.code, self._method.hops
-        self._handle.wait()
-        self.scratch = ()
-        terms = self._received
-        if hops is not None:
-            terms = self._second_hop(hops, terms.view(hops.node.world, method.nodes, self._size))
-        for flat, begin, end in self._flats:
-            code.add_up(terms[:, begin:end], flat.own, accumulate=self._accumulate)
-        del terms, self._received
-        for flat, _, _ in self._flats:
-            if flat.whole is not None:
-                self._copy(flat.own, flat.whole)
-        self._flats = []
-
-    def _second_hop(self, hops: Hops, received: torch.Tensor) -> torch.Tensor:
-        """Add up what came from the node, (places, nodes, bytes), and exchange the sums; return (nodes, bytes)."""
-        nodes = self._method.nodes
-        sent = self._method.buffer(nodes, self._size)
-        for (flat, begin, end), error in zip(self._flats, self._second_errors, strict=True):
-            total = torch.empty(1, flat.own.numel(), device=received.device)
-            for node in range(nodes):
-                self._method.code.add_up(received[:, node, begin:end], total[0])
-                kept = error[node : node + 1] if error is not None else None
-                self._method.encode(total, sent[node : node + 1, begin:end], kept)
-        arrived, handle = self._launch(hops.across, sent)
-        handle.wait()
-        return arrived
-
-    def _copy(self, own: torch.Tensor, whole: torch.Tensor) -> None:
-        """Give all ranks the whole sum."""
-        comm, code = self._method.comm, self._method.code
-        if self._method.exact_copies:
-            comm.all_gather([(whole, own)], self._label, kind="reduce").wait()
-            return
-        messages = self._method.buffer(comm.world, code.nbytes(own.numel()))
-        message = messages[comm.rank : comm.rank + 1]
-        self._method.encode(own.unsqueeze(0), message, None)
-        comm.all_gather([(messages.view(-1), message.view(-1))], self._label, kind="reduce").wait()
-        code.decode(messages, whole.view(comm.world, own.numel()))

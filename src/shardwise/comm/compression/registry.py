@@ -1,4 +1,4 @@
-"""The methods of gradient compression by name: the one place that knows all of them."""
+"""The methods of gradient compression by name."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ METHODS: dict[str, Callable[[Any, Communicator, Callable[[torch.Tensor], None]],
     "int8": partial(in_blocks, 8),
     "int4": partial(in_blocks, 4),
 }
-"""What makes a method, by `compression.type`; `shardwise.config.schema.gradients.METHODS` has their parameters."""
+"""By `compression.type`; `shardwise.config.schema.gradients.METHODS` has the parameters."""
 
 
 def build(config: Config, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> Compressor | None:
-    """Return the configured method, or None if gradients are to be reduced exactly.
+    """Return the configured method, or None for exact reduction.
 
     Args:
         config: validated.
         comm: the data-parallel group.
-        hold: counts a buffer until it is given back.
+        hold: counts a buffer until it is released.
     """
     name, parameters = method_name(config), method_parameters(config)
     return None if name is None or comm.world == 1 else METHODS[name](parameters, comm, hold)

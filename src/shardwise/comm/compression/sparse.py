@@ -1,10 +1,9 @@
-"""Sparse reductions: of each rank's range of the gradient only the largest entries travel, with their positions.
+"""Sparse reductions: of each rank's range of the gradient only the largest entries are sent, with their positions.
 
-Every rank selects the same number of entries of each destination's range, so that the sizes of messages are known
-beforehand, and the owner adds what it receives in rank order. What has not been sent is kept and added to the next
-gradient (Stich et al., "Sparsified SGD with memory", 2018); without that, entries that are small and steady never
-arrive. `DGC` (Lin et al., "Deep gradient compression", 2018) keeps momentum instead of gradients, so that what
-arrives late arrives with the momentum that it would have had.
+Every rank selects the same number of entries of each range, so that message sizes are known beforehand, and the owner
+adds received entries in rank order. The error (entries not sent) is added to the next gradient (Stich et al.,
+"Sparsified SGD with memory", 2018); otherwise small steady entries never arrive. `DGC` (Lin et al., "Deep gradient
+compression", 2018) accumulates momentum instead of gradients, so that late entries arrive with their momentum.
 """
 
 from __future__ import annotations
@@ -26,20 +25,19 @@ if TYPE_CHECKING:
     from shardwise.config.schema import gradients
 
 _CHUNK = 1 << 17
-"""Elements whose magnitudes are looked at at a time on a CPU, so that they stay in the cache."""
+"""Elements whose magnitudes a CPU computes at a time, to stay in the cache."""
 _FEW = 1 << 14
-"""Up to so many elements are searched at once."""
+"""Elements up to which all are ranked at once."""
 _ALIGN = 8
-"""Bytes at whose multiples the parts of a message begin."""
+"""Alignment in bytes of the parts of a message."""
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices of the `count` entries of a 1-D tensor with the largest magnitudes, in no particular order.
+    """Return the indices of the `count` entries of a 1-D tensor with the largest magnitudes, in any order; NaN is
+    largest.
 
-    Values that are not numbers count as the largest.
-
-    On a CPU a sample of the values gives a threshold that a few more than `count` are likely to reach; only those are
-    ranked. Where fewer do, all are.
+    On a CPU a sample gives a threshold that probably a few more than `count` entries reach, and only those are ranked.
+    If fewer entries reach the threshold, all are ranked.
 
     Example:
         >>> largest(torch.tensor([0.0, -3.0, 1.0, 2.0]), 2).sort().values
@@ -60,7 +58,7 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _above(values: torch.Tensor, threshold: float, expected: int) -> torch.Tensor:
-    """Return the indices of values whose magnitude is not below a threshold: probably as many as expected."""
+    """Return the indices of values with at least a threshold's magnitude: probably `expected` ones."""
     scratch = torch.empty(min(_CHUNK, values.numel()), dtype=values.dtype, device=values.device)
     found = []
     for start in range(0, values.numel(), _CHUNK):
@@ -77,12 +75,12 @@ def _above(values: torch.Tensor, threshold: float, expected: int) -> torch.Tenso
 
 @dataclass(frozen=True)
 class _Part:
-    """Place of a section in a message: int32 positions, then values.
+    """Place of a flat parameter in a message: int32 positions, then values.
 
     Attributes:
-        count: of each.
+        count: of positions and of values.
         dtype: of the values.
-        positions, values, stop: where the positions begin, where the values do, and where both are over, in bytes.
+        positions, values, stop: first byte of the positions, of the values, and behind both.
     """
 
     count: int
@@ -92,16 +90,16 @@ class _Part:
     stop: int
 
     def positions_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the positions in messages: the last dimension is bytes."""
+        """Return the positions in messages, whose last dimension is bytes."""
         return messages[..., self.positions : self.positions + 4 * self.count].view(torch.int32)
 
     def values_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the values in messages: the last dimension is bytes."""
+        """Return the values in messages, whose last dimension is bytes."""
         return messages[..., self.values : self.values + self.dtype.itemsize * self.count].view(self.dtype)
 
 
 def _parts(shards: Sequence[int], dtypes: Sequence[torch.dtype], ratio: float) -> list[_Part]:
-    """Lay out a message: for each section, of `shards` elements a rank, the entries to be sent."""
+    """Return the layout of a message: for each flat parameter, of `shards` elements a rank, the entries to be sent."""
     parts, stop = [], 0
     for shard, dtype in zip(shards, dtypes, strict=True):
         count = min(shard, math.ceil(ratio * shard))
@@ -116,17 +114,7 @@ def _aligned(size: int) -> int:
 
 
 class Sparse(Compressor):
-    """What sparse reductions have in common: selecting, sending, adding up.
-
-    Args:
-        start: steps at the beginning that are reduced exactly.
-        comm: the data-parallel group.
-        hold: counts a buffer until it is given back.
-    """
-
-    def __init__(self, start: int, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> None:
-        super().__init__(start, comm.device, hold)
-        self.comm = comm
+    """Base of sparse reductions: selects, sends and adds up entries."""
 
     @property
     def ratio(self) -> float:
@@ -134,17 +122,17 @@ class Sparse(Compressor):
         raise NotImplementedError
 
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
-        """Return what may be sent of a section: its gradient, with what has been kept.
+        """Return the candidates of a flat parameter: its gradient plus the error feedback state.
 
         Args:
-            flat: the section.
-            scale: see `Compressor.reduce`.
-            first: this is the first reduction in a step.
+            flat: the flat parameter.
+            scale: as in `Compressor.reduce`.
+            first: the first reduction in a step.
         """
         raise NotImplementedError
 
     def sent(self, flat: Flat, first: int, positions: torch.Tensor) -> None:
-        """Entries of a section are being sent: `positions` from element `first` on."""
+        """Called when entries of a flat parameter are sent: `positions` from element `first` on."""
 
     @override
     def reduce(
@@ -156,23 +144,17 @@ class Sparse(Compressor):
         parts = _parts(shards, dtypes, self.ratio)
         size = parts[-1].stop
         everybody = flats[0].whole is not None and _spreads(world, size, shards)
-        # Where a message is not filled up, and in a dry run, zeros are sent and received.
-        messages = torch.zeros(world, size, dtype=torch.uint8, device=self.comm.device)
-        shape = (world, world, size) if everybody else (world, size)
-        received = torch.zeros(shape, dtype=torch.uint8, device=self.comm.device)
-        self.hold(messages)
-        self.hold(received)
+        messages = self.buffer(world, size)
         for flat, part in zip(flats, parts, strict=True):
             values = self.gather(flat, scale, not accumulate)
             shard = flat.own.numel()
             for rank, message in enumerate(messages):
                 self._fill(flat, rank * shard, values[rank * shard : (rank + 1) * shard], part, message)
-        flat_messages, flat_received = messages.view(-1), received.view(-1)
         if everybody:
-            handle = self.comm.all_gather([(flat_received, flat_messages)], label, kind="reduce")
+            received = self.buffer(world, world, size)
+            handle = self.comm.all_gather([(received.view(-1), messages.view(-1))], label, kind="reduce")
         else:
-            sizes = [size] * world
-            handle = self.comm.all_to_all(flat_received, flat_messages, sizes, sizes, label, kind="reduce")
+            received, handle = self.exchange(messages, label)
 
         def add_up() -> None:
             for flat, part in zip(flats, parts, strict=True):
@@ -188,7 +170,6 @@ class Sparse(Compressor):
         return Running([handle], add_up, [messages, received])
 
     def _fill(self, flat: Flat, first: int, values: torch.Tensor, part: _Part, message: torch.Tensor) -> None:
-        """Move the largest of the values of one rank's range into the message to it."""
         positions = largest(values, part.count)
         chosen = values.index_select(0, positions)
         sending = part.values_in(message)
@@ -200,19 +181,19 @@ class Sparse(Compressor):
 
 
 def _spreads(world: int, size: int, shards: Sequence[int]) -> bool:
-    """Whether whole sums are had with fewer bytes by sending all messages to everybody than by gathering owners' sums.
+    """Return True if all-gathering all messages takes fewer bytes than all-gathering the owners' sums.
 
     Args:
         world: number of ranks.
         size: bytes of one message.
-        shards: elements of one rank's range of each section; sums are fp32.
+        shards: elements of one rank's range of each flat parameter; sums are fp32.
     """
     # To each other rank: all `world` messages, or one of them and then the sums.
     return world * size <= size + 4 * sum(shards)
 
 
 def _add(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, shard: int) -> None:
-    """Add what one rank has sent: to this rank (1-D), or to each (2-D), whose range begins at its number times `shard`.
+    """Add one rank's entries: for this rank (1-D), or for each (2-D), whose range begins at its number times `shard`.
 
     The positions in a message differ, so that the order of additions does not matter.
     """
@@ -222,18 +203,18 @@ def _add(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, shard
 
 
 class TopK(Sparse):
-    """The largest entries of the gradient and of what has been kept of earlier ones (Stich et al. 2018).
+    """The largest entries of the gradient plus the error (Stich et al. 2018).
 
     Args:
-        parameters: see `shardwise.config.schema.gradients.TopKOptions`.
+        parameters: of `shardwise.config.schema.gradients.TopKOptions`.
         comm: the data-parallel group.
-        hold: counts a buffer until it is given back.
+        hold: counts a buffer until it is released.
     """
 
     def __init__(
         self, parameters: gradients.TopKOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
     ) -> None:
-        super().__init__(parameters.start_compressing_after_step, comm, hold)
+        super().__init__(comm, parameters.start_compressing_after_step, hold)
         self._parameters = parameters
 
     @override
@@ -255,15 +236,15 @@ class TopK(Sparse):
 class DGC(Sparse):
     """Deep Gradient Compression (Lin et al. 2018): each rank applies momentum before it sends.
 
-    With gradient g: u = momentum * u + g and v = v + u; the largest entries of v are sent, and there v (and u, with
-    `momentum_factor_masking`) becomes zero. So an entry that is sent late arrives as momentum SGD would have applied it
-    by then. The sum of what arrives is stepped by plain SGD. Where several micro-batches are reduced in one step, the
-    first one's reduction applies the momentum.
+    With gradient g: u = momentum * u + g and v = v + u. The largest entries of v are sent, and become zero in v (and in
+    u, with `momentum_factor_masking`). A late entry therefore arrives as momentum SGD would have applied it by then.
+    Plain SGD steps the received sum. Of several micro-batches reduced in one step, the first reduction applies the
+    momentum.
 
     Args:
-        parameters: see `shardwise.config.schema.gradients.DGCOptions`.
+        parameters: of `shardwise.config.schema.gradients.DGCOptions`.
         comm: the data-parallel group.
-        hold: counts a buffer until it is given back.
+        hold: counts a buffer until it is released.
     """
 
     _FIRST_RATIO = 0.25
@@ -271,7 +252,7 @@ class DGC(Sparse):
     def __init__(
         self, parameters: gradients.DGCOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
     ) -> None:
-        super().__init__(parameters.start_compressing_after_step, comm, hold)
+        super().__init__(comm, parameters.start_compressing_after_step, hold)
         self._parameters = parameters
 
     @override

@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.comm.collective_queue import Launch, Work, WorkChain
-from shardwise.comm.compression import Compressor, Flat, Reduction, is_active
+from shardwise.comm.communicator import Handle
+from shardwise.comm.compression import Compressor, Flat
 from shardwise.comm.domain import Domain
 from shardwise.compat import number_of_pass
 from shardwise.device.ranges import Stretches, named
@@ -296,7 +297,7 @@ class Reducer:
 
     def _cast_to(self, section: FlatParamStorage) -> torch.dtype | None:
         """Return `wire_of` a flat parameter; None for lossy methods, which choose themselves."""
-        return None if is_active(self.compressor) else self.wire_of(section)
+        return None if self.compressor is not None and self.compressor.active else self.wire_of(section)
 
     def _prescale(self, domain: Domain) -> float:
         """Return the factor on gradients before communication."""
@@ -415,12 +416,12 @@ class Reducer:
         }
         sent = [*buffers.values()]
         with self.accountant.owning(Category.BUFFERS):
-            if self.compressor is not None and is_active(self.compressor):
+            if self.compressor is not None and self.compressor.active:
                 launches, own_only = [self._lossily(self.compressor, gradients, buffers)], []
             else:
                 launches, own_only = self._exactly(gradients, buffers), unit.trainable
             del buffers
-            handle = gradients.domain.reduce(launches, self._hold)
+            handle = gradients.domain.reductions.start(launches, self._hold)
         self._in_flight.append(_Flight(gradients, handle, own_only, sent if self.domain.async_reductions else ()))
         self.order.lossy_in_flight += not own_only
 
@@ -442,7 +443,7 @@ class Reducer:
         ends = self.boundary or not inside  # goes on to this rank's own range
         adds = bool(gradients.sums) if inside else gradients.accumulated
 
-        def first(outputs: Sequence[torch.Tensor]) -> Reduction:
+        def first(outputs: Sequence[torch.Tensor]) -> Handle:
             given = dict(zip(places, outputs, strict=True))
             pairs = [(given[place], buffer) for place, buffer in buffers.items()]
             return gradients.comm.reduce_scatter(pairs, unit.name, accumulate=adds and fine == 1, kind="reduce")
@@ -542,7 +543,7 @@ class Reducer:
         for level in sorted({section.levels.optimizer for section in own_only} - {depth}):
             moves = [(s.whole_gradient, s.own_gradient, depth) for s in own_only if s.levels.optimizer == level]
             launches = domain.gathering(moves, level, gradients.unit.name, kind="replicate")
-            links.append(domain.reduce(launches))
+            links.append(domain.reductions.start(launches))
         if not gradients.lends:
             self._replicating += links
             return
@@ -584,7 +585,7 @@ class Reducer:
                 self._wait_oldest(self._ahead, blocking=not self.domain.async_reductions)
                 self.domain.reductions.follow()
                 with self.domain.reductions.aside():
-                    handle = gradients.domain.reduce(self._beyond(gradients))
+                    handle = gradients.domain.reductions.start(self._beyond(gradients))
                 self._in_flight.append(_Flight(gradients, handle, gradients.unit.trainable))
             self._flush()
 

@@ -50,8 +50,7 @@ from typing_extensions import override
 from shardwise.comm import p2p
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.desync import named, publish_end
-from shardwise.comm.ledger import Record, user_line
-from shardwise.comm.rank_status import Waiting
+from shardwise.comm.ledger import Record, user_line, waiting
 from shardwise.compat import default_store
 from shardwise.device.streams import Mark, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
@@ -220,7 +219,7 @@ class SideChannel(PeerShards):
             time.monotonic_ns(), "meeting", self.comm.name, 0, 0, "destroy()", user_line(), now, kind="end",
             members=self.comm.members,
         )  # fmt: skip
-        with Waiting(record, now):
+        with waiting(record, now):
             return self._meet(own, cut_short=cut_short)
 
     def _meet(self, own: dict[str, Any], *, cut_short: bool) -> str:

@@ -8,9 +8,10 @@ from typing import Protocol
 import torch
 from typing_extensions import override
 
-from shardwise.comm.collective_queue import Launch, Work
+from shardwise.comm.collective_queue import Launch
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain
+from shardwise.comm.native import PendingCollective
 from shardwise.zero.units.flat_param import FlatParamStorage
 
 
@@ -85,7 +86,7 @@ class ShardSource(GatherSource):
         if not launches:
             return [lambda: _Coming(sections)]
 
-        def begin() -> Work:
+        def begin() -> PendingCollective:
             for section in sections:
                 section.bring_shard()
             return launches[0]()
