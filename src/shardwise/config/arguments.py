@@ -1,4 +1,4 @@
-"""Which configuration file the parsed arguments of a script name."""
+"""The configuration that a script's parsed arguments name."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from typing import Any
 from shardwise.errors import ConfigError
 
 CONFIG_ARGUMENTS = ("shardwise_config", "deepspeed_config", "deepscale_config")
-"""Attributes by which a namespace of parsed arguments names the file; they mean the same."""
+"""Attributes of parsed arguments that name the configuration; synonyms."""
 
 
 def config_arguments(args: object) -> dict[str, Any]:
-    """Return the arguments that give a configuration, each with the file, or the dictionary that a script has made."""
+    """Return the arguments that give a configuration, each with its path or dictionary."""
     return {name: value for name in CONFIG_ARGUMENTS if (value := getattr(args, name, None)) is not None}
 
 
 def config_path(args: object) -> Any:
-    """Return the configuration that parsed arguments name, whichever of the three spellings was used.
+    """Return the configuration that parsed arguments name, in any of the three spellings.
 
     Args:
-        args: what `parse_args` returned; attributes that it lacks count as not given.
+        args: result of `parse_args`; an absent attribute counts as None.
 
     Returns:
         The path, or the dictionary that a script has put there; None if no argument names one.
@@ -36,10 +36,10 @@ def config_path(args: object) -> Any:
 
 
 def config_source(args: object, config: Any, config_params: Any) -> Any:
-    """Return the one configuration that the arguments of `initialize` give.
+    """Return the configuration among the arguments of `initialize`.
 
     Raises:
-        ConfigError: there is none, or there are two.
+        ConfigError: none is given, or two are.
     """
     given = {"config": config, "config_params": config_params}
     named = config_path(args)

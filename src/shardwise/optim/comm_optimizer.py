@@ -50,11 +50,9 @@ class CommOptimizer(Optimizer):
         return step < self.warm_up
 
     def _method(self, block: Block) -> BlockMean:
-        """Return the averaging method of a block."""
         raise NotImplementedError
 
     def _step_averaged(self, blocks: Sequence[Block]) -> None:
-        """Step blocks with local gradients."""
         raise NotImplementedError
 
     # -- for the engine ----------------------------------------------------------------------------------------------

@@ -362,7 +362,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _limit(numels: Iterable[int], device: torch.device) -> int:
-    """Return the number of elements of a batch, from speed and from the share of scratch memory."""
     whole = sum(map(_room, numels))
     most = CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
     return min(whole, most, max(LEAST_CHUNK, _room(whole // SHARE)))
@@ -374,7 +373,6 @@ def _all_in(runs: Sequence[_Run], dtype: torch.dtype) -> bool:
 
 
 def _room(numel: int) -> int:
-    """Return the elements of scratch for a range, rounded up to the alignment."""
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
@@ -405,7 +403,6 @@ def _batches(runs: Sequence[_Run], limit: int) -> Iterator[list[_Run]]:
 
 
 def _put_back(run: _Run) -> None:
-    """Write a range that was updated in a copy into the parameter."""
     original = run.tensors.get("original")
     if original is not None:
         original.copy_(run.tensors["parameter"].view(original.shape))

@@ -235,7 +235,6 @@ class Muon(Optimizer):
                 self._step_adam(group)
 
     def _step_matrices(self, parameters: Sequence[torch.Tensor], group: dict[str, Any], many: int) -> None:
-        """Step matrices of one shape in batches of `many`."""
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

@@ -102,7 +102,6 @@ class _Adam(_Onebit, ElementwiseOptimizer):
         *,
         frozen: bool = False,
     ) -> None:
-        """Make one Adam step, with torch's operations in torch's order."""
         lr, (first, second) = float(group["lr"]), decay_rates(group)
         if group["weight_decay"]:
             values.mul_(1 - lr * group["weight_decay"])
@@ -572,7 +571,6 @@ class ZeroOneAdam(_Adam):
             self._anchors[block.name][segment.start : segment.stop] = segment.parameter.detach()
 
     def _place(self) -> None:
-        """Set the parameters to the synchronized values plus the local updates."""
         for block in self._blocks:
             anchors, sums = self._anchors[block.name], self._sums[block.name]
             for segment in block.segments:

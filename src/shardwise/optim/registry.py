@@ -116,14 +116,14 @@ def _elementwise(
     cls = OURS[name.lower()]
     if isinstance(found, schema.AdamArguments) and found.adam_w_mode:
         cls = AdamW
-    plain = found.asks_torch() is None
+    plain = found.torch_only_option() is None
     if not plain:
         cls = getattr(torch.optim, cls.__name__)
     # Options that the class lacks have no effect, or have already decided the class.
     options = {"weight_decay": 0.0, **{key: given[key] for key in given if key in inspect.signature(cls).parameters}}
     if plain and not found.fp32_optimizer_states:
         options["state_dtype"] = _narrow_states(params, parameter_dtype)
-    if not plain and isinstance(found, schema.AdamArguments) and found.leaves_implementation():
+    if not plain and isinstance(found, schema.AdamArguments) and found.allows_fused():
         reason = _fused_refusal(cls, params, device)
         options["fused"] = None if reason else True
         if reason:
@@ -132,7 +132,6 @@ def _elementwise(
 
 
 def _muon_groups(params: Iterable[Any], named: Iterable[tuple[str, torch.Tensor]]) -> list[Any]:
-    """Split parameters into groups of Muon and of Adam by their names in the model."""
     known: dict[int, list[str]] = {}
     for name, parameter in named:
         known.setdefault(id(parameter), []).append(name)
@@ -177,7 +176,6 @@ _MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 
 
 def _narrow_states(params: list[Any], parameter_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the single dtype of the parameters, in which states are kept."""
     kinds = {parameter_dtype} if parameter_dtype else {tensor.dtype for tensor in _tensors(params)}
     if len(kinds) == 1 and torch.float16 not in kinds:
         return kinds.pop()

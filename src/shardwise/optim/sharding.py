@@ -111,9 +111,7 @@ def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
     # Looked up in the class itself, because a base class declares its own update only.
     declared = vars(cls).get(ATTRIBUTE)
     if declared is None and getattr(cls, ATTRIBUTE, None) == Sharding.COMMUNICATES.value:
-        declared = (
-            Sharding.COMMUNICATES.value
-        )  # about gradients, not the update
+        declared = Sharding.COMMUNICATES.value  # about gradients, not the update
     if declared is None:
         return Sharding.WHOLE, (
             f"{name} does not say how it may be split, so it gets whole tensors; if each element's update "

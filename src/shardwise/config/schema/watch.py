@@ -1,4 +1,4 @@
-"""Watching the numbers of a run: losses, gradient norms, and where values become infinite or NaN."""
+"""Watching the numbers of a run: losses, gradient norms, and infinite or NaN values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OnSpike = Literal["warn", "skip", "stop", "rewind", "ignore"]
 
 
 class AnomalyWatch(ConfigSection):
-    """`anomaly_watch`: loss spikes, gradients that grow, and the module in which values become infinite or NaN. A
+    """`anomaly_watch`: loss spikes, growing gradients, and the module that first computes infinite or NaN values. A
     section of ours.
     """
 
@@ -32,4 +32,4 @@ class AnomalyWatch(ConfigSection):
     threshold: float = key(
         8.0, "Deviations above the median of the window from which a value is a spike (1.4826 MAD is one).", gt=0
     )
-    max_rewinds: Int = key(3, "Rewinds after which the next anomaly that asks for one ends the run instead.", gt=0)
+    max_rewinds: Int = key(3, "Most rewinds; the next anomaly that requests one ends the run.", gt=0)

@@ -74,7 +74,7 @@ def _as_dict(resolution: Resolution, world: int, assumed: list[Note]) -> dict[st
         "no_effect": [note._asdict() for note in resolution.no_effect],
         "read_by_clients": [note._asdict() for note in resolution.read_by_clients],
         "assumed": [note._asdict() for note in assumed],
-        "not_json": resolution.beyond,
+        "not_json": resolution.extensions,
     }
 
 
@@ -106,9 +106,9 @@ def _show(resolution: Resolution, world: int, assumed: list[Note]) -> None:
         console.print(f"read by clients: {note.path} = {_text(note.value)}: {note.reason}")
     for note in assumed:
         console.print(f"assumed: {note.path}: {note.reason}")
-    if resolution.beyond is not None:
-        said = "other readers of JSON refuse it, such as those of the Trainer, Accelerate and Lightning"
-        console.print(f"not plain JSON: {resolution.beyond}. It is read here and by DeepSpeed, but {said}")
+    if resolution.extensions is not None:
+        text = "other readers of JSON refuse it, such as those of the Trainer, Accelerate and Lightning"
+        console.print(f"not plain JSON: {resolution.extensions}. It is read here and by DeepSpeed, but {text}")
     for warning in resolution.warnings:
         console.print(f"warning: {warning}")
     console.print(f"{resolution.origin} is valid for {world} rank{'s' * (world > 1)}.")
