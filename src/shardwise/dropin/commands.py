@@ -1,4 +1,4 @@
-"""The command `ds_report`, which is `shardwise doctor` and a list of operators."""
+"""The command `ds_report`: `shardwise doctor` and a list of operators."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def report(args: list[str] | None = None) -> int:
 
 
 def _operators(reasons: bool) -> None:
-    """List what there is of DeepSpeed's compiled operators; nothing is compiled here."""
     from shardwise.dropin.adapters.operators import ALL_OPS
 
     print("operators   none are compiled: what one is for is done in plain torch, or not built")

@@ -1,7 +1,6 @@
-"""The command `ds_bench`: its options, given to `shardwise bench comm`.
+"""The command `ds_bench`: its options, passed to `shardwise bench comm`.
 
-What an option asks for is measured, or the option is refused with the reason; one that changes nothing here says so in
-a line.
+Every option is measured, refused with the reason, or reported to have no effect.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def bench_of(arguments: list[str]) -> CommWanted:
-    """Return what a command line of `ds_bench` asks for.
+    """Return the benchmark that a command line of `ds_bench` requests.
 
     Raises:
         CommandLineError: an option is unknown, or has a wrong value.
-        NotBuiltError: an option asks for something that this version does not have.
+        NotBuiltError: this version does not support an option.
 
     >>> wanted = bench_of(["--scan", "--all-reduce", "--maxsize", "16"])
     >>> wanted.ops, wanted.sizes
