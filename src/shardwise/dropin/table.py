@@ -78,7 +78,7 @@ _CONFIG = merge(
     classes("shardwise.errors", "DeepSpeedConfigError = ConfigError"),
 )
 _OPTIMIZER = classes(f"{_ADAPT}.engine_optimizer", "DeepSpeedOptimizer")
-_ZERO_OPTIMIZER = stubs("optimizers are not wrapped; engine.zero_optimization_stage() returns the stage", "ZeROOptimizer")
+_ZERO_OPTIMIZER = stubs("optimizers are not wrapped; see engine.zero_optimization_stage()", "ZeROOptimizer")
 _ENGINE = classes("shardwise.engine", "DeepSpeedEngine = Engine")
 _LOADER = classes("shardwise.data", "DeepSpeedDataLoader = EngineDataLoader")
 _GATHERED = classes("shardwise.zero", "GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True)")
