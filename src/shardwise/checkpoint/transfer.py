@@ -1,4 +1,4 @@
-"""Bytes that travel between ranks where no file system is shared: whole files, and small texts for everybody."""
+"""File transfer between ranks without a shared file system."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from shardwise.errors import CheckpointError
 _LABEL = "copies"
 _LEAST, _MOST = 4 << 10, 16 << 20
 _SHARE = 8
-"""Files travel in pieces of this part of the largest, so that buffers stay below what gradients take, of which none are
-held between steps."""
+"""Files are sent in pieces of 1/8 of the largest: smaller than the gradients, which are free between steps."""
 
 Hold = Callable[[torch.Tensor], None]
-"""Counts the memory of a buffer as long as it lives."""
+"""Accounts the memory of a buffer while it lives."""
 
 
 @dataclass(frozen=True)
 class FileTransfer:
-    """One file on its way from rank to rank.
+    """One file to send from rank to rank.
 
     Attributes:
         name: of the file; it is the same on both sides.
         size: bytes.
-        src: rank that has it.
-        dst: rank that gets it; another one.
+        src: sending rank.
+        dst: receiving rank; another one.
     """
 
     name: str
@@ -41,14 +40,14 @@ class FileTransfer:
     dst: int
 
 
-def rounds(shipments: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
-    """Divide shipments into rounds in which each rank sends at most one file and receives at most one.
+def rounds(transfers: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
+    """Divide transfers into rounds in which each rank sends at most one file and receives at most one.
 
     >>> files = [FileTransfer("a", 1, 0, 1), FileTransfer("b", 1, 1, 0), FileTransfer("c", 1, 0, 1)]
     >>> [len(some) for some in rounds(files)]
     [2, 1]
     """
-    left, found = list(shipments), []
+    left, found = list(transfers), []
     while left:
         sending: set[int] = set()
         receiving: set[int] = set()
@@ -63,35 +62,34 @@ def rounds(shipments: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
     return found
 
 
-def ship(
+def exchange_files(
     comm: Communicator,
     device: torch.device,
-    shipments: Sequence[FileTransfer],
+    transfers: Sequence[FileTransfer],
     source: Callable[[str], str],
     target: Callable[[str], str],
     hold: Hold,
     *,
     over: bool = False,
 ) -> None:
-    """Send files; all ranks call this together with the same shipments.
+    """Send files, with the same `transfers` on all ranks. A collective.
 
-    A rank that cannot read or write goes on taking part, so that nobody waits for it, and raises at the end.
+    A rank that cannot read or write still takes part, because others would wait for it, and raises at the end.
 
     Args:
-        comm: the ranks.
-        device: where the backend wants its tensors.
-        shipments: what travels.
-        source: gives the path of a file that this rank sends.
-        target: gives the path of a file that this rank receives; it must not exist.
-        hold: is told of the buffers.
-        over: files that are received may exist, and are written over in their place.
+        device: of the backend's tensors.
+        transfers: the files.
+        source: returns the path of a file that this rank sends.
+        target: returns the path of a file that this rank receives; it must not exist.
+        hold: accounts buffers.
+        over: received files may exist, and are overwritten in place.
 
     Raises:
         OSError: a file of this rank cannot be read or written.
         CheckpointError: a file of this rank is shorter than announced.
     """
     failure: Exception | None = None
-    for these in rounds(shipments):
+    for these in rounds(transfers):
         sent = next((s for s in these if s.src == comm.rank), None)
         received = next((s for s in these if s.dst == comm.rank), None)
         largest = max(shipment.size for shipment in these)
@@ -114,7 +112,7 @@ _EndT = TypeVar("_EndT", bound="_End")
 
 
 class _End:
-    """This rank's end of a shipment: its file, open while the context lasts, and a buffer of one piece."""
+    """This rank's end of a transfer: its file, open in the context, and a buffer of one piece."""
 
     def __init__(
         self,
@@ -166,7 +164,7 @@ class _Reading(_End):
         return cast(BinaryIO, open(path, "rb", buffering=0))
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
-        """Return the bytes to send now, and how many go to each rank."""
+        """Return the bytes to send now, and the number of bytes for each rank."""
         sizes, count = [0] * world, self._count(begin)
         if count:
             assert self.shipment is not None
@@ -217,7 +215,7 @@ class _Writing(_End):
         return cast(BinaryIO, open(descriptor, "wb", buffering=0))
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
-        """Return where the bytes that arrive now go, and how many come from each rank."""
+        """Return the buffer for arriving bytes, and the number of bytes from each rank."""
         sizes, self._taken = [0] * world, self._count(begin)
         if self._taken:
             assert self.shipment is not None
@@ -225,7 +223,6 @@ class _Writing(_End):
         return self._buffer[: self._taken], sizes
 
     def keep(self) -> None:
-        """Write what has arrived."""
         if not self._taken or self._file is None or self.failure is not None:
             return
         if self._buffer is not self._host:

@@ -36,11 +36,7 @@ def config_path(args: object) -> Any:
 
 
 def config_source(args: object, config: Any, config_params: Any) -> Any:
-    """Return the configuration among the arguments of `initialize`.
-
-    Raises:
-        ConfigError: none is given, or two are.
-    """
+    """Return the configuration among the arguments of `initialize`. Raises ConfigError if none is given, or two are."""
     given = {"config": config, "config_params": config_params}
     named = config_path(args)
     if named is not None:

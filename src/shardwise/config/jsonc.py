@@ -50,14 +50,11 @@ class Parsed:
 
 
 def parse(text: str) -> Parsed:
-    """Read JSON or Hjson.
+    """Read JSON or Hjson. Raises JSONSyntaxError with line and column of the first error.
 
-    Raises:
-        JSONSyntaxError: with line and column of the first place that cannot be read.
-
-    >>> parse('{"a": 1,  // one\\n "b": [2, 3,],}').value
+    >>> parse('{"a": 1,  // one\n "b": [2, 3,],}').value
     {'a': 1, 'b': [2, 3]}
-    >>> parse("a: 1\\nb: {c: 2}\\n").value
+    >>> parse("a: 1\nb: {c: 2}\n").value
     {'a': 1, 'b': {'c': 2}}
     """
     reader = _Reader(text)

@@ -137,19 +137,15 @@ def _unbuilt(path: tuple[str, ...]) -> bool:
 
 
 def update(text: str) -> str:
-    """Return a page with the table between the markers replaced.
-
-    Raises:
-        ValueError: the page does not have both markers in this order.
+    """Return a page with the table between the markers replaced. Raises ValueError if the page does not have both
+    markers in this order.
     """
     return fill(text, table(), BEGIN, END)
 
 
 def fill(text: str, content: str, begin: str, end: str) -> str:
-    """Return a page with the text between two markers replaced.
-
-    Raises:
-        ValueError: the page does not have both markers in this order.
+    """Return a page with the text between two markers replaced. Raises ValueError if the page does not have both
+    markers in this order.
     """
     before, first, rest = text.partition(begin)
     _, second, after = rest.partition(end)

@@ -133,11 +133,7 @@ def missing(reason: str, names: str, probed_by: str = "") -> dict[str, Entry]:
 
 
 def merge(*parts: Entries) -> dict[str, Entry]:
-    """Merge the entries of one module.
-
-    Raises:
-        ValueError: a name occurs twice.
-    """
+    """Merge the entries of one module. Raises ValueError if a name occurs twice."""
     made: dict[str, Entry] = {}
     for part in parts:
         twice = made.keys() & part.keys()

@@ -14,10 +14,8 @@ def install_as_deepspeed() -> None:
     """Make `import deepspeed` give shardwise in this process, without installing anything.
 
     Call it before anything imports `deepspeed` or looks it up in `importlib.metadata` (transformers, accelerate and
-    lightning do both). A second call does nothing. Child processes other than forks must call it themselves.
-
-    Raises:
-        UsageError: DeepSpeed itself has been imported already.
+    lightning do both). A second call does nothing. Child processes other than forks must call it themselves. Raises
+    UsageError if DeepSpeed itself has been imported already.
 
     Example:
         >>> import shardwise

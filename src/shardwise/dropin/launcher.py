@@ -147,10 +147,8 @@ def main(args: list[str] | None = None) -> NoReturn:
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """Return the machines of a hostfile with their numbers of slots, or None if there is no such file.
-
-    Raises:
-        CommandLineError: the file has another form.
+    """Return the machines of a hostfile with their numbers of slots, or None if there is no such file. Raises
+    CommandLineError if the file has another form.
     """
     return read_hostfile(hostfile_path) if os.path.isfile(hostfile_path) else None
 

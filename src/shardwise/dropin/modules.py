@@ -186,11 +186,8 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of the table; see `importlib.abc.MetaPathFinder`.
-
-        Raises:
-            AbsentImportError: an absent name or module with a known reason is imported. `importlib.util.find_spec` gets
-                None.
+        """Find a module of the table; see `importlib.abc.MetaPathFinder`. Raises AbsentImportError if an absent name
+        or module with a known reason is imported. `importlib.util.find_spec` gets None.
         """
         if fullname in PATHS:
             return importlib.util.spec_from_loader(fullname, Loader(), origin="shardwise")

@@ -94,10 +94,8 @@ def _by_reason(table: Mapping[str, Mapping[str, Entry]], kind: type[Stub] | type
 
 
 def update(text: str) -> str:
-    """Return a page with the text between the markers replaced.
-
-    Raises:
-        ValueError: the page does not have both markers in this order.
+    """Return a page with the text between the markers replaced. Raises ValueError if the page does not have both
+    markers in this order.
     """
     return fill(text, page(), BEGIN, END)
 

@@ -126,7 +126,7 @@ class BackgroundSaves:
 
 def saved_bytes(sharded: ShardedModel, state: int) -> int:
     """Return the planned bytes of this rank's part of a checkpoint. `state`: bytes of this rank's optimizer state."""
-    values, ranges = sharded.value_runs(), sharded.saved_ranges()
+    values, ranges = sharded.value_runs(), sharded.owned_ranges()
     size = trained = saved = 0
     for tensor in sharded.registry:
         runs = values.get(tensor.index, [])

@@ -127,10 +127,8 @@ def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
 
 
 def group_shardings(optimizer: torch.optim.Optimizer) -> list[Sharding]:
-    """Return the sharding of each parameter group.
-
-    Raises:
-        ConfigError: the optimizer cannot be sharded, or does not declare how.
+    """Return the sharding of each parameter group. Raises ConfigError if the optimizer cannot be sharded, or does not
+    declare how.
 
     >>> group_shardings(torch.optim.SGD([torch.zeros(2)]))
     [<Sharding.ELEMENTWISE: 'elementwise'>]

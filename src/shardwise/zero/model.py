@@ -727,7 +727,7 @@ class ShardedModel:
         self.take_changes()
         runs = {}
         for index, (section, own) in self._own_pieces().items():
-            with self.shown(index):
+            with self.materialized(index):
                 if section.layout.trainable and self.update is not None:
                     runs[index] = self.update.master_pieces(index)
                 else:
@@ -745,7 +745,7 @@ class ShardedModel:
         return None if owned else tensor.box
 
     @contextlib.contextmanager
-    def shown(self, index: int) -> Iterator[None]:
+    def materialized(self, index: int) -> Iterator[None]:
         """Let views be made of a parameter's values and state inside of the block, without there being any values."""
         with contextlib.ExitStack() as stack:
             for loans in self._section_of[index][1].away:
@@ -754,7 +754,7 @@ class ShardedModel:
                 stack.enter_context(loans.shown())
             yield
 
-    def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
+    def owned_ranges(self) -> dict[int, list[tuple[int, int]]]:
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
         ranges: dict[int, list[tuple[int, int]]] = {}
         for index, (section, own) in self._own_pieces().items():
@@ -806,13 +806,13 @@ class ShardedModel:
         self._shards_written()
 
     @property
-    def away(self) -> bool:
-        """Whether anything has to be lent before it can be read."""
+    def is_offloaded(self) -> bool:
+        """Whether some of the saved state is offloaded, and must be fetched."""
         return any(section.away for unit in self.units for section in unit.sections) or bool(
             self.owners is not None and self.owners.borrowing()
         )
 
-    def bring(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
+    def fetch(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
         """Read values that may live elsewhere, in their order, some of them at a time; the next are on their way then.
 
         Args:
@@ -832,9 +832,9 @@ class ShardedModel:
                 groups[-1][1].append((lender, False))
         in_turn(groups, use)
 
-    def lent_in_turn(self) -> Iterator[Collection[int]]:
+    def iter_resident(self) -> Iterator[Collection[int]]:
         """Yield the parameters, some at a time, of which everything is on the device meanwhile and may be written."""
-        if not self.away or (self.owners is not None and self.owners.borrowing()):
+        if not self.is_offloaded or (self.owners is not None and self.owners.borrowing()):
             with self.lent():  # tensors that are stepped whole are lent together
                 yield range(len(self.registry))
             return

@@ -282,11 +282,7 @@ class Accelerator:
         graph.replay()
 
     def create_op_builder(self, class_name: str) -> OpBuilder:
-        """Return a builder of operators by class name.
-
-        Raises:
-            UsageError: the name is unknown.
-        """
+        """Return a builder of operators by class name. Raises UsageError if the name is unknown."""
         return create_op_builder(class_name)
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
@@ -335,10 +331,8 @@ _chosen: Any = None
 
 
 def get_accelerator() -> Any:
-    """Return the accelerator of `set_accelerator`, else that of DS_ACCELERATOR, else the present device.
-
-    Raises:
-        UsageError: DS_ACCELERATOR is neither cuda nor cpu, or is cuda without a GPU.
+    """Return the accelerator of `set_accelerator`, else that of DS_ACCELERATOR, else the present device. Raises
+    UsageError if DS_ACCELERATOR is neither cuda nor cpu, or is cuda without a GPU.
     """
     global _chosen
     if _chosen is None:

@@ -102,9 +102,7 @@ def configure_checkpointing(
     profile: bool | None = None,
 ) -> None:
     """Call `shardwise.checkpointing.configure` with the section `activation_checkpointing` of a configuration.
-
-    Raises:
-        ConfigError: the section is wrong.
+    Raises ConfigError if the section is wrong.
     """
     if deepspeed_config is not None:
         name = "activation_checkpointing"
@@ -131,10 +129,8 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return key-value pairs as a dictionary; an `object_pairs_hook` of `json.load`.
-
-    Raises:
-        ValueError: a key occurs twice.
+    """Return key-value pairs as a dictionary; an `object_pairs_hook` of `json.load`. Raises ValueError if a key
+    occurs twice.
     """
     pairs = list(ordered_pairs)
     made = dict(pairs)

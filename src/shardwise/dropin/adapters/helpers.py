@@ -21,10 +21,8 @@ _Value = TypeVar("_Value")
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
     """Clip the gradients of parameters that no engine owns, and return their norm (`torch.nn.utils.clip_grad_norm_`).
 
-    An engine clips itself (`gradient_clipping`).
-
-    Raises:
-        UsageError: `mpu` has a model-parallel group, over which the parameters are split.
+    An engine clips itself (`gradient_clipping`). Raises UsageError if `mpu` has a model-parallel group, over which the
+    parameters are split.
     """
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         raise UsageError("clip_grad_norm_(mpu=...): parameters that several ranks share are not built yet")
@@ -76,11 +74,7 @@ def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
 
 
 def get_only_unique_item(items: Iterable[_Value]) -> _Value:
-    """Return the value that all items have.
-
-    Raises:
-        RuntimeError: they differ, or there is none.
-    """
+    """Return the value that all items have. Raises RuntimeError if they differ, or there is none."""
     found = list(dict.fromkeys(items))
     if len(found) != 1:
         raise RuntimeError(f"expected items that are all equal, found {found}")
@@ -121,11 +115,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer that an object is or has (`.optimizer`).
-
-    Raises:
-        TypeError: neither.
-    """
+    """Return the torch optimizer that an object is or has (`.optimizer`). Raises TypeError if neither."""
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, torch.optim.Optimizer):
             return candidate

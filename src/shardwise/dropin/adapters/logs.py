@@ -112,11 +112,7 @@ def print_json_dist(message: dict[str, Any], ranks: list[int] | None = None, pat
 
 
 def set_log_level_from_string(log_level_str: str) -> None:
-    """Set the level by name: debug, info, warning, error or critical.
-
-    Raises:
-        UsageError: the name is unknown.
-    """
+    """Set the level by name: debug, info, warning, error or critical. Raises UsageError if the name is unknown."""
     logger.setLevel(_level(log_level_str))
 
 

@@ -55,10 +55,8 @@ class OpBuilder:
     def load(self, verbose: bool = True) -> ModuleType:
         """Return the module of shardwise with the feature.
 
-        It has its own functions, not the operator's; only that of `AsyncIOBuilder` has `aio_handle`.
-
-        Raises:
-            NotBuiltError: there is none.
+        It has its own functions, not the operator's; only that of `AsyncIOBuilder` has `aio_handle`. Raises
+        NotBuiltError if there is none.
         """
         if self.home is None:
             raise NotBuiltError(f"{type(self).__name__}().load(): {self.reason}.")
@@ -120,11 +118,7 @@ def op_builder(class_name: str) -> type[OpBuilder] | None:
 
 
 def create_op_builder(class_name: str) -> OpBuilder:
-    """Return a builder by class name.
-
-    Raises:
-        UsageError: the name is unknown.
-    """
+    """Return a builder by class name. Raises UsageError if the name is unknown."""
     found = op_builder(class_name)
     if found is None:
         raise UsageError(f"no builder of operators is called {class_name!r}; there are {', '.join(sorted(_BY_CLASS))}")

@@ -10,11 +10,7 @@ from shardwise.registry import part_of
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Accept training mode, the only one.
-
-    Raises:
-        UsageError: `training` is False, which needs an inference engine.
-    """
+    """Accept training mode, the only one. Raises UsageError if `training` is False, which needs an inference engine."""
     if not training:
         raise UsageError(
             "set_autotp_mode(training=False): there is no inference engine that divides layers. Pass training=True; a "
