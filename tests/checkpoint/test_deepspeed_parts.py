@@ -222,7 +222,7 @@ def test_patterns() -> None:
     assert of("blocks.1.up.weight", (5, 8), (4, 8)) == ((9, 8), (((0, 5), (0, 8)), ((5, 9), (0, 8))))
     assert of("words.weight", (7, 8), (7, 8)) == ((14, 8), (((0, 7), (0, 8)), ((7, 14), (0, 8))))
     for name, shapes, message in (
-        ("blocks.0.qkv.weight", ((12, 8), (12, 8)), "the files do not tell"),
+        ("blocks.0.qkv.weight", ((12, 8), (12, 8)), "the files do not describe"),
         ("blocks.0.norm.weight", ((8,), (4,)), "should be whole"),
         ("blocks.0.o.weight", ((8, 4), (6, 4)), "divided in dimension 1"),
     ):

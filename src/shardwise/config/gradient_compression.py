@@ -34,7 +34,7 @@ def method_parameters(config: Config) -> ConfigSection | None:
     >>> from shardwise.config import resolve
     >>> config = {"train_batch_size": 2, "compression": {"type": "TOPK", "params": {"ratio": 0.1}}}
     >>> method_parameters(resolve(config).config)
-    TopK(ratio=0.1, start_compressing_after_step=0, use_error_feedback=True)
+    TopKOptions(ratio=0.1, start_compressing_after_step=0, use_error_feedback=True)
     """
     name = method_name(config)
     return None if name is None else METHODS[name].model_validate(_canonical(METHODS[name], config.compression.params))

@@ -52,9 +52,9 @@ class Parsed:
 def parse(text: str) -> Parsed:
     """Read JSON or Hjson. Raises JSONSyntaxError with line and column of the first error.
 
-    >>> parse('{"a": 1,  // one\n "b": [2, 3,],}').value
+    >>> parse('{"a": 1,  // one\\n "b": [2, 3,],}').value
     {'a': 1, 'b': [2, 3]}
-    >>> parse("a: 1\nb: {c: 2}\n").value
+    >>> parse("a: 1\\nb: {c: 2}\\n").value
     {'a': 1, 'b': {'c': 2}}
     """
     reader = _Reader(text)
