@@ -197,7 +197,7 @@ def test_what_files_do_not_tell_the_engine_tells_or_nobody(stage: int, held: fil
     for name, master in held.masters.items():
         assert torch.equal(found[f"parameter {name}"], master)
         assert torch.equal(found[f"optimizer/exp_avg {name}"], held.states[name]["exp_avg"])
-    with pytest.raises(CheckpointError, match=r"words\.weight.*files do not tell.*autotp_size=2"):
+    with pytest.raises(CheckpointError, match=r"words\.weight.*files do not describe.*autotp_size=2"):
         DeepSpeedCheckpoint(path)
 
 

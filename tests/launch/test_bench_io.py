@@ -56,7 +56,7 @@ def test_a_table_and_the_section(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert told["size"] == 1 << 20 and told["rounds"] == 2 and len(told["bytes_per_second"]) == 6
     chosen = next(row for row in told["bytes_per_second"] if row.items() >= told["aio"].items())
     assert chosen["write"] > 0 and chosen["read"] > 0
-    assert [row["plain"] for row in told["beside_plain_loops"]] == [False, True, True]
+    assert [row["plain"] for row in told["compared_with_plain_loops"]] == [False, True, True]
     resolve({"train_batch_size": 1, "aio": told["aio"]}, world_size=1)
     assert list(disk.iterdir()) == []
 

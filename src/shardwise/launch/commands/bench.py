@@ -44,8 +44,8 @@ def io(
         Optional[str],  # noqa: UP045  (typer reads it at run time)
         typer.Option(
             metavar="SIZE",
-            help="Size of the file, such as 4G; needs as much memory. Default: 1G (--quick: 256M), or a quarter of what "
-            "is free, if that is less.",
+            help="Size of the file, such as 4G; needs as much memory. Default: 1G (--quick: 256M), or a quarter of "
+            "the free space, if that is less.",
         ),
     ] = None,
     block_size: Annotated[str, typer.Option(metavar="SIZES", help="Sizes of a request, separated by commas.")] = "",
@@ -240,7 +240,7 @@ def show(wanted: Wanted) -> None:
             "size": size,
             "rounds": wanted.rounds,
             "bytes_per_second": [{**_named(one), **speed._asdict()} for one, speed in speeds.items()],
-            "beside_plain_loops": [_compared(one, speed) for one, speed in zip(references, again, strict=True)],
+            "compared_with_plain_loops": [_compared(one, speed) for one, speed in zip(references, again, strict=True)],
             "aio": section,
         }
         _save(wanted.file, everything)
