@@ -61,7 +61,6 @@ class SaveReport:
     """One asynchronous save, as this rank sees it; seconds and bytes.
 
     Attributes:
-        path: the checkpoint.
         waited: duration of waiting for the previous save (back-pressure).
         blocked: duration of `save_checkpoint`, without `waited`.
         size: bytes that this rank writes; 0 until they are written.
@@ -299,7 +298,6 @@ class Background:
     The first save creates both. Methods are local to the rank unless their docstring says "collective".
 
     Args:
-        device: of the state.
         local_ranks: ranks on this machine.
         resized: called with the change of the shared memory in bytes.
         on_saved: called on a thread of its own with the report of each successful save.
@@ -362,12 +360,7 @@ class Background:
         pending.
 
         Args:
-            made: the pending save.
             later: tensors that do not change before `copied` has been waited for.
-
-        Raises:
-            CheckpointError: there is too little memory.
-            OSError: the process cannot be started, or the staging directory is missing.
         """
         if self._process is None or self._process.ended:
             if not sys.executable:

@@ -89,11 +89,7 @@ def write_bytes(path: str, data: memoryview, *, direct: bool = False) -> FileFac
 
     Args:
         path: file to create; it must not exist.
-        data: its content.
         direct: write past the page cache if the file system supports it.
-
-    Raises:
-        OSError: it cannot be created or written.
     """
     sums = BlockSums()
     file = create(path, len(data), direct=direct)

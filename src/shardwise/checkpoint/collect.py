@@ -31,8 +31,6 @@ class TrainingState:
     Attributes:
         client: the user's own state (rank 0's is saved).
         rank: state of this rank: random number generators, position in the data.
-        scheduler: state of the schedule.
-        scaler: state of the loss scaler.
         counters: steps and samples.
     """
 
@@ -249,7 +247,6 @@ def add_replicated(part: Part, model: CheckpointedModel, inventories: list[dict[
     """Add replicated state: the first rank that has it writes it; of buffers, also ranks whose values differ.
 
     Args:
-        part: this rank's part.
         inventories: `local_inventory` of all ranks.
     """
     rank, before = model.comm.rank, inventories[: model.comm.rank]

@@ -57,7 +57,6 @@ def convert(
     atomically.
 
     Args:
-        saved: the checkpoint.
         target: directory of checkpoints; created if needed.
         tag: name of the new one.
         optimizer: class of the optimizer that will continue, as `AdamW`; None: found from the state.

@@ -103,9 +103,6 @@ class DcpSource(Source):
     """The tensors of a directory of torch.distributed.checkpoint, under their names there.
 
     A state dict saved as `{"model": model.state_dict()}` has names that begin with `model.`.
-
-    Raises:
-        CheckpointError: the metadata are damaged, or refer to other classes than those of tensors.
     """
 
     what = "torch.distributed.checkpoint"
@@ -351,12 +348,7 @@ def write(path: str, entries: Iterable[Entry], read: Callable[[Entry], torch.Ten
 
     Args:
         path: directory; it must not exist, or be empty.
-        entries: the tensors.
         read: returns the unsharded values of an entry, on the CPU.
-
-    Raises:
-        CheckpointPathError: `path` exists.
-        OSError: it cannot be written.
     """
     import torch.distributed.checkpoint as dcp
 

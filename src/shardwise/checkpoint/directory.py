@@ -89,14 +89,10 @@ class StagingDirectory:
 
     Args:
         parent: directory that will hold the checkpoint; created if needed.
-        tag: its name.
         tidy: remove leftovers of killed writers of all tags, not only of this one.
 
     Attributes:
         published: whether the checkpoint exists under its tag.
-
-    Raises:
-        OSError: the directory cannot be made.
     """
 
     def __init__(self, parent: str, tag: str, *, tidy: bool = True) -> None:

@@ -66,7 +66,6 @@ class Exported:
 
     Attributes:
         files: names of the files in the directory (none for `dcp`, whose files have no fixed names).
-        tensors: number of tensors.
         size: bytes of the tensors.
         warnings: facts that a reader of the files should know.
     """
@@ -297,7 +296,6 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
     few pieces of 8 MiB besides its shards.
 
     Args:
-        request: the arguments.
         hold: accounts memory.
 
     Raises:
@@ -483,12 +481,7 @@ def request_of(
     all_names: bool,
     overwrite: bool,
 ) -> ExportRequest:
-    """Check the arguments of an engine's `export`.
-
-    Raises:
-        CheckpointPathError: the directory cannot be used.
-        CheckpointError: another argument is wrong.
-    """
+    """Check the arguments of an engine's `export`."""
     if format == DISTRIBUTED:
         raise CheckpointError(
             f"format: {DISTRIBUTED!r} is made from a checkpoint: engine.save_checkpoint(dir), then "

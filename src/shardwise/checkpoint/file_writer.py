@@ -32,11 +32,7 @@ class Output(Protocol):
     """A file that is being written."""
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; they may change as soon as this returns.
-
-        Raises:
-            OSError: this or an earlier write failed.
-        """
+        """Append bytes; they may change as soon as this returns."""
 
     def finish(self) -> None:
         """Close the file; it is on disk when this returns. Raises OSError if writing failed."""
@@ -53,9 +49,6 @@ def create(path: str, size: int, *, direct: bool = False, over: bool = False) ->
         size: bytes that it will have.
         direct: write past the page cache if the file system supports it and the file is large.
         over: it may exist, and is overwritten in place.
-
-    Raises:
-        OSError: it cannot be created.
     """
     if direct and size >= LARGE and not over:
         return DirectFile(path)

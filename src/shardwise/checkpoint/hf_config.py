@@ -25,9 +25,6 @@ def config_files(model: nn.Module, specs: Iterable[Spec]) -> dict[str, bytes]:
     Args:
         model: unsplit, or its part on this rank.
         specs: of its weights as they are written.
-
-    Raises:
-        CheckpointError: transformers cannot write the model's configuration.
     """
     kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     if kind is None or not isinstance(model, kind):

@@ -98,10 +98,6 @@ class SafetensorsSource(Source):
 
     Args:
         path: of the file or directory.
-        files: all files.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or two hold the same tensor.
     """
 
     what = "safetensors"
@@ -139,11 +135,7 @@ class SafetensorsSource(Source):
 
 
 class StateFileSource(Source):
-    """Weights in files of `torch.save`, mapped into memory.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, holds more than tensors, or was written before torch 1.6.
-    """
+    """Weights in files of `torch.save`, mapped into memory."""
 
     what = "torch.save"
 

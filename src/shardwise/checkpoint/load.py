@@ -90,11 +90,7 @@ class Loaded:
     """State besides tensors of the model and the optimizer, as plain Python values.
 
     Attributes:
-        path: directory of the checkpoint.
-        manifest: its manifest.
         client: the user's own state.
-        scheduler: state of the schedule, or None.
-        scaler: state of the loss scaler, or None.
         rank: this rank's own state; None if the checkpoint has no such rank.
         first: rank 0's own state; None if the checkpoint has the same number of ranks.
     """
@@ -119,9 +115,7 @@ def find(
     """Choose, open, match and verify a checkpoint. A collective.
 
     Args:
-        parent: directory of checkpoints.
         tag: of a checkpoint; None: the first complete one, in the order of `shardwise.checkpoint.newest.listing`.
-        options: of loading.
         opened: opens the checkpoint at a path.
         check: raises a CheckpointError if state outside of the model cannot continue from a checkpoint.
 

@@ -39,8 +39,6 @@ class Slice:
     Attributes:
         file: name of a file in the checkpoint's directory.
         key: tensor in that file; it has the tensor's own shape if the slice is the entire tensor.
-        start: first element.
-        stop: end (exclusive).
         box: the box of the tensor, as (first, end) or several of these for each dimension, in which `start` and `stop`
             count. None: the entire tensor.
     """
@@ -189,7 +187,6 @@ class StoredPart(StoredTensor):
 
     Attributes:
         of: shape of the tensor.
-        region: the box.
     """
 
     of: tuple[int, ...] = ()
@@ -207,14 +204,12 @@ class Manifest:
     Trees are JSON of `shardwise.checkpoint.nested_json`; references to tensors in them are {"file": ..., "key": ...}.
 
     Attributes:
-        tag: name of the checkpoint.
         created: seconds since 1970.
         versions: of shardwise, torch and Python.
         layout: stage, number of ranks and dtype at saving; for information. "sequence" is the number of the state,
             "copy" that of the copy in memory of the same state; "latest" is false if `latest` was not to name it;
             "scheduler" is the class of the schedule; "job" is a random name of the job; "finite" is false if values are
             infinite or NaN, and "not_finite" then names some.
-        config: the effective configuration; for information.
         files: size and checksums by file name.
         tensors: every logical tensor.
         excluded: names of frozen parameters that were left out on request.

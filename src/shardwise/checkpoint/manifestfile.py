@@ -58,7 +58,6 @@ def load(directory: str, *, read_later: bool = True) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
     Args:
-        directory: the checkpoint.
         read_later: check every place of tensors, because they will be read. False needs no torch; the writer process
             uses it.
 

@@ -36,10 +36,8 @@ class LoadPlan:
     """Plan of loading.
 
     Attributes:
-        report: differences.
         parameters: parameters with their stored tensors.
         buffers: buffers with the tensors that this rank reads into them.
-        buffer_names: their names.
         extra: modules with their extra state (trees).
         states: optimizer state by parameter; None if none is loaded.
         left: runs of elementwise `states` that are not read yet; None: their memory is not allocated either.
@@ -250,13 +248,9 @@ def match_optimizer(
 
     Args:
         manifest: under the model's names.
-        path: for messages.
         selection: names to load, including all trained parameters.
         elsewhere: other ranks' names.
         settings: the settings of parameter groups are loaded too, which requires the same groups.
-
-    Raises:
-        CheckpointError: it is of another optimizer or other groups, or missing for some parameters.
     """
     assert model.optimizer is not None and model.update is not None
     saved = manifest.optimizer

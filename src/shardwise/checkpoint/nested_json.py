@@ -168,11 +168,7 @@ def decode(value: Any, fetch: Fetch) -> Any:
     """Return the value that `encode` has encoded.
 
     Args:
-        value: JSON from `encode`.
         fetch: called for every reference to a tensor.
-
-    Raises:
-        CheckpointError: the JSON was not made by `encode`.
 
     >>> decode({"best": {"$float": "inf"}, "shape": {"$tuple": [2, 3]}}, torch.tensor)
     {'best': inf, 'shape': (2, 3)}

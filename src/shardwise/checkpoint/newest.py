@@ -44,7 +44,6 @@ class Head:
     """Ordering keys, from the first lines of a manifest.
 
     Attributes:
-        tag: name of the checkpoint.
         sequence: number of its state; 0 in manifests of earlier versions, -1 if the manifest cannot be read.
         steps: `global_steps`; only if `sequence` is 0.
         latest: whether `latest` was to name it.

@@ -134,10 +134,6 @@ def make_own(directory: str) -> None:
     """Make a directory that only this user can write to, or check that it is one.
 
     Several ranks may call this concurrently: it appears with its marker.
-
-    Raises:
-        CheckpointError: another user could change or remove copies in it, or it was made for another purpose.
-        OSError: it cannot be made.
     """
     parent = os.path.dirname(os.path.abspath(directory))
     os.makedirs(parent, exist_ok=True)
@@ -281,7 +277,7 @@ class InMemoryCheckpoints:
         self._numbers.copied(number, state.counters)
         self._made = [*self._made[-1:], name]
         own = sum(sizes[comm.rank])
-        held = own + sum(shipment.size for shipment in transfers if shipment.dst == comm.rank)
+        held = own + sum(transfer.size for transfer in transfers if transfer.dst == comm.rank)
         self.last = MemoryCopy(steps, time.perf_counter() - began, own, held, self.path)
         return self.last
 

@@ -29,10 +29,7 @@ class CheckpointHeader:
     """A checkpoint's data besides the ranks' parts; plain JSON values.
 
     Attributes:
-        directory: holds all checkpoints of a run.
-        tag: name of this one.
         latest: let `latest` name it.
-        world: number of ranks that write.
         versions, layout, config: see `shardwise.checkpoint.manifest.Manifest`.
         optimizer: class of the optimizer, or None.
         created: time of the state, in seconds since 1970; an asynchronous save ends later.

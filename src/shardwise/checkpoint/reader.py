@@ -32,10 +32,7 @@ class FilePlace:
     """Contiguous elements of a stored tensor in a file, and their destination.
 
     Attributes:
-        stored: the tensor.
-        start: first element.
         out: 1-D tensor for them, of any dtype and device.
-        file: name of the file.
         begin: first byte in the file, a multiple of the element size.
     """
 
@@ -64,9 +61,6 @@ class FilePlace:
 
 class Checkpoint:
     """A checkpoint on disk.
-
-    Args:
-        path: its directory.
 
     Attributes:
         manifest: its content.
@@ -201,7 +195,6 @@ class Checkpoint:
         """Return (file, block) of the blocks that hold some tensors; of all blocks if None.
 
         Args:
-            tensors: logical tensors.
             trees: nested values of the manifest, whose tensors are included.
         """
         if tensors is None:

@@ -25,7 +25,6 @@ class LoadReport:
     """Result of `engine.load_checkpoint`, in names of the model; the same on every rank.
 
     Attributes:
-        path: directory of the checkpoint.
         loaded: parameters, buffers and extra state that were read (or passed to `custom_load_fn`).
         missing: in the model only; they keep their values.
         unexpected: in the checkpoint only.

@@ -43,9 +43,7 @@ def prune(
     one that is incomplete or damaged, other directories, and links. Failed removals are repeated next time.
 
     Args:
-        parent: directory of checkpoints.
         tag: of the published checkpoint.
-        counters: its counters.
         keep_last: how many of the newest are kept, this one included; None: all.
         keep_every: multiples of so many steps are kept as well; None: none.
         finite: whether its values are finite.

@@ -108,12 +108,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 class TensorFile:
     """A file of tensors opened for reading ranges of elements.
 
-    Args:
-        path: the file.
-
-    Raises:
-        CheckpointError: it cannot be opened, or contradicts its header.
-
     >>> import tempfile, os
     >>> from shardwise.checkpoint.safetensors_writer import write_tensors
     >>> path = os.path.join(tempfile.mkdtemp(), "a.safetensors")

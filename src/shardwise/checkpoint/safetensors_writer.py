@@ -92,10 +92,6 @@ class TensorWriter:
         checksums: compute checksums.
         direct: write past the page cache if the file system supports it and tensors are written in order.
         over: the file may exist, and is overwritten in place.
-
-    Raises:
-        CheckpointError: a dtype has no name in the format.
-        OSError: the file cannot be created or written.
     """
 
     def __init__(

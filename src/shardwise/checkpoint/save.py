@@ -53,12 +53,9 @@ class SaveRequest:
     """Arguments of a save.
 
     Attributes:
-        directory: holds all checkpoints of a run.
-        tag: name of this one.
         latest: let `latest` name it.
         excluded: indices of parameters to leave out.
         layout: facts for people: stage, dtype.
-        config: the effective configuration.
         tag_validation: action if ranks name different tags: `ignore`, `warn` or `fail`.
         direct: write past the page cache if the file system supports it.
         keep_last, keep_every: retention; see `shardwise.checkpoint.retention.prune`.
@@ -92,7 +89,6 @@ class PendingSave:
     """A checkpoint before it is written.
 
     Attributes:
-        path: the staging directory.
         token: unique part of its file names.
         tag: its name: rank 0's.
         draft: the staging directory's object, on rank 0.

@@ -40,10 +40,6 @@ def parse_size(size: int | str, name: str = "max_shard_size") -> int:
 
     Args:
         size: a number of bytes, or text such as "5GB"; see `shardwise.sizes.size_in_bytes`.
-        name: name in messages.
-
-    Raises:
-        CheckpointError: it is neither, or not positive.
 
     >>> parse_size("1.5KB"), parse_size("2MiB"), parse_size(7)
     (1500, 2097152, 7)
@@ -104,10 +100,6 @@ class WeightFiles:
         name: of a single file; its suffix gives the format. Several have `-00001-of-00002` in it.
         max_shard_size: bytes of tensors in one file, unless a single tensor is larger; None: one file.
         overwrite: replace existing weights of this name.
-
-    Raises:
-        CheckpointPathError: such weights exist, and `overwrite` is false.
-        OSError: files cannot be created.
     """
 
     def __init__(

@@ -78,9 +78,6 @@ class Snapshot:
 
         Returns:
             The end of the memory's content, a safetensors file.
-
-        Raises:
-            CheckpointError: there is too little memory.
         """
         layout = layout_of({name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
         self.settle()

@@ -39,8 +39,6 @@ class SourceTensor:
 
     Attributes:
         name: its name in the model.
-        shape: global shape.
-        dtype: dtype of the stored values.
         aliases: further names of a tied parameter.
         kind: `parameter` or `buffer`; `parameter` in formats without the distinction.
         trainable: whether it was trained; None if the format lacks it.
@@ -68,7 +66,6 @@ class Source(ABC):
     """Weights opened for reading; a context manager.
 
     Attributes:
-        path: of the weights.
         what: the format in words.
         excluded: names of frozen parameters that were left out when the weights were saved.
     """
@@ -152,11 +149,7 @@ class Source(ABC):
 
 
 class CheckpointSource(Source):
-    """The weights of a checkpoint of shardwise: master weights if there are any; rank 0's buffers.
-
-    Raises:
-        CheckpointError: see `Checkpoint`.
-    """
+    """The weights of a checkpoint of shardwise: master weights if there are any; rank 0's buffers."""
 
     what = "checkpoint of shardwise"
 

@@ -41,10 +41,6 @@ class StateFileWriter:
         specs: the tensors, in the order in which they will be written.
         aliases: further names of a tensor; they share its storage, as tied parameters do.
 
-    Raises:
-        CheckpointError: torch cannot save a dtype.
-        OSError: the file cannot be created or written.
-
     >>> import os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "a.bin")
     >>> writer = StateFileWriter(path, {"x": Spec(torch.float32, (2, 2))}, {"x": ["y"]})

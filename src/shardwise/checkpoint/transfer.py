@@ -29,7 +29,6 @@ class FileTransfer:
 
     Attributes:
         name: of the file; it is the same on both sides.
-        size: bytes.
         src: sending rank.
         dst: receiving rank; another one.
     """
@@ -52,12 +51,12 @@ def rounds(transfers: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
         sending: set[int] = set()
         receiving: set[int] = set()
         taken = []
-        for shipment in left:
-            if shipment.src not in sending and shipment.dst not in receiving:
-                sending.add(shipment.src)
-                receiving.add(shipment.dst)
-                taken.append(shipment)
-        left = [shipment for shipment in left if shipment not in taken]
+        for transfer in left:
+            if transfer.src not in sending and transfer.dst not in receiving:
+                sending.add(transfer.src)
+                receiving.add(transfer.dst)
+                taken.append(transfer)
+        left = [transfer for transfer in left if transfer not in taken]
         found.append(taken)
     return found
 
@@ -78,21 +77,16 @@ def exchange_files(
 
     Args:
         device: of the backend's tensors.
-        transfers: the files.
         source: returns the path of a file that this rank sends.
         target: returns the path of a file that this rank receives; it must not exist.
         hold: accounts buffers.
         over: received files may exist, and are overwritten in place.
-
-    Raises:
-        OSError: a file of this rank cannot be read or written.
-        CheckpointError: a file of this rank is shorter than announced.
     """
     failure: Exception | None = None
     for these in rounds(transfers):
         sent = next((s for s in these if s.src == comm.rank), None)
         received = next((s for s in these if s.dst == comm.rank), None)
-        largest = max(shipment.size for shipment in these)
+        largest = max(transfer.size for transfer in these)
         piece = min(_MOST, max(_LEAST, -(-largest // _SHARE)))
         with (
             _Reading(sent, source, piece, device, hold) as out,
@@ -116,32 +110,32 @@ class _End:
 
     def __init__(
         self,
-        shipment: FileTransfer | None,
+        transfer: FileTransfer | None,
         path: Callable[[str], str],
         piece: int,
         device: torch.device,
         hold: Hold,
     ) -> None:
-        self.shipment = shipment
+        self.transfer = transfer
         self.failure: Exception | None = None
         self._path = path
         self._piece = piece
         self._file: BinaryIO | None = None
-        self._host = torch.empty(piece if shipment else 0, dtype=torch.uint8, device="cpu")
+        self._host = torch.empty(piece if transfer else 0, dtype=torch.uint8, device="cpu")
         self._buffer = self._host if device.type == "cpu" else self._host.to(device)
-        if shipment is not None:
+        if transfer is not None:
             hold(self._buffer)
 
     def _open(self, path: str) -> BinaryIO:
         raise NotImplementedError
 
     def _count(self, begin: int) -> int:
-        return 0 if self.shipment is None else max(0, min(self._piece, self.shipment.size - begin))
+        return 0 if self.transfer is None else max(0, min(self._piece, self.transfer.size - begin))
 
     def __enter__(self: _EndT) -> _EndT:
-        if self.shipment is not None:
+        if self.transfer is not None:
             try:
-                self._file = self._open(self._path(self.shipment.name))
+                self._file = self._open(self._path(self.transfer.name))
             except OSError as error:
                 self.failure = error
         return self
@@ -167,8 +161,8 @@ class _Reading(_End):
         """Return the bytes to send now, and the number of bytes for each rank."""
         sizes, count = [0] * world, self._count(begin)
         if count:
-            assert self.shipment is not None
-            sizes[self.shipment.dst] = count
+            assert self.transfer is not None
+            sizes[self.transfer.dst] = count
             self._read(count)
             if self._buffer is not self._host:
                 self._buffer[:count].copy_(self._host[:count])
@@ -195,7 +189,7 @@ class _Writing(_End):
 
     def __init__(
         self,
-        shipment: FileTransfer | None,
+        transfer: FileTransfer | None,
         path: Callable[[str], str],
         piece: int,
         device: torch.device,
@@ -203,23 +197,23 @@ class _Writing(_End):
         *,
         over: bool,
     ) -> None:
-        super().__init__(shipment, path, piece, device, hold)
+        super().__init__(transfer, path, piece, device, hold)
         self._over = over
 
     def _open(self, path: str) -> BinaryIO:
         if not self._over:
             return cast(BinaryIO, open(path, "xb", buffering=0))
-        assert self.shipment is not None
+        assert self.transfer is not None
         descriptor = open_over(path)
-        os.ftruncate(descriptor, self.shipment.size)
+        os.ftruncate(descriptor, self.transfer.size)
         return cast(BinaryIO, open(descriptor, "wb", buffering=0))
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
         """Return the buffer for arriving bytes, and the number of bytes from each rank."""
         sizes, self._taken = [0] * world, self._count(begin)
         if self._taken:
-            assert self.shipment is not None
-            sizes[self.shipment.src] = self._taken
+            assert self.transfer is not None
+            sizes[self.transfer.src] = self._taken
         return self._buffer[: self._taken], sizes
 
     def keep(self) -> None:

@@ -32,9 +32,7 @@ class UnshardedTensor:
     """An unsharded parameter.
 
     Attributes:
-        name: of the tensor.
         aliases: further names of it.
-        shape: global shape.
         dtype: in which modules compute with it.
     """
 
@@ -49,9 +47,6 @@ def unsharded_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> d
 
     Args:
         exclude_frozen: leave out those that do not require a gradient on any rank.
-
-    Raises:
-        CheckpointError: some elements are on no rank.
     """
     pairs = [pair for unit in model.units for pair in zip(unit.tensors, unit.parameters, strict=True)]
     own = [tensor for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen]
@@ -288,7 +283,6 @@ def write_weights(
     Rank 0 writes while units are unsharded in turn. The file appears atomically and replaces an existing one.
 
     Args:
-        parent: directory.
         name: of the file; its suffix gives the format.
         exclude_frozen: leave out parameters that do not require a gradient.
         max_shard_size: bytes of tensors in one file (see `WeightFiles`); None: one file.
@@ -347,7 +341,6 @@ def load_state_dict(
     Master weights are set to the given values, in full precision.
 
     Args:
-        values: the state dict.
         strict: names must be the same.
         may_lack: names that may be missing nevertheless.
 

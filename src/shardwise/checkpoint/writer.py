@@ -71,7 +71,6 @@ class WriteJob:
     """One save, for the process of one rank.
 
     Attributes:
-        world: number of ranks that write.
         parent, tag, token: identify the staging directory; see `shardwise.checkpoint.directory.StagingDirectory`.
         ends: offsets in the shared memory: end of this rank's file, which is first; of its part as JSON; on rank 0 of
             the header as JSON.
@@ -132,8 +131,6 @@ def perform(
     """Write this rank's part, and on rank 0 publish when all have done so.
 
     Args:
-        job: the save.
-        memory: the shared memory.
         part_lock: descriptor of this rank's lock; closed as soon as its part is written or has failed.
         draft_lock: rank 0: descriptor of the staging directory's lock.
         watchdog: sends heartbeats.

@@ -88,8 +88,6 @@ def _copy(value: Any, path: Path, around: tuple[int, ...], problems: list[Proble
     """Copy containers and keep leaves, because a dictionary may hold objects that cannot be copied.
 
     Args:
-        value: to copy.
-        path: of the value.
         around: identities of the enclosing containers.
         problems: problems are appended.
     """

@@ -40,7 +40,6 @@ class Key:
     """One key of the schema.
 
     Attributes:
-        name: canonical name.
         field: pydantic's record of it.
         owner: its section.
         kind: `value` (a leaf), `section`, `map` (dict of sections), `list` (list of sections) or `free` (any dict).

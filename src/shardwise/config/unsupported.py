@@ -281,14 +281,13 @@ def check_built(config: Config, found: Scan, lenient: bool) -> list[Problem]:
     """Return one problem for each requested feature that this version lacks.
 
     Args:
-        config: the validated configuration.
         found: the scan, for spelling.
         lenient: the file was read by `accept`; features that change only the speed are no problem.
     """
     return [
         Problem(_as_written(entry.path, found), f"{_missing(entry)}; {_instead(entry, config)}", NotBuiltError)
         for entry in UNSUPPORTED
-        if _asked(entry, config) and not (lenient and entry.speed_only)
+        if _is_requested(entry, config) and not (lenient and entry.speed_only)
     ]
 
 
@@ -302,12 +301,12 @@ def ignored_features(config: Config, found: Scan) -> list[Note]:
     slower = [
         Note(_as_written(entry.path, found), value_at(config, entry.path), f"{_missing(entry)}; results are the same")
         for entry in UNSUPPORTED
-        if entry.speed_only and _asked(entry, config)
+        if entry.speed_only and _is_requested(entry, config)
     ]
     return ignored + slower
 
 
-def _asked(entry: Unsupported, config: Config) -> bool:
+def _is_requested(entry: Unsupported, config: Config) -> bool:
     on = all(value_at(config, switch) for switch in entry.within)
     return on and entry.requests(value_at(config, entry.path))
 

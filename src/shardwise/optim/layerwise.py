@@ -48,7 +48,6 @@ class Layerwise(Optimizer):
             parameter: a tensor, or flat ranges of tensors.
             gradient: its gradient, in memory that may be overwritten and returned.
             state: optimizer state of the parameter; empty in the first step.
-            group: its parameter group.
         """
         raise NotImplementedError
 
@@ -58,7 +57,6 @@ class Layerwise(Optimizer):
         Args:
             weight: norms of the tensors of a group before the step (fp64).
             direction: norms of their directions.
-            group: the parameter group.
         """
         raise NotImplementedError
 

@@ -47,12 +47,8 @@ def random_bits(
     32-bit hash serves two adjacent elements.
 
     Args:
-        numel: elements of the range.
         origins: of the elements; elements without origin are padding.
-        seed: of the training run.
-        step: number of the step.
         stream: number of the tensor among those rounded in the same step.
-        device: of the result.
         scratch: allocates; the result is one of its tensors.
     """
     pairs = -(-numel // 2)

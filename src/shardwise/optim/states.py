@@ -18,7 +18,6 @@ def is_elementwise_state(value: Any, numel: int, name: str = "") -> bool:
     """Return True if a state entry has one value per element of a parameter of `numel` elements.
 
     Args:
-        value: the entry.
         numel: number of elements of the parameter.
         name: key of the entry; decides only if `numel` is 1, because both kinds have one element then.
 

@@ -68,7 +68,6 @@ class Experts:
     """The experts of a checkpoint.
 
     Args:
-        path: its directory.
         files: by (layer, expert).
         opened: opens one of them.
         counts: `num_experts` of the model states: experts of each layer.
@@ -77,9 +76,6 @@ class Experts:
         layers: in the order of the model.
         values: all parameters of all experts, by the names of the model.
         homes: the file of each.
-
-    Raises:
-        CheckpointError: the file of an expert is missing, superfluous, or not of this model.
     """
 
     def __init__(self, path: str, files: Mapping[tuple[int, int], str], counts: Any, opened: Mapping[str, Any]) -> None:
@@ -231,9 +227,6 @@ class Experts:
             settings: of each parameter group; DeepSpeed's own for experts are called `ep_size_N`.
             members: names of the parameters in each group of the engine; None: unknown.
             ranks: files of optimizer states of experts.
-
-        Raises:
-            CheckpointError: it is ambiguous.
         """
         by_group = {n: int(match.group(1)) for n, g in enumerate(settings) if (match := _GROUP.fullmatch(_name(g)))}
         if members is None and len(set(by_group.values())) > 1:
@@ -279,9 +272,6 @@ class Experts:
         Args:
             members: names of the parameters in each group of the engine, on its rank.
             own: experts of the rank.
-
-        Raises:
-            CheckpointError: experts of a layer are in several groups here.
         """
         here: dict[ExpertLayer, set[int]] = {}
         groups: dict[ExpertLayer, set[int]] = {}

@@ -52,17 +52,11 @@ _HARMLESS: list[Any] = [
 class TorchFile:
     """An opened file of `torch.save`.
 
-    Args:
-        path: the file.
-
     Attributes:
         content: the saved object; tensors are on the CPU and mapped.
         size: bytes of the file.
         modified: seconds since 1970.
         records: number of parts with a checksum of their own.
-
-    Raises:
-        CheckpointError: it is missing, truncated or damaged, or an object in it could run code.
     """
 
     def __init__(self, path: str) -> None:

@@ -37,7 +37,6 @@ class Numbered:
     """The optimizer of one file of stage 0.
 
     Attributes:
-        file: its path.
         state: the state dict, in torch's form.
         masters: fp32 values of the parameters of each group, where the module has 16-bit ones.
     """
@@ -80,9 +79,6 @@ class Numbered:
             members: of the engine's groups; None: unknown.
             experts: of the model.
             own: experts of the rank of this file, by layer.
-
-        Raises:
-            CheckpointError: they are ambiguous, or the engine's differ.
         """
         if members is None:
             found = self._by_shapes(shapes, experts, own)
@@ -141,9 +137,6 @@ def names_of_numbers(
     Args:
         shapes: of all parameters of the module, in its order.
         groups: for each parameter group the shapes of its parameters.
-
-    Raises:
-        CheckpointError: several assignments are possible, or none.
 
     >>> names_of_numbers({"w": (2, 3), "b": (2,), "v": (3, 3)}, [[(2, 3), (3, 3)], [(2,)]])
     [['w', 'v'], ['b']]

@@ -84,9 +84,6 @@ class Divisions:
             names: all of it.
             shapes: of its parts.
             equal: returns True if the parts have the same values.
-
-        Raises:
-            CheckpointError: it is ambiguous, or does not fit the parts.
         """
         described = next((found for name in names if (found := self._affine.find(name)) is not None), None)
         if described is not None:
@@ -255,9 +252,6 @@ def join(
     Args:
         tensors: of each part, by name and kind.
         divisions: of each parameter, by name.
-
-    Raises:
-        CheckpointError: parts have different tensors, or do not cover one.
     """
     placed: list[StoredTensor] = []
     taken: set[tuple[str, str, Region]] = set()

@@ -161,7 +161,6 @@ def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[s
     """Return the class of this library that continues with some state; None if several or none would.
 
     Args:
-        config: DeepSpeed's configuration.
         entries: names of state with one value per element.
         settings: of each parameter group.
     """
@@ -182,7 +181,6 @@ def refusal(config: Any, entries: Collection[str], target: str) -> str | None:
     """Return why an optimizer cannot continue with some state, or None if it can.
 
     Args:
-        config: DeepSpeed's configuration.
         entries: names of state with one value per element; empty if saved before the first step.
         target: class of the optimizer.
     """

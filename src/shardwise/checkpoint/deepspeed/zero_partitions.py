@@ -34,10 +34,7 @@ class DeepSpeedPiece:
     """Elements `[start, stop)` of a flattened tensor.
 
     Attributes:
-        start: first element.
-        stop: end (exclusive).
         values: 1-D, in a mapped file.
-        file: name of that file.
     """
 
     start: int
@@ -175,9 +172,6 @@ def flat_partitions(
         holders: for each group the ranks of each of its copies, which are other parameters.
         reordered: `round_robin_gradients` was on: buffers are in the order of `param_shapes`, and
             `param_slice_mappings` has the names of the other order.
-
-    Raises:
-        CheckpointError: the files contradict each other.
     """
     layout = DeepSpeedLayout()
     bases = [_base_state(rank) for rank in ranks]
@@ -290,8 +284,6 @@ def _add_state(
 
     Args:
         layout: is extended.
-        file: the rank's file.
-        name: of the parameter.
         state: of the partition that the fragment is in.
         least: elements of the partition without padding.
         cut: the fragment's place in the partition.
@@ -316,9 +308,6 @@ def divided_parameters(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Open
     Args:
         shapes: `param_shapes`: for each (sub-)group, shapes by name in the order of its flat buffer.
         ranks: files of optimizer states, in rank order.
-
-    Raises:
-        CheckpointError: the files contradict each other.
     """
     layout = DeepSpeedLayout()
     world = len(ranks)
@@ -381,9 +370,6 @@ def numbered_states(
         names: of the parameters of each group, by number; None: not taken from here.
         state: the state dict, in torch's form.
         masters: fp32 values of the parameters of each group, where the module has 16-bit ones.
-
-    Raises:
-        CheckpointError: an entry does not fit its parameter.
     """
     layout.settings = [_settings(group) for group in state["param_groups"]]
     for number, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):

@@ -30,9 +30,6 @@ def estimate_zero2_model_states_mem_needs(
     """Return (bytes of host memory per node, bytes per GPU) for the model states of ZeRO stage 2.
 
     Args:
-        total_params: parameters of the model.
-        num_gpus_per_node: GPUs of a node.
-        num_nodes: number of nodes.
         cpu_offload: gradients, master weights and optimizer state are on the host.
         additional_buffer_factor: factor of host memory, for other buffers.
     """

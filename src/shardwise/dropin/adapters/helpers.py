@@ -34,7 +34,6 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tenso
 
     Args:
         item: a tensor or nested tensors; other objects are kept.
-        device: the target.
         criterion_func: selects tensors; None: all.
     """
     return map_tensors(item, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t)

@@ -82,7 +82,6 @@ def print_dist(message: str, ranks: list[int] | None = None) -> None:
     """Print on some ranks.
 
     Args:
-        message: text.
         ranks: ranks that print; None, empty or [-1]: all.
     """
     from shardwise.comm.api import get_rank
@@ -141,7 +140,6 @@ class LoggerFactory:
         """Return a logger that writes to standard output.
 
         Args:
-            name: of the logger.
             level: of the `logging` module.
 
         Raises:

@@ -50,7 +50,6 @@ class FusedAdam(Adam):
     """`shardwise.optim.Adam` with the arguments of DeepSpeed's class for GPUs; it runs on any device.
 
     Args:
-        params: parameters or groups.
         lr, bias_correction, betas, eps, adam_w_mode, weight_decay: see `shardwise.optim.Adam`.
         amsgrad: only False.
         set_grad_none: without effect, because an engine owns the gradients.
@@ -79,7 +78,6 @@ class DeepSpeedCPUAdam(Adam):
     """`shardwise.optim.Adam` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
 
     Args:
-        model_params: parameters or groups.
         lr, bias_correction, betas, eps, weight_decay: see `shardwise.optim.Adam`.
         amsgrad: only False.
         adamw_mode: decoupled weight decay; `adam_w_mode` of the other class.
@@ -119,7 +117,6 @@ class DeepSpeedCPUAdagrad(Adagrad):
     """`shardwise.optim.Adagrad` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
 
     Args:
-        model_params: parameters or groups.
         lr, eps, weight_decay: see `shardwise.optim.Adagrad`.
         amsgrad: only False.
         fp32_optimizer_states: False keeps the state in the parameters' dtype.
@@ -148,7 +145,6 @@ class FusedLion(Lion):
     """`shardwise.optim.Lion` with the arguments of DeepSpeed's class for GPUs; it runs on any device.
 
     Args:
-        params: parameters or groups.
         lr, betas, weight_decay: see `shardwise.optim.Lion`.
         set_grad_none: without effect.
 
@@ -171,7 +167,6 @@ class DeepSpeedCPULion(Lion):
     """`shardwise.optim.Lion` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
 
     Args:
-        model_params: parameters or groups.
         lr, betas, weight_decay: see `shardwise.optim.Lion`.
         fp32_optimizer_states: False keeps the state in the parameters' dtype.
 

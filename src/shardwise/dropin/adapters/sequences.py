@@ -144,7 +144,6 @@ class TiledFusedLogitsLoss:
             x: (rows, tokens, width).
             y: (rows, tokens), labels.
             mask: selects tokens; None: all. A tile gets selected tokens only, as (tokens, width) and (tokens).
-            shards: number of tiles.
             compute_params: without effect.
             output_reduction: "mean" or "sum".
         """
