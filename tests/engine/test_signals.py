@@ -1,4 +1,4 @@
-"""Checkpoints on signals: one rank gets the signal, all save at the same step, and nothing is added to what steps send."""
+"""Checkpoints on signals: one rank gets the signal, all save at the same step, and steps send no more."""
 
 from __future__ import annotations
 

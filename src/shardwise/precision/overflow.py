@@ -74,10 +74,10 @@ class Extent:
     def describe(self, phase: Phase) -> str:
         """Return a sentence for a message. In a backward pass NaN spreads from the last parameters to the first.
 
-        >>> print(Extent(3, 8, "layers.1.bias", "layers.2.weight").told("backward"))
+        >>> print(Extent(3, 8, "layers.1.bias", "layers.2.weight").describe("backward"))
         3 of 8 parameters have such gradients, the last 'layers.1.bias'; that of the next, 'layers.2.weight', is \
 finite, so in the order of the model it began between them
-        >>> print(Extent(8, 8, "head.bias", None).told("backward"))
+        >>> print(Extent(8, 8, "head.bias", None).describe("backward"))
         All 8 parameters have such gradients, so it began behind 'head.bias', or there
         """
         if self.count == self.total:

@@ -298,7 +298,7 @@ def _size(wanted: Wanted, free: int) -> int:
     import torch
 
     from shardwise.memory import memory_limit
-    from shardwise.offload.unnamed import padded
+    from shardwise.offload.tmpfile import padded
 
     limit = memory_limit(torch.device("cpu"))
     memory = wanted.most if limit is None else limit.share - limit.own
