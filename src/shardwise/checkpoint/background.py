@@ -359,8 +359,7 @@ class Background:
         """Take the snapshot, start a process, and lock this rank's file in the staging directory. No save may be
         pending.
 
-        Args:
-            later: tensors that do not change before `copied` has been waited for.
+        `later` names tensors that do not change before `copied` has been waited for.
         """
         if self._process is None or self._process.ended:
             if not sys.executable:
@@ -419,10 +418,8 @@ class Background:
         return min(self._limit / 2, 600.0)
 
     def wait(self, seconds: float = math.inf) -> Outcome | None:
-        """Wait until nothing is being written; return the unsettled outcome of the last save.
-
-        Args:
-            seconds: timeout, after which None is returned.
+        """Wait until nothing is being written, at most `seconds`; return the unsettled outcome of the last save, or
+        None.
         """
         self.reset_after_fork()
         if not self.unsettled:

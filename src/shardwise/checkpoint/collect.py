@@ -246,8 +246,7 @@ def local_inventory(model: CheckpointedModel) -> dict[str, Any]:
 def add_replicated(part: Part, model: CheckpointedModel, inventories: list[dict[str, Any]]) -> None:
     """Add replicated state: the first rank that has it writes it; of buffers, also ranks whose values differ.
 
-    Args:
-        inventories: `local_inventory` of all ranks.
+    `inventories` has the `local_inventory` of all ranks.
     """
     rank, before = model.comm.rank, inventories[: model.comm.rank]
     names = buffer_names(model.module)

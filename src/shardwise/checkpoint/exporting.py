@@ -77,10 +77,8 @@ class Exported:
 
 
 class Conversion:
-    """Converts values, and records tensors with values outside of the dtype's range.
-
-    Args:
-        dtype: of floating-point values; None: unchanged.
+    """Converts floating-point values to a dtype (None: unchanged), and records tensors with values outside of its
+    range.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:

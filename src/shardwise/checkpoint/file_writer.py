@@ -88,12 +88,8 @@ class _Flusher(threading.Thread):
 
 
 class CachedFile:
-    """A file that is written through the page cache.
-
-    Args:
-        path: file to create; it must not exist.
-        size: bytes that it will have.
-        over: it may exist, and is overwritten in place.
+    """A file that is written through the page cache; `path` must not exist, unless it is overwritten in place
+    (`over`).
     """
 
     def __init__(self, path: str, size: int, *, over: bool = False) -> None:

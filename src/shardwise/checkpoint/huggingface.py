@@ -94,11 +94,7 @@ def _listed(path: str) -> list[str]:
 
 
 class SafetensorsSource(Source):
-    """Weights in safetensors files.
-
-    Args:
-        path: of the file or directory.
-    """
+    """Weights in safetensors files; no two hold the same tensor."""
 
     what = "safetensors"
 
@@ -135,7 +131,7 @@ class SafetensorsSource(Source):
 
 
 class StateFileSource(Source):
-    """Weights in files of `torch.save`, mapped into memory."""
+    """Weights in files of `torch.save` (1.6 or newer, tensors only), mapped into memory."""
 
     what = "torch.save"
 

@@ -432,11 +432,7 @@ def _read_optimizer(
 
 
 class _StateMaker:
-    """Clears all optimizer state, and allocates state with one value per element.
-
-    Args:
-        states: planned state by parameter.
-    """
+    """Clears all optimizer state, and allocates the planned state with one value per element."""
 
     def __init__(self, model: CheckpointedModel, states: dict[int, OptimizerStatePlan]) -> None:
         update, optimizer = model.update, model.optimizer

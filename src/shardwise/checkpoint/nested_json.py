@@ -165,10 +165,7 @@ def _encode_numpy(value: Any, path: str, store_tensor: StoreTensor) -> Any:
 
 
 def decode(value: Any, fetch: Fetch) -> Any:
-    """Return the value that `encode` has encoded.
-
-    Args:
-        fetch: called for every reference to a tensor.
+    """Return the value that `encode` has encoded; `fetch` is called for every reference to a tensor.
 
     >>> decode({"best": {"$float": "inf"}, "shape": {"$tuple": [2, 3]}}, torch.tensor)
     {'best': inf, 'shape': (2, 3)}

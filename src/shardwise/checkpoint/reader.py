@@ -192,11 +192,7 @@ class Checkpoint:
                 )
 
     def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[tuple[str, int]]:
-        """Return (file, block) of the blocks that hold some tensors; of all blocks if None.
-
-        Args:
-            trees: nested values of the manifest, whose tensors are included.
-        """
+        """Return (file, block) of the blocks that hold some tensors and trees; of all blocks if `tensors` is None."""
         if tensors is None:
             return [
                 (name, n)

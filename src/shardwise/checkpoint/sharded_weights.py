@@ -36,10 +36,7 @@ PICKLED = (".bin", ".pt", ".pth")
 
 
 def parse_size(size: int | str, name: str = "max_shard_size") -> int:
-    """Return a number of bytes.
-
-    Args:
-        size: a number of bytes, or text such as "5GB"; see `shardwise.sizes.size_in_bytes`.
+    """Return a number of bytes from a number or text such as "5GB" (`shardwise.sizes.size_in_bytes`).
 
     >>> parse_size("1.5KB"), parse_size("2MiB"), parse_size(7)
     (1500, 2097152, 7)

@@ -45,8 +45,7 @@ class UnshardedTensor:
 def unsharded_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> dict[str, UnshardedTensor]:
     """Return the parameters of all ranks to unshard, by name, in the order of the units. A collective.
 
-    Args:
-        exclude_frozen: leave out those that do not require a gradient on any rank.
+    `exclude_frozen` leaves out those that do not require a gradient on any rank.
     """
     pairs = [pair for unit in model.units for pair in zip(unit.tensors, unit.parameters, strict=True)]
     own = [tensor for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen]

@@ -25,7 +25,6 @@ def check(
     """Return the arguments with defaults filled in, or the problems.
 
     Args:
-        values: the given arguments, by name.
         at: template of an argument's path, with {} for its name.
         name: the class, in messages.
         later: required arguments that may still be absent.

@@ -16,16 +16,9 @@ def config_arguments(args: object) -> dict[str, Any]:
 
 
 def config_path(args: object) -> Any:
-    """Return the configuration that parsed arguments name, in any of the three spellings.
+    """Return the path or dictionary that parsed arguments name, in any of the three spellings; None if none does.
 
-    Args:
-        args: result of `parse_args`; an absent attribute counts as None.
-
-    Returns:
-        The path, or the dictionary that a script has put there; None if no argument names one.
-
-    Raises:
-        ConfigError: two spellings name different configurations.
+    Raises ConfigError if two spellings name different configurations.
     """
     given = config_arguments(args)
     first = next(iter(given.values()), None)

@@ -33,14 +33,10 @@ class ResolvedBatch:
 
 
 def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: Document) -> ResolvedBatch | Problem:
-    """Fill in the missing batch keys, or return the problem.
+    """Fill in the missing batch keys of a validated configuration, or return the problem.
 
-    Args:
-        config: validated configuration; "auto" and absent keys are None.
-        world_size: number of data-parallel ranks.
-        facts: the caller's micro-batch size and accumulation steps, for keys that are absent or "auto".
-        found: the scan, for spelling and for keys that were "auto".
-        document: origin of the configuration and its keys, for messages.
+    `facts` has the caller's micro-batch size and accumulation steps, for keys that are absent or "auto". `found` and
+    `document` are for messages.
     """
     train, micro, steps = (
         config.train_batch_size,

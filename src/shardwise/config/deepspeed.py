@@ -30,15 +30,8 @@ _SIMILAR = 0.75
 def accept(source: Any) -> Document:
     """Read a configuration as DeepSpeed does: remove the keys that it ignores.
 
-    Args:
-        source: anything that `load` accepts.
-
-    Returns:
-        The document without these keys. `Document.written` is the configuration as it was; `Document.ignored` lists the
-        keys that were removed, or read as another value, with the reason.
-
-    Raises:
-        ConfigError: the source cannot be read.
+    `Document.written` is the configuration as it was; `Document.ignored` lists the keys that were removed, or read as
+    another value, with the reason. Raises ConfigError if the source cannot be read.
 
     >>> document = accept({"train_batch_size": 8, "seed": 1})
     >>> document.data, document.ignored[0].path

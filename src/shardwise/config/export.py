@@ -130,11 +130,7 @@ def _without_deprecated(values: dict[str, Any], model: type[ConfigSection]) -> d
 
 
 def without_secrets(values: Mapping[str, Any], model: type[ConfigSection] = Config) -> dict[str, Any]:
-    """Return values of a configuration with `***` for secrets and for passwords in addresses.
-
-    Args:
-        values: of a configuration, complete or not.
-        model: their section.
+    """Return values of a section with `***` for secrets and for passwords in addresses.
 
     >>> without_secrets({"train_batch_size": 8, "comet": {"enabled": True, "api_key": "k3y"}})
     {'train_batch_size': 8, 'comet': {'enabled': True, 'api_key': '***'}}

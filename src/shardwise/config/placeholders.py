@@ -22,13 +22,8 @@ _STEPS = 1000
 def assume(source: Any) -> tuple[Facts, list[Note]]:
     """Return placeholders for values that a trainer writes, and a note on each "auto" that a trainer replaces.
 
-    The note's value is None if no value is assumed, because no check depends on it.
-
-    Args:
-        source: anything that `load` accepts.
-
-    Raises:
-        ConfigError: the source cannot be read.
+    The note's value is None if no value is assumed, because no check depends on it. Raises ConfigError if the source
+    cannot be read.
 
     >>> facts, (note,) = assume({"train_batch_size": 8, "gradient_clipping": "auto"})
     >>> note.path, note.value, facts.max_grad_norm

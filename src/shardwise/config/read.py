@@ -87,9 +87,7 @@ def _checked(value: Any, origin: str) -> Any:
 def _copy(value: Any, path: Path, around: tuple[int, ...], problems: list[Problem]) -> Any:
     """Copy containers and keep leaves, because a dictionary may hold objects that cannot be copied.
 
-    Args:
-        around: identities of the enclosing containers.
-        problems: problems are appended.
+    `around` has the identities of the enclosing containers; problems are appended.
     """
     if isinstance(value, dict | list):
         if id(value) in around:

@@ -280,9 +280,7 @@ def value_at(config: Config, path: str) -> Any:
 def check_built(config: Config, found: Scan, lenient: bool) -> list[Problem]:
     """Return one problem for each requested feature that this version lacks.
 
-    Args:
-        found: the scan, for spelling.
-        lenient: the file was read by `accept`; features that change only the speed are no problem.
+    With `lenient` (the file was read by `accept`) features that change only the speed are no problem.
     """
     return [
         Problem(_as_written(entry.path, found), f"{_missing(entry)}; {_instead(entry, config)}", NotBuiltError)

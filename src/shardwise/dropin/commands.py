@@ -6,11 +6,7 @@ import argparse
 
 
 def report(args: list[str] | None = None) -> int:
-    """Run the command, and return its exit code.
-
-    Args:
-        args: the arguments after the program's name; None takes those of this process.
-    """
+    """Run the command, and return its exit code; `args` default to those of this process."""
     from shardwise.launch.commands.doctor import show
 
     parser = argparse.ArgumentParser(prog="ds_report", description="Show what is installed, by `shardwise doctor`.")

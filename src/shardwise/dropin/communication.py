@@ -104,11 +104,7 @@ def _share(text: str) -> float:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run `ds_bench` and exit with its code.
-
-    Args:
-        args: the arguments after the program's name; None takes those of this process.
-    """
+    """Run `ds_bench` and exit with its code; `args` default to those of this process."""
     try:
         code = run(bench_of(sys.argv[1:] if args is None else args))
     except ShardwiseError as error:

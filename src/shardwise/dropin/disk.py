@@ -185,20 +185,12 @@ def _read_sweep(path: str) -> dict[str, Any]:
 
 
 def measure_one(args: list[str] | None = None) -> NoReturn:
-    """Run `ds_io` and exit with its code.
-
-    Args:
-        args: the arguments after the program's name; None takes those of this process.
-    """
+    """Run `ds_io` and exit with its code; `args` default to those of this process."""
     _main("ds_io", io_of, args)
 
 
 def tune(args: list[str] | None = None) -> NoReturn:
-    """Run `ds_nvme_tune` and exit with its code.
-
-    Args:
-        args: the arguments after the program's name; None takes those of this process.
-    """
+    """Run `ds_nvme_tune` and exit with its code; `args` default to those of this process."""
     _main("ds_nvme_tune", tune_of, args)
 
 

@@ -31,9 +31,7 @@ class Alias:
 class Stub:
     """A name that can be imported, passed on and derived from, and raises when used.
 
-    Attributes:
-        kind: class, exception, function or value.
-        reason: why it is not served; the end of a sentence that begins with the name.
+    `reason` is why it is not served; the end of a sentence that begins with the name.
     """
 
     kind: Kind
@@ -44,10 +42,8 @@ class Stub:
 class Missing:
     """A name that is absent: importing it is an ImportError, reading it an AttributeError.
 
-    Attributes:
-        reason: why; the end of a sentence that begins with the name.
-        probed_by: callers that test for the name by the error, hence no stub; empty for members of classes, which are
-            always tested in this way.
+    `reason` is as for `Stub`. `probed_by` are callers that test for the name by the error, hence no stub; empty for
+    members of classes, which are always tested in this way.
     """
 
     reason: str

@@ -134,11 +134,7 @@ def job_of(arguments: list[str]) -> Job:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run the command and exit with its code.
-
-    Args:
-        args: the arguments after the program's name; None takes those of this process.
-    """
+    """Run the command and exit with its code; `args` default to those of this process."""
     try:
         sys.exit(run_job(job_of(sys.argv[1:] if args is None else args)))
     except ShardwiseError as error:

@@ -57,14 +57,7 @@ class _Value:
 
 
 def make(name: str, home: str, entry: Stub, text: str) -> Any:
-    """Return a stub.
-
-    Args:
-        name: of the class, function or value.
-        home: its `__module__`.
-        entry: its entry.
-        text: the error's message.
-    """
+    """Return a stub with a name, `__module__` `home`, its entry, and the error's message `text`."""
     if entry.kind in ("class", "exception"):
         bases = (Exception,) if entry.kind == "exception" else ()  # for `except`
         body = {"__module__": home, "__doc__": f"Stands in: {text}.", "__new__": _refuse_to_make}

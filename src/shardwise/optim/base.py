@@ -13,14 +13,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient; return the closure's result.
-
-        Args:
-            closure: computes the loss again, with gradients.
-
-        Raises:
-            UsageError: a parameter or a gradient cannot be stepped.
-        """
+        """Step all parameters that have a gradient; return the result of `closure`, which computes the loss again."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

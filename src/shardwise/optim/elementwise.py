@@ -156,10 +156,8 @@ class ElementwiseOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def set_precision(self, rounding: str, state_dtype: torch.dtype | None) -> None:
-        """Change `rounding` and `state_dtype`; the next step converts existing states.
-
-        Raises:
-            ConfigError: see the class.
+        """Change `rounding` and `state_dtype`; the next step converts existing states. Raises ConfigError as the class
+        does.
         """
         name = type(self).__name__
         if rounding not in ROUNDINGS:

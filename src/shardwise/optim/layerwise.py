@@ -44,20 +44,13 @@ class Layerwise(Optimizer):
     ) -> torch.Tensor:
         """Return the update direction of each element; zero if parameter and gradient have always been zero (padding).
 
-        Args:
-            parameter: a tensor, or flat ranges of tensors.
-            gradient: its gradient, in memory that may be overwritten and returned.
-            state: optimizer state of the parameter; empty in the first step.
+        `parameter` is a tensor, or flat ranges of tensors. `gradient` may be overwritten and returned. `state` is empty
+        in the first step.
         """
         raise NotImplementedError
 
     def coefficient(self, weight: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return the factor of each tensor's direction.
-
-        Args:
-            weight: norms of the tensors of a group before the step (fp64).
-            direction: norms of their directions.
-        """
+        """Return the factor of each tensor's direction, from fp64 norms of the tensors and of their directions."""
         raise NotImplementedError
 
     def move(
@@ -127,12 +120,6 @@ def trust_ratio(
     weight_norm: torch.Tensor, update_norm: torch.Tensor, min_coeff: float, max_coeff: float
 ) -> torch.Tensor:
     """Return LAMB's coefficients: |parameter| / |update|, between two limits; 1 if either norm is zero.
-
-    Args:
-        weight_norm: L2 norms of parameters, of any shape.
-        update_norm: L2 norms of their updates.
-        min_coeff: smallest coefficient.
-        max_coeff: largest coefficient.
 
     >>> trust_ratio(torch.tensor([3.0, 0.0, 8.0]), torch.tensor([2.0, 1.0, 0.1]), 0.01, 10.0).tolist()
     [1.5, 1.0, 10.0]

@@ -335,10 +335,7 @@ def muon_groups(params: Iterable[Any], names: Mapping[int, Sequence[str]] | None
     """Yield parameter groups with a flag `use_muon`; mixed groups are split in two.
 
     A group of one kind stays the same dictionary, as in torch, because a schedule may write its learning rate there.
-
-    Args:
-        params: parameters, (name, parameter) pairs, or groups of either.
-        names: further names of parameters, by `id(parameter)`.
+    `names` has further names of parameters, by `id(parameter)`.
     """
     entries = list(params)
     groups: list[dict[str, Any]] = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]

@@ -41,15 +41,11 @@ def key_of(*parts: int) -> int:
 def random_bits(
     numel: int, origins: Sequence[Origin], *, seed: int, step: int, stream: int, device: torch.device, scratch: Scratch
 ) -> torch.Tensor:
-    """Return a random 16-bit integer for each element of a range (int16, uniform).
+    """Return a random 16-bit integer for each element of a range (int16, uniform), in memory of `scratch`.
 
     A counter is hashed ("lowbias32" of Wellons' integer hash prospector, with a key added between its rounds). Each
-    32-bit hash serves two adjacent elements.
-
-    Args:
-        origins: of the elements; elements without origin are padding.
-        stream: number of the tensor among those rounded in the same step.
-        scratch: allocates; the result is one of its tensors.
+    32-bit hash serves two adjacent elements. Elements without origin are padding. `stream` is the number of the tensor
+    among those rounded in the same step.
     """
     pairs = -(-numel // 2)
     x, shifted = scratch("bits", 2 * pairs, torch.int32).split(pairs)
@@ -71,11 +67,7 @@ def random_bits(
 
 
 def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round fp32 values to bf16 numbers in place: up with probability (value - lower) / (upper - lower).
-
-    Args:
-        values: 1-D fp32 tensor; afterwards exactly representable in bf16.
-        noise: result of `random_bits` for them.
+    """Round fp32 values (1-D) to bf16 numbers in place: up with probability (value - lower) / (upper - lower).
 
     NaN stays NaN, although the carry would turn the all-ones NaN of a GPU into 0.
 

@@ -17,9 +17,7 @@ _TENSOR_WIDE = frozenset({"step", "eta", "mu", "mu_product"})
 def is_elementwise_state(value: Any, numel: int, name: str = "") -> bool:
     """Return True if a state entry has one value per element of a parameter of `numel` elements.
 
-    Args:
-        numel: number of elements of the parameter.
-        name: key of the entry; decides only if `numel` is 1, because both kinds have one element then.
+    The entry's name decides only if `numel` is 1, because both kinds have one element then.
 
     >>> is_elementwise_state(torch.zeros(2, 3), 6), is_elementwise_state(torch.tensor(4.0), 6)
     (True, False)

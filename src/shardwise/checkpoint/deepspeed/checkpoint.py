@@ -118,11 +118,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             self._join(opened)
 
     def _join(self, opened: Sequence[tuple[str, Mapping[str, Any], int, Manifest]]) -> None:
-        """Merge model-parallel parts.
-
-        Args:
-            opened: of each part the file of model states, its content, the stage, and its manifest.
-        """
+        """Merge model-parallel parts: for each its file of model states, the content, the stage, and its manifest."""
         (first, model, stage, manifest), *others = opened
         for file, other, its_stage, _ in others:
             self._compare_models(first, model, file, other)

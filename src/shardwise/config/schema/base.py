@@ -56,11 +56,7 @@ class Arguments(ConfigSection):
         return cls.__name__.removesuffix("Arguments")
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """Yield the contradictions between valid values.
-
-        Args:
-            at: returns the path of another argument.
-        """
+        """Yield the contradictions between valid values; `at` returns the path of another argument."""
         yield from ()
 
     def ordered(self, least: str, most: str, at: Callable[[str], str]) -> Iterator[Contradiction]:

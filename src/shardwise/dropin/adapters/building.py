@@ -71,12 +71,7 @@ def unwrap_model_for_generation(model: Engine) -> Iterator[Any]:
 
 
 class OnDevice:
-    """Context that creates modules and tensors on a device and, if floating, in a dtype.
-
-    Args:
-        dtype: of floating-point tensors without one.
-        device: of new tensors; "meta" takes no memory.
-        enabled: False disables the context.
+    """Context that creates modules and tensors on a device ("meta" takes no memory) and, if floating, in a dtype.
 
     >>> with OnDevice(dtype=torch.float16):
     ...     layer = torch.nn.Linear(2, 2)

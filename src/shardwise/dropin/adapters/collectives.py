@@ -128,10 +128,7 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
 def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[int, float, float]:
     """Return (message size, algorithm bandwidth, bus bandwidth) of a collective on all ranks, in bytes and Gbit/s.
 
-    Args:
-        comm_op: its name.
-        size: bytes; of one rank's shard for all-gather and reduce-scatter.
-        duration: in milliseconds.
+    `size` is in bytes, of one rank's shard for all-gather and reduce-scatter. `duration` is in milliseconds.
     """
     world = api.get_world_size()
     if comm_op.startswith(("all_gather", "reduce_scatter")):

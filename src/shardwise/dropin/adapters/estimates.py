@@ -29,9 +29,8 @@ def estimate_zero2_model_states_mem_needs(
 ) -> tuple[int, int]:
     """Return (bytes of host memory per node, bytes per GPU) for the model states of ZeRO stage 2.
 
-    Args:
-        cpu_offload: gradients, master weights and optimizer state are on the host.
-        additional_buffer_factor: factor of host memory, for other buffers.
+    `cpu_offload`: gradients, master weights and optimizer state are on the host. `additional_buffer_factor` scales host
+    memory, for other buffers.
     """
     gpus = num_gpus_per_node * num_nodes
     built = BUILT * total_params * num_gpus_per_node
@@ -54,11 +53,8 @@ def estimate_zero3_model_states_mem_needs(
 ) -> tuple[int, int, int]:
     """Return (bytes of host memory per node, bytes per GPU, of these unsharded layers) for ZeRO stage 3.
 
-    Args:
-        total_params, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor: as for stage 2.
-        largest_layer_params: parameters of the largest layer.
-        cpu_offload_params: weights are on the host, too; only with `cpu_offload`.
-        zero_init: the model is built under `zero.Init`, a layer at a time.
+    Arguments as for stage 2; in addition `cpu_offload_params` (only with `cpu_offload`): weights are on the host, too.
+    `zero_init`: the model is built under `zero.Init`, a layer at a time.
     """
     gpus = num_gpus_per_node * num_nodes
     layers = 2 * WEIGHT * largest_layer_params

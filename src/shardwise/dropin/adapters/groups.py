@@ -31,14 +31,9 @@ mesh_device: Any = None
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Set the model-parallel unit.
+    """Set the model-parallel unit, which has `get_data_parallel_group()` and so on; None keeps the present one.
 
-    Args:
-        ep_size: expert-parallel size; only 1.
-        mpu: has `get_data_parallel_group()` and so on; None keeps the present one.
-
-    Raises:
-        UsageError: `ep_size` is not 1.
+    Raises UsageError if `ep_size` is not 1.
     """
     if ep_size != 1:
         raise UsageError(f"groups.initialize(ep_size={ep_size}): it is an argument of each MoE layer; leave it out")

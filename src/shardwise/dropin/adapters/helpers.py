@@ -30,11 +30,9 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
-    """Return nested lists, tuples and dictionaries with their tensors on a device.
+    """Return nested lists, tuples and dictionaries with their tensors on a device; other objects are kept.
 
-    Args:
-        item: a tensor or nested tensors; other objects are kept.
-        criterion_func: selects tensors; None: all.
+    `criterion_func` selects tensors; None: all.
     """
     return map_tensors(item, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t)
 

@@ -79,11 +79,7 @@ def _is_printed(ranks: list[int] | None) -> bool:
 
 
 def print_dist(message: str, ranks: list[int] | None = None) -> None:
-    """Print on some ranks.
-
-    Args:
-        ranks: ranks that print; None, empty or [-1]: all.
-    """
+    """Print on some ranks; `ranks` None, empty or [-1]: all."""
     from shardwise.comm.api import get_rank
 
     if _is_printed(ranks):
@@ -91,12 +87,9 @@ def print_dist(message: str, ranks: list[int] | None = None) -> None:
 
 
 def print_json_dist(message: dict[str, Any], ranks: list[int] | None = None, path: str | None = None) -> None:
-    """Write a dictionary as JSON on some ranks.
+    """Write a dictionary, with the rank added, as JSON on some ranks, to a file or standard output.
 
-    Args:
-        message: the dictionary; the rank is added.
-        ranks: ranks that write; None, empty or [-1]: all.
-        path: output file; None: standard output.
+    `ranks` None, empty or [-1]: all.
     """
     from shardwise.comm.api import get_rank
 
@@ -137,14 +130,7 @@ class LoggerFactory:
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.INFO) -> logging.Logger:
-        """Return a logger that writes to standard output.
-
-        Args:
-            level: of the `logging` module.
-
-        Raises:
-            UsageError: without a name.
-        """
+        """Return a logger that writes to standard output. Raises UsageError without a name."""
         if name is None:
             raise UsageError("LoggerFactory.create_logger(name): give the logger a name")
         made = logging.getLogger(name)

@@ -33,11 +33,7 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
 
 
 class Monitor(ABC):
-    """Base class of scripts' own monitors.
-
-    Args:
-        monitor_config: is kept.
-    """
+    """Base class of scripts' own monitors."""
 
     @abstractmethod
     def __init__(self, monitor_config: Any) -> None:
@@ -49,11 +45,7 @@ class Monitor(ABC):
 
 
 class _OfService(Monitor):
-    """A monitor of one service; rank 0 writes.
-
-    Args:
-        config: the service's section.
-    """
+    """A monitor of one service; rank 0 writes."""
 
     _section = ""
 
@@ -102,14 +94,10 @@ class _JSONLMonitor(_OfService):
 
 
 class MonitorMaster(Monitor):
-    """All enabled services.
+    """All enabled services (`tb_monitor`, `wandb_monitor`, `csv_monitor`, `comet_monitor`).
 
-    Args:
-        monitor_config: from `get_monitor_config`, or an object with such sections as attributes.
-
-    Attributes:
-        enabled: whether one is enabled.
-        tb_monitor, wandb_monitor, csv_monitor, comet_monitor: the services.
+    `monitor_config` comes from `get_monitor_config`, or is an object with such sections as attributes. `enabled` is
+    True if one service is.
     """
 
     def __init__(self, monitor_config: Any) -> None:

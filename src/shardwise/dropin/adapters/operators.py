@@ -22,10 +22,7 @@ _logger = logging.getLogger("shardwise")
 class OpBuilder:
     """Base of the builders.
 
-    Attributes:
-        NAME: name of the operator.
-        home: module of shardwise with the feature; None without one.
-        reason: why there is none.
+    `home` is the module of shardwise with the feature; None without one, and `reason` says why.
     """
 
     NAME: ClassVar[str] = ""
@@ -43,11 +40,7 @@ class OpBuilder:
         return torch.version.hip is not None
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return True if the feature works here.
-
-        Args:
-            verbose: log the reason if it does not.
-        """
+        """Return True if the feature works here; with `verbose` log why it does not."""
         if self.home is None and verbose:
             _logger.warning("%s: %s", type(self).__name__, self.reason)
         return self.home is not None

@@ -31,19 +31,16 @@ class UlyssesSPAttentionHF:
         max_length: int | None = None,
         disable_in_eval: bool = False,
     ) -> SequenceGroup:
-        """Create the sequence-parallel groups, and replace the attention (a collective).
+        """Create the sequence-parallel groups, replace the attention, and return the `mpu` for `initialize` (a
+        collective).
 
         Args:
             model_name_or_path: a model, whose attention is changed; or a name: attention of this kind is changed for
                 all models.
             core_attn_implementation: the attention of one process, such as `sdpa`.
             sequence_parallel_size: size of a group.
-            micro_batch_size, seq_length, seq_length_is_variable, max_length: without effect, because ranks exchange
-            lengths.
+            micro_batch_size, seq_length, seq_length_is_variable, max_length: without effect: ranks exchange lengths.
             disable_in_eval: in evaluation mode each rank has its own unsplit sequences.
-
-        Returns:
-            Object for `initialize(mpu=...)`.
         """
         existing = current()
         group = existing if existing is not None and existing.size == sequence_parallel_size else None
@@ -58,10 +55,7 @@ class UlyssesSPAttentionHF:
 class UlyssesSPDataLoaderAdapter(RoundRobinLoader):
     """A loader with different batches on each rank, on which a sequence-parallel group works one by one.
 
-    Args:
-        dl: gives dictionaries of tensors.
-        sp_rank, sp_group, sp_world_size: rank, process group and size of the sequence-parallel group.
-        device: of the batches.
+    `dl` gives dictionaries of tensors; `device` is that of the batches.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
@@ -139,10 +133,8 @@ class TiledFusedLogitsLoss:
         """Return the mean, or the sum, over tiles of `fn(self, x, y)`; tiles are weighted by tokens.
 
         Args:
-            fn: the loss of a tile.
-            self: its first argument, such as the output layer.
-            x: (rows, tokens, width).
-            y: (rows, tokens), labels.
+            fn, self: the loss of a tile, and its first argument, such as the output layer.
+            x, y: hidden states (rows, tokens, width) and labels (rows, tokens).
             mask: selects tokens; None: all. A tile gets selected tokens only, as (tokens, width) and (tokens).
             compute_params: without effect.
             output_reduction: "mean" or "sum".
