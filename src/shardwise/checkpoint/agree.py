@@ -17,12 +17,7 @@ from shardwise.errors import CheckpointError, ShardwiseError
 
 
 class CollectiveStep:
-    """One collective step; see `collective_step`.
-
-    Attributes:
-        local: this rank's value (JSON).
-        gathered: the values of all ranks, in rank order, after the step.
-    """
+    """A collective step: `local` is this rank's value (JSON), `gathered` has those of all ranks after the step."""
 
     def __init__(self) -> None:
         self.local: Any = None
@@ -33,11 +28,8 @@ class CollectiveStep:
 def collective_step(comm: Communicator, what: str) -> Iterator[CollectiveStep]:
     """Run this rank's part of a collective step; afterwards all ranks have succeeded, or all raise.
 
-    Args:
-        what: name of the step in messages: "saving checkpoint 'a'".
-
-    Raises:
-        ShardwiseError: this rank's own error; on other ranks a CheckpointError that names the failed rank.
+    A failing rank raises its own error, other ranks a CheckpointError that names the failed rank. `what` names the step
+    in messages: "saving checkpoint 'a'".
     """
     this = CollectiveStep()
     failure: Exception | None = None

@@ -35,7 +35,7 @@ import torch
 
 from shardwise.checkpoint import directory, slow_io
 from shardwise.checkpoint.agree import collective_step
-from shardwise.checkpoint.collect import Part, TrainingState, add_replicated
+from shardwise.checkpoint.collect import RankSavePlan, TrainingState, add_replicated
 from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.publish import FACTS, FAILURE, LOCK, CheckpointHeader, is_published, sidecar_path
 from shardwise.checkpoint.save import PendingSave, SaveRequest, header_of, names_of, staged
@@ -531,7 +531,7 @@ def save_in_background(
     return report
 
 
-def _stepped_only(model: CheckpointedModel, part: Part) -> set[str]:
+def _stepped_only(model: CheckpointedModel, part: RankSavePlan) -> set[str]:
     """Return the tensors that only the optimizer writes, because training can continue while these are copied.
 
     None of them lies in the script's own parameters.
@@ -553,13 +553,9 @@ def _unseen(job: WriteJob, machines: Sequence[str]) -> list[int]:
 
 
 def await_all(comm: Communicator, background: Background) -> list[tuple[str | None, int]]:
-    """Wait until the asynchronous save has ended on all ranks. A collective.
+    """Wait until the asynchronous save has ended on all ranks; return error and failed rank of each. A collective.
 
-    A save may take longer than the timeout of a collective. Ranks that have finished their part therefore exchange in
-    turns.
-
-    Returns:
-        For each rank its error, if any, and the rank where the error arose.
+    A save may take longer than the timeout of a collective. Ranks that have finished their part exchange in turns.
     """
     while True:
         outcome = background.wait(background.turn)
@@ -569,13 +565,9 @@ def await_all(comm: Communicator, background: Background) -> list[tuple[str | No
 
 
 def settle(comm: Communicator, background: Background) -> float:
-    """Wait until a pending asynchronous save has ended on all ranks. A collective.
+    """Wait until a pending asynchronous save has ended on all ranks; return the seconds of this rank. A collective.
 
-    Returns:
-        Seconds that this rank has waited.
-
-    Raises:
-        CheckpointError: the save has failed; on all ranks, once.
+    Raises CheckpointError if the save has failed; on all ranks, once.
     """
     if not background.unsettled:
         return 0.0

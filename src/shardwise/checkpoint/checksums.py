@@ -30,11 +30,8 @@ class FileFacts:
 
 
 def open_to_read(path: str) -> int:
-    """Open a file and return its descriptor.
-
-    Raises:
-        OSError: it cannot be opened.
-        CheckpointError: it is not a regular file, because reading a pipe would wait for ever.
+    """Open a file and return its descriptor; refuse other than regular files, because reading a pipe would wait for
+    ever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -85,11 +82,9 @@ def put(file: Output, sums: BlockSums | None, data: memoryview) -> None:
 
 
 def write_bytes(path: str, data: memoryview, *, direct: bool = False) -> FileFacts:
-    """Write a file with checksums; it is on disk when this returns.
+    """Write a file, which must not exist, with checksums; it is on disk when this returns.
 
-    Args:
-        path: file to create; it must not exist.
-        direct: write past the page cache if the file system supports it.
+    `direct` writes past the page cache if the file system supports it.
     """
     sums = BlockSums()
     file = create(path, len(data), direct=direct)

@@ -41,7 +41,7 @@ class TrainingState:
     counters: dict[str, int] = field(default_factory=dict)
 
 
-class Part:
+class RankSavePlan:
     """One rank's part of a checkpoint: tensors for its file, and JSON for the manifest.
 
     Args:
@@ -138,7 +138,7 @@ class Part:
 
 def collect(
     model: CheckpointedModel, file: str, state: TrainingState, excluded: frozenset[int], *, check_finite: bool = False
-) -> Part:
+) -> RankSavePlan:
     """Return this rank's part. Its tensors are views of live memory; nothing is copied.
 
     Args:
@@ -150,7 +150,7 @@ def collect(
     Raises:
         CheckpointError: something cannot be saved; the message names it.
     """
-    part = Part(file, model.fetch, check_finite=check_finite)
+    part = RankSavePlan(file, model.fetch, check_finite=check_finite)
     part.order = [tensor.name for tensor in model.registry]
     values, ranges = model.value_runs(), model.owned_ranges()
     for tensor in model.registry:
@@ -199,7 +199,7 @@ def within(runs: list[Run], ranges: list[tuple[int, int]]) -> list[Run]:
 
 
 def _add_optimizer_state(
-    part: Part, model: CheckpointedModel, tensor: LogicalTensor, own: list[tuple[int, int]]
+    part: RankSavePlan, model: CheckpointedModel, tensor: LogicalTensor, own: list[tuple[int, int]]
 ) -> None:
     assert model.update is not None
     box = model.box_of(tensor)
@@ -226,7 +226,7 @@ def _add_optimizer_state(
             part.values.setdefault(tensor.name, {})[key] = nested_json.encode(value, path, part.store_tensor)
 
 
-def _add_common(part: Part, model: CheckpointedModel, state: TrainingState) -> None:
+def _add_common(part: RankSavePlan, model: CheckpointedModel, state: TrainingState) -> None:
     trees = part.trees
     trees["client"] = nested_json.encode(state.client, "client_state", part.store_tensor)
     trees["scheduler"] = nested_json.encode(state.scheduler, "state of the learning-rate schedule", part.store_tensor)
@@ -243,7 +243,7 @@ def local_inventory(model: CheckpointedModel) -> dict[str, Any]:
     }
 
 
-def add_replicated(part: Part, model: CheckpointedModel, inventories: list[dict[str, Any]]) -> None:
+def add_replicated(part: RankSavePlan, model: CheckpointedModel, inventories: list[dict[str, Any]]) -> None:
     """Add replicated state: the first rank that has it writes it; of buffers, also ranks whose values differ.
 
     `inventories` has the `local_inventory` of all ranks.

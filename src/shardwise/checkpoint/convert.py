@@ -11,7 +11,7 @@ import torch
 
 from shardwise._version import __version__
 from shardwise.checkpoint import directory, manifest, manifestfile, nested_json
-from shardwise.checkpoint.collect import Part
+from shardwise.checkpoint.collect import RankSavePlan
 from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, recognised
 from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor
 from shardwise.checkpoint.newest import StateNumbers
@@ -75,7 +75,7 @@ def convert(
     draft: directory.StagingDirectory | None = None
     try:
         draft = directory.StagingDirectory(directory.check_directory(target, "target"), tag)
-        part = Part(f"rank00000of00001-{draft.token}.safetensors")
+        part = RankSavePlan(f"rank00000of00001-{draft.token}.safetensors")
         trees = _trees(saved, part, described)
         stored, facts = _write(saved, draft.path, part, tensors)
         number = StateNumbers().after(target)
@@ -114,7 +114,7 @@ def _optimizer(saved: Checkpoint, name: str | None) -> dict[str, Any] | None:
     return {**found, "class": name or found["class"]}
 
 
-def _trees(saved: Checkpoint, part: Part, optimizer: dict[str, Any] | None) -> dict[str, Any]:
+def _trees(saved: Checkpoint, part: RankSavePlan, optimizer: dict[str, Any] | None) -> dict[str, Any]:
     """Return the manifest's trees as JSON, after adding their tensors to the part."""
     old = saved.manifest
     if optimizer is not None:
@@ -145,7 +145,7 @@ def _trees(saved: Checkpoint, part: Part, optimizer: dict[str, Any] | None) -> d
 
 
 def _write(
-    saved: Checkpoint, folder: str, part: Part, tensors: list[StoredTensor]
+    saved: Checkpoint, folder: str, part: RankSavePlan, tensors: list[StoredTensor]
 ) -> tuple[list[StoredTensor], FileFacts]:
     """Write the file of tensors; return their places, and the facts of the file."""
     specs = {key: Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in part.tensors.items()}

@@ -342,13 +342,11 @@ def _first_storage(view: _View) -> int:
 
 
 def write(path: str, entries: Iterable[Entry], read: Callable[[Entry], torch.Tensor]) -> None:
-    """Write a directory for `torch.distributed.checkpoint.load`; it appears atomically.
+    """Write a directory for `torch.distributed.checkpoint.load`, which must not exist or be empty; it appears
+    atomically.
 
-    Tensors are read one by one as they are written. A tied tensor is written under each of its names.
-
-    Args:
-        path: directory; it must not exist, or be empty.
-        read: returns the unsharded values of an entry, on the CPU.
+    Tensors are read one by one as they are written: `read` returns the unsharded values of an entry, on the CPU. A tied
+    tensor is written under each of its names.
     """
     import torch.distributed.checkpoint as dcp
 

@@ -187,11 +187,7 @@ class StagingDirectory:
 
 
 def lock_directory(path: str) -> int | None:
-    """Lock a directory of this machine until the descriptor is closed or the process ends.
-
-    Returns:
-        The descriptor, or None if the lock is not available.
-    """
+    """Lock a directory of this machine until the descriptor is closed or the process ends; None if it is locked."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,8 +200,7 @@ def lock_directory(path: str) -> int | None:
 def lock_file(path: str, content: bytes = b"") -> int:
     """Create a file and lock it; the lock holds until every copy of the returned descriptor is closed.
 
-    Raises:
-        OSError: the file cannot be created. A file system without locks is no error: see `is_locked`.
+    A file system without locks is no error: see `is_locked`.
     """
     new = f"{path}.new"
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)

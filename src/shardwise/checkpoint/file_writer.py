@@ -42,13 +42,9 @@ class Output(Protocol):
 
 
 def create(path: str, size: int, *, direct: bool = False, over: bool = False) -> Output:
-    """Create a file.
+    """Create a file of `size` bytes, which must not exist unless it is overwritten in place (`over`).
 
-    Args:
-        path: it must not exist.
-        size: bytes that it will have.
-        direct: write past the page cache if the file system supports it and the file is large.
-        over: it may exist, and is overwritten in place.
+    `direct` writes past the page cache if the file system supports it and the file is large.
     """
     if direct and size >= LARGE and not over:
         return DirectFile(path)
@@ -131,15 +127,9 @@ class CachedFile:
 
 
 class DirectFile:
-    """A file that is written past the page cache if the file system supports it, else through it.
+    """A new file that is written past the page cache if the file system supports it (`direct`), else through it.
 
     One buffer is filled while a thread writes the other.
-
-    Args:
-        path: file to create; it must not exist.
-
-    Attributes:
-        direct: whether the page cache is bypassed.
     """
 
     def __init__(self, path: str) -> None:

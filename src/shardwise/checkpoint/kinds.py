@@ -30,12 +30,9 @@ T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """A kind of values.
+    """A kind of values: its name in the file, and its conversions.
 
-    Attributes:
-        name: in the file.
-        to_plain: returns plain values for a value of the kind.
-        from_plain: returns the value, or raises a TypeError, ValueError or LookupError.
+    `from_plain` returns the value, or raises a TypeError, ValueError or LookupError.
     """
 
     name: str
@@ -232,10 +229,8 @@ _BUILT_IN = (type(None), bool, int, float, str, bytes, list, tuple, dict, collec
 
 
 def to_plain(value: Any) -> tuple[str, Any] | None:
-    """Return (tag, plain values) for a value of a kind; None for other values.
-
-    Raises:
-        TypeError: a value of a kind cannot be saved; the message has the reason.
+    """Return (tag, plain values) for a value of a kind; None for other values. Raises TypeError if it cannot be
+    saved.
     """
     cls = type(value)
     if cls in _registered:

@@ -136,11 +136,7 @@ class StoredTensor:
         return found
 
     def check_cover(self) -> None:
-        """Check that slices, inside of the tensor and in order, have each element once.
-
-        Raises:
-            ValueError: elements are missing or duplicate; the message names them, and the files.
-        """
+        """Raise ValueError unless slices, inside of the tensor and in order, have each element once."""
         outer = boxes.whole(self.shape)
         parts: list[Region] = []
         place = size = 0
@@ -183,11 +179,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredPart(StoredTensor):
-    """A box of a stored tensor: see `StoredTensor.part`. Boxes of its slices are those of the tensor.
-
-    Attributes:
-        of: shape of the tensor.
-    """
+    """A box of a tensor of shape `of`: see `StoredTensor.part`. Boxes of its slices are those of the tensor."""
 
     of: tuple[int, ...] = ()
     region: Region = ()
@@ -313,12 +305,8 @@ def _agreed(tensor: StoredTensor) -> tuple[Any, ...]:
 def in_order(tensors: Iterable[StoredTensor], orders: Iterable[Sequence[str]]) -> list[StoredTensor]:
     """Return tensors in the manifest's order: by kind, then in the order of the parameters on all ranks.
 
-    If ranks have different parameters, as pipeline stages do, the order is that of names, with numbers as numbers. It
-    does not depend on the number of ranks.
-
-    Args:
-        tensors: of the manifest.
-        orders: names of each rank's parameters.
+    If ranks have different parameters (`orders`), as pipeline stages do, the order is that of names, with numbers as
+    numbers. It does not depend on the number of ranks.
     """
     known = set(map(tuple, orders))
     places = {name: place for place, name in enumerate(known.pop())} if len(known) == 1 else {}

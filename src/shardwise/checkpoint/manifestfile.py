@@ -55,14 +55,11 @@ def _digest(body: bytes) -> str:
 
 
 def load(directory: str, *, read_later: bool = True) -> Manifest:
-    """Read and check the manifest of a checkpoint.
+    """Read and check the manifest of a checkpoint. Raises CheckpointError if it is missing, damaged, or of another
+    format.
 
-    Args:
-        read_later: check every place of tensors, because they will be read. False needs no torch; the writer process
-            uses it.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it has another format number.
+    `read_later` checks every place of tensors, because they will be read. False needs no torch; the writer process uses
+    it.
     """
     path = os.path.join(directory, NAME)
     try:

@@ -208,11 +208,7 @@ def latest_head(parent: str) -> Head | None:
 
 
 class StateNumbers:
-    """Numbers of the states of one engine, the same on all ranks.
-
-    Attributes:
-        value: the highest known number.
-    """
+    """Numbers of the states of one engine, the same on all ranks; `value` is the highest known number."""
 
     def __init__(self) -> None:
         self.value = 0

@@ -22,10 +22,8 @@ def workers() -> int:
 
 
 def for_each(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call a function for every item, by several threads if there are cores for them.
-
-    Raises:
-        Exception: the function's exception for the first failing item.
+    """Call a function for every item, by several threads if there are cores; raise the first failing item's
+    exception.
     """
     count = min(workers(), len(items))
     if count <= 1:

@@ -39,7 +39,7 @@ import torch
 from shardwise._version import __version__
 from shardwise.checkpoint import manifest, manifestfile
 from shardwise.checkpoint.agree import collective_step
-from shardwise.checkpoint.collect import Part, TrainingState, add_replicated, collect, local_inventory
+from shardwise.checkpoint.collect import RankSavePlan, TrainingState, add_replicated, collect, local_inventory
 from shardwise.checkpoint.newest import StateNumbers
 from shardwise.checkpoint.protocols import CheckpointedModel, Run
 from shardwise.checkpoint.reader import Checkpoint
@@ -289,7 +289,7 @@ class InMemoryCheckpoints:
                 return
         os.mkdir(draft)
 
-    def _write(self, part: Part, draft: str, steps: int, number: int, header: dict[str, Any]) -> list[int]:
+    def _write(self, part: RankSavePlan, draft: str, steps: int, number: int, header: dict[str, Any]) -> list[int]:
         """Write this rank's part; return the sizes of its two files."""
         size = sum(tensor.nbytes for tensor in part.tensors.values())
         try:
@@ -403,12 +403,11 @@ class InMemoryCheckpoints:
 
     @contextlib.contextmanager
     def assembled(self, version: Version) -> Iterator[str | None]:
-        """Assemble a version to a checkpoint for the duration of the context. A collective.
+        """Assemble a version to a checkpoint for the duration of the context; yield the name of its directory. A
+        collective.
 
-        Its bytes have been compared with their checksums. A damaged part is replaced by another node's copy.
-
-        Yields:
-            Name of its directory, in `path`; None if all copies of some part are damaged.
+        Its bytes have been compared with their checksums. A damaged part is replaced by another node's copy; None if
+        all copies of some part are damaged.
         """
         places = {rank: set(nodes) for rank, nodes in version.places.items()}
         name = f"{_RESTORED}{version.name}"

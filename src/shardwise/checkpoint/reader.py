@@ -29,11 +29,8 @@ Run = tuple[StoredTensor, int, torch.Tensor]
 
 @dataclass(frozen=True)
 class FilePlace:
-    """Contiguous elements of a stored tensor in a file, and their destination.
-
-    Attributes:
-        out: 1-D tensor for them, of any dtype and device.
-        begin: first byte in the file, a multiple of the element size.
+    """Contiguous elements of a stored tensor in a file, from byte `begin` on, and their destination (1-D, any dtype and
+    device).
     """
 
     stored: StoredTensor
@@ -123,19 +120,11 @@ class Checkpoint:
             read_patch(patch, tensor.torch_dtype, functools.partial(file.read_into, part.key), out)
 
     def read_all(self, runs: Sequence[Run]) -> None:
-        """Call `read_into` for several (tensor, start, out), by several threads if there are cores for them.
-
-        Raises:
-            CheckpointError: as `read_into`.
-        """
+        """Call `read_into` for several (tensor, start, out), by several threads if there are cores for them."""
         for_each(lambda run: self.read_into(*run), runs)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """Return an unsharded tensor, on the CPU.
-
-        Raises:
-            CheckpointError: as `read_into`.
-        """
+        """Return an unsharded tensor, on the CPU."""
         for part in tensor.slices:
             self._stored(tensor, part)  # before memory is allocated for a missing tensor
         values = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
@@ -305,11 +294,9 @@ class Checkpoint:
 
 
 def _taker(places: Sequence[FilePlace], staging: Staging | None) -> Take | None:
-    """Return a function that copies bytes of a file to some places; None if there are none.
+    """Return a function that copies bytes of a file to some places of it, in order; None if there are none.
 
-    Args:
-        places: in the order of the file.
-        staging: host buffers of the bytes, for places on its device.
+    `staging` has host buffers of the bytes, for places on its device.
     """
     if not places:
         return None

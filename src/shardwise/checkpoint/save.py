@@ -27,7 +27,7 @@ import torch
 from shardwise._version import __version__
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.agree import collective_step
-from shardwise.checkpoint.collect import Part, TrainingState, add_replicated, collect, local_inventory
+from shardwise.checkpoint.collect import RankSavePlan, TrainingState, add_replicated, collect, local_inventory
 from shardwise.checkpoint.manifest import outline
 from shardwise.checkpoint.newest import StateNumbers, latest_head
 from shardwise.checkpoint.protocols import CheckpointedModel
@@ -100,7 +100,7 @@ class PendingSave:
     token: str
     tag: str
     draft: directory.StagingDirectory | None
-    part: Part
+    part: RankSavePlan
     inventories: list[dict[str, Any]]
 
 
@@ -209,7 +209,7 @@ def _compare_tags(request: SaveRequest, tags: Sequence[str], rank: int) -> None:
         logger.warning("%s; rank 0's is used", message)
 
 
-def _write(part: Part, path: str, request: SaveRequest) -> None:
+def _write(part: RankSavePlan, path: str, request: SaveRequest) -> None:
     size = sum(tensor.nbytes for tensor in part.tensors.values())
     try:
         facts = write_tensors(os.path.join(path, part.file), part.tensors, direct=request.direct, fetch=part.fetch)

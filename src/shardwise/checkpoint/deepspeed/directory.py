@@ -102,11 +102,7 @@ def find_files(path: str) -> dict[int, Files]:
 
 
 def check_parts(path: str, parts: Mapping[int, Files], world: Any) -> None:
-    """Check that there are files for each of `world` model-parallel ranks and for no other.
-
-    Raises:
-        CheckpointError: files are missing or too many; the message names one.
-    """
+    """Raise CheckpointError unless there are files for each of `world` model-parallel ranks and for no other."""
     if not isinstance(world, int) or world < 1:
         raise CheckpointError(f"{path}: mp_world_size: expected a number of model-parallel ranks, found {world!r}")
     missing = sorted(set(range(world)) - set(parts))
@@ -124,11 +120,7 @@ def check_parts(path: str, parts: Mapping[int, Files], world: Any) -> None:
 
 
 def check_ranks(path: str, files: dict[int, str], world: int, kind: str) -> None:
-    """Check that there is a file for each of `world` ranks and for no other.
-
-    Raises:
-        CheckpointError: one is missing or too many; the message names it.
-    """
+    """Raise CheckpointError unless there is a file for each of `world` ranks and for no other."""
     missing = sorted(set(range(world)) - set(files))
     if missing:
         raise CheckpointError(

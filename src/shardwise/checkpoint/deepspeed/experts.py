@@ -32,13 +32,10 @@ _GROUP = re.compile(r"ep_size_(\d+)")
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """One layer.
+    """One layer, with its number in names of files, and its count of experts.
 
-    Attributes:
-        number: of the layer, as in names of files.
-        prefix: part of a name before the number of the expert.
-        count: experts.
-        inside: names of one expert's parameters, after its number.
+    `prefix` is the part of a name before the number of the expert. `inside` are names of one expert's parameters, after
+    its number.
     """
 
     number: int
@@ -53,11 +50,8 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks over which one copy of a flat group is sharded.
-
-    Attributes:
-        ranks: in the order of their shards.
-        names: names of the parameters in the model, where they differ.
+    """Ranks over which one copy of a flat group is sharded, in order; `names` are other names of its parameters in the
+    model.
     """
 
     ranks: Sequence[int]
@@ -223,10 +217,9 @@ class Experts:
     ) -> dict[ExpertLayer, int]:
         """Return the expert-parallel size of each layer.
 
-        Args:
-            settings: of each parameter group; DeepSpeed's own for experts are called `ep_size_N`.
-            members: names of the parameters in each group of the engine; None: unknown.
-            ranks: files of optimizer states of experts.
+        `settings` are those of parameter groups; DeepSpeed's own for experts are called `ep_size_N`. `members` are
+        names of the parameters in each group of the engine; None: unknown. `ranks` counts files of experts' optimizer
+        states.
         """
         by_group = {n: int(match.group(1)) for n, g in enumerate(settings) if (match := _GROUP.fullmatch(_name(g)))}
         if members is None and len(set(by_group.values())) > 1:
@@ -248,13 +241,9 @@ class Experts:
 
     @staticmethod
     def own(sizes: Mapping[ExpertLayer, int], rank: int, ranks: int, *, data_first: bool) -> dict[ExpertLayer, range]:
-        """Return the experts of a rank, by layer.
+        """Return the experts of the rank of a file, by layer, from the expert-parallel `sizes` and the number of files.
 
-        Args:
-            sizes: expert-parallel size of each layer.
-            rank: of the rank's file.
-            ranks: files.
-            data_first: expert-data-parallel groups were adjacent ranks.
+        `data_first`: expert-data-parallel groups were adjacent ranks.
         """
         found = {}
         for layer, size in sizes.items():
@@ -264,14 +253,10 @@ class Experts:
         return found
 
     def of_rank(self, members: Sequence[Sequence[str]], own: Mapping[ExpertLayer, range]) -> list[list[str]]:
-        """Return the members of parameter groups on a rank with other experts.
+        """Return the members of parameter groups on a rank with experts `own`, from those on the engine's rank.
 
         If the rank had as many experts as the engine's, each replaces one. Otherwise a layer's experts must be
         consecutive in one group.
-
-        Args:
-            members: names of the parameters in each group of the engine, on its rank.
-            own: experts of the rank.
         """
         here: dict[ExpertLayer, set[int]] = {}
         groups: dict[ExpertLayer, set[int]] = {}

@@ -50,13 +50,9 @@ _HARMLESS: list[Any] = [
 
 
 class TorchFile:
-    """An opened file of `torch.save`.
+    """An opened file of `torch.save`: its content (tensors are on the CPU and mapped), size, and time of modification.
 
-    Attributes:
-        content: the saved object; tensors are on the CPU and mapped.
-        size: bytes of the file.
-        modified: seconds since 1970.
-        records: number of parts with a checksum of their own.
+    `records` counts the parts with a checksum of their own.
     """
 
     def __init__(self, path: str) -> None:

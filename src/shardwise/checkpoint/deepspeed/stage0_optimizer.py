@@ -34,11 +34,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Numbered:
-    """The optimizer of one file of stage 0.
-
-    Attributes:
-        state: the state dict, in torch's form.
-        masters: fp32 values of the parameters of each group, where the module has 16-bit ones.
+    """The optimizer of one file of stage 0: its state dict in torch's form, and fp32 masters of 16-bit parameters by
+    group.
     """
 
     file: str
@@ -74,11 +71,8 @@ class Numbered:
     ) -> list[list[str]]:
         """Return the names of the parameters of each group.
 
-        Args:
-            shapes: of all parameters.
-            members: of the engine's groups; None: unknown.
-            experts: of the model.
-            own: experts of the rank of this file, by layer.
+        `members` are those of the engine's groups; None: unknown. `own` are the experts of the rank of this file, by
+        layer.
         """
         if members is None:
             found = self._by_shapes(shapes, experts, own)

@@ -35,12 +35,7 @@ _ROW, _WHOLE, _WORDS = (
 
 @dataclass(frozen=True)
 class TargetParameter:
-    """A parameter of the engine to load into.
-
-    Attributes:
-        shape: unsplit.
-        parts: (region, ranks that hold it) of each part.
-    """
+    """A parameter of the engine to load into: its unsplit shape, and (region, ranks that hold it) of each part."""
 
     shape: tuple[int, ...]
     parts: Sequence[tuple[Region, Sequence[int]]] = ()
@@ -48,23 +43,15 @@ class TargetParameter:
 
 @dataclass(frozen=True)
 class Division:
-    """The split of a parameter.
-
-    Attributes:
-        shape: unsplit.
-        regions: of each part.
-    """
+    """The split of a parameter: its unsplit shape, and the region of each part."""
 
     shape: tuple[int, ...]
     regions: tuple[Region, ...]
 
 
 class Divisions:
-    """The splits of a checkpoint's parameters.
-
-    Args:
-        info: `universal_checkpoint_info`, or None.
-        target_parameters: parameters of the engine, by all their names.
+    """The splits of a checkpoint's parameters, from `universal_checkpoint_info` (or None) and the engine's
+    parameters.
     """
 
     def __init__(self, info: Any, target_parameters: Mapping[str, TargetParameter]) -> None:
@@ -78,12 +65,8 @@ class Divisions:
         self._target_parameters = target_parameters
 
     def of(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], equal: Callable[[], bool]) -> Division:
-        """Return the split of a parameter.
-
-        Args:
-            names: all of it.
-            shapes: of its parts.
-            equal: returns True if the parts have the same values.
+        """Return the split of a parameter by its names and the shapes of its parts; `equal` compares the parts'
+        values.
         """
         described = next((found for name in names if (found := self._affine.find(name)) is not None), None)
         if described is not None:
@@ -247,12 +230,7 @@ def _box(shape: tuple[int, ...], place: Sequence[Any], sizes: Sequence[int]) -> 
 def join(
     tensors: Sequence[Mapping[tuple[str, str], StoredTensor]], divisions: Mapping[str, Division]
 ) -> list[StoredTensor]:
-    """Return the merged tensors of all parts.
-
-    Args:
-        tensors: of each part, by name and kind.
-        divisions: of each parameter, by name.
-    """
+    """Return the merged tensors of all parts; `tensors` has those of each part, by name and kind."""
     placed: list[StoredTensor] = []
     taken: set[tuple[str, str, Region]] = set()
     for part, held in enumerate(tensors):

@@ -160,9 +160,7 @@ def reordered(config: Any) -> bool:
 def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the class of this library that continues with some state; None if several or none would.
 
-    Args:
-        entries: names of state with one value per element.
-        settings: of each parameter group.
+    `entries` are names of state with one value per element, `settings` those of each parameter group.
     """
     named = configured_optimizer(config)
     if named is not None and named.lower() in _ADAM:
@@ -178,11 +176,9 @@ def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[s
 
 
 def refusal(config: Any, entries: Collection[str], target: str) -> str | None:
-    """Return why an optimizer cannot continue with some state, or None if it can.
+    """Return why an optimizer of class `target` cannot continue with some state, or None if it can.
 
-    Args:
-        entries: names of state with one value per element; empty if saved before the first step.
-        target: class of the optimizer.
+    `entries` are names of state with one value per element; empty if saved before the first step.
     """
     named = configured_optimizer(config)
     if named is not None:
@@ -204,9 +200,7 @@ def fitting_settings(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of a parameter group that can be loaded, and those that request other behaviour.
 
-    Args:
-        settings: as DeepSpeed saved them.
-        known: names of the group's settings here; None: unknown.
+    `known` are names of the group's settings here; None: unknown.
     """
     kept: dict[str, Any] = {}
     left: dict[str, Any] = {}

@@ -31,11 +31,7 @@ _TENSOR_WIDE = frozenset({"step"})
 
 @dataclass(frozen=True)
 class DeepSpeedPiece:
-    """Elements `[start, stop)` of a flattened tensor.
-
-    Attributes:
-        values: 1-D, in a mapped file.
-    """
+    """Elements `[start, stop)` of a flattened tensor, as 1-D values in a mapped file."""
 
     start: int
     stop: int
@@ -280,14 +276,10 @@ def _add_state(
     cut: slice,
     elements: tuple[int, int],
 ) -> None:
-    """Add a rank's optimizer state of a fragment.
+    """Add a rank's optimizer state of a fragment to a layout.
 
-    Args:
-        layout: is extended.
-        state: of the partition that the fragment is in.
-        least: elements of the partition without padding.
-        cut: the fragment's place in the partition.
-        elements: of the parameter, first and end.
+    `state` is that of the partition, which has `least` elements without padding. `cut` is the fragment's place in the
+    partition, `elements` its range of the parameter.
     """
     for entry, value in state.items():
         number = (
@@ -303,11 +295,9 @@ def _add_state(
 
 
 def divided_parameters(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened]) -> DeepSpeedLayout:
-    """Return the layout of files of stage 3.
+    """Return the layout of files of stage 3, in rank order.
 
-    Args:
-        shapes: `param_shapes`: for each (sub-)group, shapes by name in the order of its flat buffer.
-        ranks: files of optimizer states, in rank order.
+    `shapes` is `param_shapes`: for each (sub-)group, shapes by name in the order of its flat buffer.
     """
     layout = DeepSpeedLayout()
     world = len(ranks)
@@ -361,15 +351,10 @@ def numbered_states(
     state: Mapping[str, Any],
     masters: Sequence[Sequence[torch.Tensor]] | None,
 ) -> None:
-    """Add the contents of stage 0's optimizer state dict to a layout.
+    """Add the contents of stage 0's optimizer state dict (torch's form) to a layout.
 
-    Args:
-        layout: is extended.
-        file: its name, for messages.
-        shapes: of all parameters.
-        names: of the parameters of each group, by number; None: not taken from here.
-        state: the state dict, in torch's form.
-        masters: fp32 values of the parameters of each group, where the module has 16-bit ones.
+    `names` are those of the parameters of each group, by number; None: not taken from here. `masters` are fp32 values
+    of the parameters of each group, where the module has 16-bit ones.
     """
     layout.settings = [_settings(group) for group in state["param_groups"]]
     for number, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
