@@ -2,9 +2,9 @@
 
     begin, collect     as in `shardwise.checkpoint.save`
     snapshot           every rank copies its part of the checkpoint into its shared memory, and locks a file in the
-    staging directory
+                       staging directory
     launch             every rank passes the locks to its writer process, by a thread if the device still copies; only
-    the next optimizer step waits for these copies
+                       the next optimizer step waits for these copies
 
 From then on the writer processes coordinate among themselves (`shardwise.checkpoint.writer`), and ranks train on
 without a collective. Rank 0's writer knows the outcome and reports it to rank 0. Ranks exchange it in their next common
@@ -538,7 +538,7 @@ def _stepped_only(model: CheckpointedModel, part: RankSavePlan) -> set[str]:
     """
     if not is_far(model.device):
         return set()
-    model.finish_gathers()  # resharded parameters are where prefetches have written them
+    model.finish_gathers()  # because a pending all-gather changes where parameters lie
     shown = {parameter.untyped_storage().data_ptr() for parameter in model.registry.parameters}
     return {key for key in part.runs if part.tensors[key].untyped_storage().data_ptr() not in shown}
 

@@ -2,7 +2,7 @@
 
     CachedFile    through the page cache; a thread flushes written bytes, and the disk works from the beginning
     DirectFile    past the page cache (O_DIRECT), through two small buffers: half the processor time, and cached data of
-    other programs stay; the file itself is not cached
+                  other programs stay; the file itself is not cached
 
 This module does not import torch; see `shardwise.checkpoint.checksums`.
 """

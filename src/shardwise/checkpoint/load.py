@@ -247,7 +247,7 @@ def _match(model: CheckpointedModel, saved: Checkpoint, options: Options, elsewh
 
 
 def _facts(model: CheckpointedModel, matched: LoadPlan) -> dict[str, Any]:
-    """Return this rank's loads by name, except buffers, whose values may differ between ranks."""
+    """Return what this rank loads by name; of buffers only that, because their values may differ between ranks."""
     facts: dict[str, Any] = dict.fromkeys(names_of(model))
     facts.update(dict.fromkeys((*matched.report.loaded, *matched.buffer_names), True))
     facts.update((tensor.name, [stored.name, list(stored.shape)]) for tensor, stored in matched.parameters)

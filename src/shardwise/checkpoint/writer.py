@@ -8,7 +8,7 @@ Failures, and their detection:
 
     a file cannot be written     its process writes the reason in place of the sidecar
     a process is killed          it holds the lock of a file until it has written one of the two; rank 0's tries that
-    lock. If locks do not reach other machines, heartbeats stop
+                                 lock. If locks do not reach other machines, heartbeats stop
     rank 0's process is killed   nothing is published; the staging directory is unlocked, and the next save removes it
     the rank is killed           its process sees another parent, and exits at once
     the directory vanishes       the next file cannot be created in it; rank 0's process cannot list it

@@ -79,7 +79,7 @@ class CommOptimizer(Optimizer):
         self.forget()
 
     def detach(self) -> None:
-        """Detach from the engine and restart from step 0, because the variance may no longer be frozen."""
+        """Detach from the engine and restart at step 0, because there is no variance to freeze."""
         self._attached, self._blocks, self._comm = 0, (), None
         self._hold, self._written = _ignore, _ignore
         self.forget()

@@ -5,9 +5,9 @@ rank has all experts. Everywhere else a rank's experts are numbered from 0: in `
 flat buffers, which are those of the expert-data-parallel group.
 
     stages 1, 2   the flat buffer of a group of experts is sharded over the expert-data-parallel group
-    (`partition_count` ranks), in files `zero_pp_rank_R_...` as everything else
+                  (`partition_count` ranks), in files `zero_pp_rank_R_...` as everything else
     stage 0       `expp_rank_R_mp_rank_00_optim_states.pt` has the optimizer of the R-th rank of an expert-parallel
-    group; the model states have the first rank's
+                  group; the model states have the first rank's
 
 Expert-parallel groups are adjacent ranks; with `use_data_before_expert_parallelism` expert-data-parallel groups are.
 """

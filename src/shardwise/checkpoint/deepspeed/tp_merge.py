@@ -3,9 +3,9 @@
 The files of one `mp_rank_XX` are a checkpoint of a smaller model. The split of a parameter is taken from
 
     affine_map   in `universal_checkpoint_info`, which DeepSpeed writes for models that it has split itself: the place
-    of each run of a part in the unsplit tensor, fused parameters too
+                 of each run of a part in the unsplit tensor, fused parameters too
     patterns     in `universal_checkpoint_info`, which other libraries write: parameters split by input features,
-    replicated ones, and else the first dimension
+                 replicated ones, and else the first dimension
     the engine   to load into, if its tensor-parallel size is the same; and shapes, if every part has the unsplit shape
 
 Otherwise an error is raised. The sizes of parts show the dimension, but not whether the parameter is fused (query, key
