@@ -356,7 +356,7 @@ class DeepSpeedCheckpoint(Checkpoint):
                     "files of two checkpoints"
                 )
 
-    # -- what it holds -----------------------------------------------------------------------------------------------
+    # -- content -----------------------------------------------------------------------------------------------------
 
     def _describe(self, model: Mapping[str, Any], world: int) -> Manifest:
         config = model.get("ds_config")

@@ -71,7 +71,7 @@ class WriterOptions(ConfigSection):
 
 
 class OnSignal(ConfigSection):
-    """`checkpoint.on_signal`: a checkpoint when a rank is sent a signal. A section of ours."""
+    """`checkpoint.on_signal`: a checkpoint when a rank is sent a signal. Not a section of DeepSpeed."""
 
     save_dir: str | None = key(None, "Directory as for `save_checkpoint`; required.", min_length=1)
     exit_on: Signals = key(["SIGTERM"], "Signals after which the job saves and ends with 128 + signal.")
@@ -79,7 +79,7 @@ class OnSignal(ConfigSection):
 
 
 class MemoryCopiesOptions(ConfigSection):
-    """`checkpoint.memory_copies`: the training state in memory, outside of the processes. A section of ours."""
+    """`checkpoint.memory_copies`: the training state in memory, outside of the processes. Not a section of DeepSpeed."""
 
     every: Int = key(10, "Steps between two copies.", gt=0)
     replicas: Int = key(1, "Other nodes that keep a copy of each part.", ge=0)

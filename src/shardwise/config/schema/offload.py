@@ -130,7 +130,7 @@ class AIO(ConfigSection):
 
 
 class MemoryLimits(ConfigSection):
-    """`memory_limits`: most memory of each tier, below the system's own limits. A section of ours."""
+    """`memory_limits`: most memory of each tier, below the system's own limits. Not a section of DeepSpeed."""
 
     device: Size | None = key(
         None,

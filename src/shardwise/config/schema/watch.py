@@ -10,8 +10,8 @@ OnSpike = Literal["warn", "skip", "stop", "rewind", "ignore"]
 
 
 class AnomalyWatch(ConfigSection):
-    """`anomaly_watch`: loss spikes, growing gradients, and the module that first computes infinite or NaN values. A
-    section of ours.
+    """`anomaly_watch`: loss spikes, growing gradients, and the module that first computes infinite or NaN values. Not
+    a section of DeepSpeed.
     """
 
     enabled: bool = key(False, "Watch losses, gradient norms and modules.")

@@ -33,7 +33,7 @@ class _HostEvent:
         self._time = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no work is pending."""
 
     def query(self) -> bool:
         return True
@@ -239,7 +239,7 @@ class Accelerator:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned() if self._cuda else False
 
-    # -- what it can --------------------------------------------------------------------------------------------------
+    # -- features ----------------------------------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
         return torch.cuda.is_bf16_supported() if self._cuda else True
