@@ -79,7 +79,7 @@ class OnSignal(ConfigSection):
 
 
 class MemoryCopiesOptions(ConfigSection):
-    """`checkpoint.memory_copies`: the training state in memory, outside of the processes. Not a section of DeepSpeed."""
+    """`checkpoint.memory_copies`: training state in memory, outside of the processes. Not a section of DeepSpeed."""
 
     every: Int = key(10, "Steps between two copies.", gt=0)
     replicas: Int = key(1, "Other nodes that keep a copy of each part.", ge=0)
