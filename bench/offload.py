@@ -44,7 +44,7 @@ from shardwise.memory import Accountant, Category
 from shardwise.memory.places import ON_HOST, Loans, StateHome, borrowed, in_turn
 from shardwise.offload import DiskPlace, Disks
 from shardwise.offload.files import DiskOptions, SwapFile
-from shardwise.offload.unnamed import Bytes, move_all, open_unnamed, paged, take_space
+from shardwise.offload.tmpfile import Bytes, move_all, open_tmpfile, paged, take_space
 from shardwise.optim import AdamW
 
 CPU = torch.device("cpu")
@@ -166,7 +166,7 @@ class PlainLoops:
     """
 
     def __init__(self, directory: Path, size: int, most: int) -> None:
-        self._file = open_unnamed(directory, 1 << 20)
+        self._file = open_tmpfile(directory, 1 << 20)
         take_space(self._file.descriptor, directory, 0, size, "the plain loops' file")
         self._size = size
         self._memory = paged(most)

@@ -3,8 +3,8 @@
 glibc keeps large freed blocks in its heap, where small tensors that live longer break them up: the next large buffer
 then needs new memory, although enough is free. Blocks above a fixed threshold can be mappings of their own, which
 go back to the system whole. That would cost a page fault for every 4 KiB at each new use; where torch asks for huge
-pages it is one for every 2 MiB. torch reads its variable when it makes the first tensor, glibc can be told at any time:
-importing shardwise sets both, whatever has started the process. (This module must not import torch.)
+pages it is one for every 2 MiB. torch reads its variable when it makes the first tensor, glibc's can be set at any
+time. Importing shardwise sets both, under every launcher. (This module must not import torch.)
 """
 
 from __future__ import annotations

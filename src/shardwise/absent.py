@@ -29,8 +29,8 @@ UNIVERSAL = "the universal checkpoint format is not built yet (checkpoints here 
 LAYERS = "fused layers are not built yet"
 COMPILER = "compiler passes are not built yet"
 MICS = (
-    "it is an inner part of DeepSpeed: here groups of ranks (MiCS) are one code path with everything else, and are "
-    "asked for by zero_optimization.mics_shard_size"
+    "it is an inner part of DeepSpeed: here groups of ranks (MiCS) are one code path with everything else, "
+    "requested by zero_optimization.mics_shard_size"
 )
 LINEAR = "LoRA and quantised linear layers are not built yet"
 TILED = "tiled linear layers are not built yet"
@@ -39,7 +39,7 @@ OPS = "there are no operators to build: everything runs in plain torch"
 INNER = "it is an inner part of DeepSpeed, which has no counterpart here"
 WRAPPERS = "it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers"
 SWAPPERS = (
-    "it is an inner part of DeepSpeed: here state is kept on disks by `shardwise.offload`, which is asked for by "
+    "it is an inner part of DeepSpeed: here state is kept on disks by `shardwise.offload`, requested by "
     "zero_optimization.offload_optimizer and offload_param"
 )
 TUNING = "disks are measured by `shardwise bench io` (with the drop-in also `ds_io` and `ds_nvme_tune`)"
@@ -60,7 +60,7 @@ _ENGINE: dict[str, str] = {
         "expert_data_parallel_group"
     ),
     "`engine.moe_layers` has the layers, whose `deepspeed_moe.gate` is the gate": "gate_modules",
-    "engine.load_checkpoint() loads experts, divided in whatever way": "load_moe_state_dict",
+    "engine.load_checkpoint() loads experts at any expert-parallel size": "load_moe_state_dict",
     "engine.monitor.write_events() writes them": "summary_events",
     "times are logged (`wall_clock_breakdown`, `timers.throughput`), and no timers of the engine are handed out": (
         "timers tput_timer get_wall_clock_timers print_forward_breakdown"

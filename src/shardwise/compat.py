@@ -1,8 +1,8 @@
 """Names of torch that differ between versions, or that torch does not document, in one place.
 
 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single` and warns at every call of the old
-names, so the new name is taken where it exists. Names that torch does not promise to keep are asked for, and there is
-another way where they are missing.
+names, so the new name is taken where it exists. Undocumented names are looked up, with a fallback where they
+are missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _sends_itself = hasattr(dist.ProcessGroup, "send") and hasattr(dist.ProcessGroup
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
     """Return the name of the backend that serves tensors of a device in a group, or None if there is none.
 
-    `torch.distributed.get_backend` gives what the group was asked for, which may be a list ("cpu:gloo,cuda:nccl") or
+    `torch.distributed.get_backend` gives the requested backend, which may be a list ("cpu:gloo,cuda:nccl") or
     nothing at all ("undefined").
     """
     served = dict(entry.split(":", 1) for entry in dist.get_backend_config(group).split(","))
@@ -96,7 +96,7 @@ def make_group(
     options: Any,
     device: torch.device | None,
 ) -> dist.ProcessGroup:
-    """Make a process group of some ranks under a given name; these ranks alone call.
+    """Make a process group of some ranks under a given name; only these ranks call.
 
     `torch.distributed.new_group` takes no name. Its own name depends on how many groups the process has, which may
     differ between ranks.
@@ -243,7 +243,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def never_compiled(function: _Function) -> _Function:
-    """Keep `torch.compile` out of a function and of whatever it calls; a graph that reaches it ends there.
+    """Keep `torch.compile` out of a function and of its callees; a graph that reaches it ends there.
 
     It costs nothing at a call, and the compiler is not imported for it (1 to 2 s), which
     `torch.compiler.disable` would do. Compiled functions that are called from inside stay compiled.
@@ -273,7 +273,7 @@ def transforming() -> bool:
 
 
 without_overrides = torch._C.DisableTorchFunctionSubclass
-"""Context in which `__torch_function__` of tensor subclasses is not asked."""
+"""Context without dispatch to `__torch_function__` of tensor subclasses."""
 
 
 def storage_users(tensor: torch.Tensor) -> int | None:

@@ -33,7 +33,7 @@ class BatchSizeError(ConfigError, AssertionError):
 
 
 class ConflictError(ConfigError, AssertionError):
-    """Two configuration keys, each valid alone, contradict each other."""
+    """Two valid configuration keys contradict each other."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
@@ -74,7 +74,7 @@ class ReportError(ShardwiseError, RuntimeError):
 
 
 class ReleasedParameterError(ShardwiseError, RuntimeError):
-    """The values of a sharded parameter were asked for where they are not gathered."""
+    """The values of a resharded parameter were accessed."""
 
 
 class UsageError(ShardwiseError, RuntimeError):

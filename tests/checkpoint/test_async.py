@@ -440,9 +440,9 @@ class Here:
     def launch(self, job: writer.WriteJob, given: Mapping[str, int]) -> None:
         copies = {name: os.dup(descriptor) for name, descriptor in given.items()}
         with mmap.mmap(copies["memory"], job.memory, access=mmap.ACCESS_READ) as memory:
-            life = writer.Life(os.getppid())
+            watchdog = writer.ParentWatchdog(os.getppid())
             view = memoryview(memory)
-            self.desk.end(writer.perform(job, view, copies["part"], copies.get("draft"), life))
+            self.desk.end(writer.perform(job, view, copies["part"], copies.get("draft"), watchdog))
             view.release()
 
     def dismiss(self) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shardwise import boxes
 from shardwise.boxes import Box, Region
 from shardwise.checkpoint import Checkpoint, Manifest, Slice, StoredTensor, export, manifest, manifestfile, strided
-from shardwise.checkpoint.collect import Part
+from shardwise.checkpoint.collect import RankSavePlan
 from shardwise.checkpoint.inspection import describe
 from shardwise.checkpoint.opening import open_source
 from shardwise.checkpoint.safetensors_reader import FileFacts, TensorFile
@@ -71,7 +71,7 @@ def of(values: torch.Tensor, piece: Piece) -> torch.Tensor:
 def write(path: Path, tensors: dict[str, tuple[torch.Tensor, list[Piece]]], world: int) -> None:
     """Save tensors as several ranks would, each piece by the next one."""
     path.mkdir(exist_ok=True)
-    parts = [Part(f"rank{rank}.safetensors") for rank in range(world)]
+    parts = [RankSavePlan(f"rank{rank}.safetensors") for rank in range(world)]
     for name, (values, pieces) in tensors.items():
         dtype = manifest.name_of(values.dtype)
         described = StoredTensor(name, "parameter", tuple(values.shape), dtype, (), trainable=True, group=0)

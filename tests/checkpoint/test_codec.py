@@ -30,11 +30,11 @@ from shardwise.errors import CheckpointError, UsageError
 def through_json(value: Any) -> Any:
     aside: list[torch.Tensor] = []
 
-    def put_aside(path: str, tensor: torch.Tensor) -> int:
+    def store_tensor(path: str, tensor: torch.Tensor) -> int:
         aside.append(tensor.clone())
         return len(aside) - 1
 
-    text = json.dumps(encode(value, "state", put_aside), allow_nan=False)
+    text = json.dumps(encode(value, "state", store_tensor), allow_nan=False)
     return decode(json.loads(text), aside.__getitem__)
 
 

@@ -19,7 +19,7 @@ from shardwise.checkpoint import directory
 from shardwise.checkpoint import peer_replicas as module
 from shardwise.checkpoint.newest import listing
 from shardwise.checkpoint.safetensors_reader import TensorFile
-from shardwise.checkpoint.transfer import FileTransfer, ship
+from shardwise.checkpoint.transfer import FileTransfer, exchange_files
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.comm.ledger import Ledger
@@ -361,7 +361,7 @@ def shipped(root: str) -> list[str]:
     sizes = [0, 1, 100_000]
     for name, size in zip("abc", sizes, strict=True):
         Path(mine, f"{name}{comm.rank}").write_bytes(bytes((comm.rank + n) % 256 for n in range(size)))
-    shipments = [
+    transfers = [
         FileTransfer(f"{name}{src}", size, src, dst)
         for name, size in zip("abc", sizes, strict=True)
         for src in range(3)
@@ -372,7 +372,7 @@ def shipped(root: str) -> list[str]:
 
     def send(some: list[FileTransfer], into: str) -> None:
         os.makedirs(f"{mine}/{into}")
-        ship(
+        exchange_files(
             comm,
             torch.device("cpu"),
             some,
@@ -381,7 +381,7 @@ def shipped(root: str) -> list[str]:
             lambda buffer: held.append(buffer.nbytes),
         )
 
-    send(shipments, "whole")
+    send(transfers, "whole")
     assert max(held) <= 100_000 // 8 + 1
     for name, src in itertools.product("abc", {0, 1, 2} - {comm.rank}):
         assert Path(mine, "whole", f"{name}{src}").read_bytes() == Path(root, str(src), f"{name}{src}").read_bytes()

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise.checkpoint.convert import convert
-from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Whole
+from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, TargetParameter
 from shardwise.checkpoint.deepspeed.tp_merge import Divisions
 from shardwise.errors import CheckpointError
 from tests.checkpoint import deepspeed_files as files
@@ -197,7 +197,7 @@ def test_what_files_do_not_tell_the_engine_tells_or_nobody(stage: int, held: fil
     for name, master in held.masters.items():
         assert torch.equal(found[f"parameter {name}"], master)
         assert torch.equal(found[f"optimizer/exp_avg {name}"], held.states[name]["exp_avg"])
-    with pytest.raises(CheckpointError, match=r"words\.weight.*files do not tell.*autotp_size=2"):
+    with pytest.raises(CheckpointError, match=r"words\.weight.*files do not describe.*autotp_size=2"):
         DeepSpeedCheckpoint(path)
 
 
@@ -222,7 +222,7 @@ def test_patterns() -> None:
     assert of("blocks.1.up.weight", (5, 8), (4, 8)) == ((9, 8), (((0, 5), (0, 8)), ((5, 9), (0, 8))))
     assert of("words.weight", (7, 8), (7, 8)) == ((14, 8), (((0, 7), (0, 8)), ((7, 14), (0, 8))))
     for name, shapes, message in (
-        ("blocks.0.qkv.weight", ((12, 8), (12, 8)), "the files do not tell"),
+        ("blocks.0.qkv.weight", ((12, 8), (12, 8)), "the files do not describe"),
         ("blocks.0.norm.weight", ((8,), (4,)), "should be whole"),
         ("blocks.0.o.weight", ((8, 4), (6, 4)), "divided in dimension 1"),
     ):
@@ -234,14 +234,17 @@ def test_patterns() -> None:
 
 
 def test_shapes_alone_tell_what_is_whole_and_nothing_else() -> None:
-    wholes = {"w": Whole((4, 6)), "v": Whole((4, 6), [(((0, 4), (0, 3)), (0, 2)), (((0, 4), (3, 6)), (1, 3))])}
-    told = Divisions(None, wholes)
+    target_parameters = {
+        "w": TargetParameter((4, 6)),
+        "v": TargetParameter((4, 6), [(((0, 4), (0, 3)), (0, 2)), (((0, 4), (3, 6)), (1, 3))]),
+    }
+    told = Divisions(None, target_parameters)
     assert told.of(["w"], [(4, 6), (4, 6)], lambda: True).regions == (((0, 4), (0, 6)),) * 2
     assert told.of(["v"], [(4, 3), (4, 3)], lambda: False).regions == (((0, 4), (0, 3)), ((0, 4), (3, 6)))
     with pytest.raises(CheckpointError, match=r"'w'.*the values are not the same"):
         told.of(["w"], [(4, 6), (4, 6)], lambda: False)
     for shapes in ([(4, 3), (4, 3)], [(2, 6), (2, 6)]):
-        with pytest.raises(CheckpointError, match=r"'w'.*in one run or is several"):
+        with pytest.raises(CheckpointError, match=r"'w'.*one tensor or several fused"):
             told.of(["w"], shapes, lambda: False)
     with pytest.raises(CheckpointError, match=r"'v'.*autotp_size=3"):
         told.of(["v"], [(4, 2)] * 3, lambda: False)

@@ -89,8 +89,8 @@ class Joined:
         others = set() if self.comm.rank == 0 else set(part_of(layout, 0))
         self._given = {t.index for t in tensors if layout != "whole" and t.box is None and t.name in others}
 
-    def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
-        return {index: own for index, own in self._own.saved_ranges().items() if index not in self._given}
+    def owned_ranges(self) -> dict[int, list[tuple[int, int]]]:
+        return {index: own for index, own in self._own.owned_ranges().items() if index not in self._given}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)

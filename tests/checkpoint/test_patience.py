@@ -26,7 +26,7 @@ def frozen(path: str) -> tuple[list[str], list[str]]:
     handler = Lines()
     handler.setLevel(logging.WARNING)
     logger.addHandler(handler)
-    slow_io.TELL_S, before = 0.3, slow_io.TELL_S
+    slow_io.WARN_AFTER_S, before = 0.3, slow_io.WARN_AFTER_S
     run = started(path, config(2, checkpoint={"async_save": True}))
     engine = run.engine
     told = []
@@ -45,7 +45,7 @@ def frozen(path: str) -> tuple[list[str], list[str]]:
             engine.save_checkpoint(path, tag="c")
             assert engine.wait_for_checkpoint() == f"{path}/c"
             verify(f"{path}/c")
-    slow_io.TELL_S = before
+    slow_io.WARN_AFTER_S = before
     logger.removeHandler(handler)
     torch.distributed.barrier()
     return told, handler.lines
@@ -86,14 +86,14 @@ def test_a_part_that_takes_long_fails_no_save(tmp_path: Path) -> None:
 def hung(path: str) -> list[str]:
     handler = Lines()
     logger.addHandler(handler)
-    slow_io.TELL_S, before = 0.1, slow_io.TELL_S
+    slow_io.WARN_AFTER_S, before = 0.1, slow_io.WARN_AFTER_S
     run = Run(config(1), seed=1)
     write = saving.write_tensors
     if torch.distributed.get_rank() == 1:
         saving.write_tensors = lambda *args, **more: (time.sleep(0.7), write(*args, **more))[1]
     run.engine.save_checkpoint(path)
     saving.write_tensors = write
-    slow_io.TELL_S = before
+    slow_io.WARN_AFTER_S = before
     logger.removeHandler(handler)
     return [line for line in handler.lines if "it has taken" in line]
 

@@ -179,14 +179,14 @@ def test_hjson_is_read_as_hjson_reads_it(tmp_path: Path) -> None:
     found = resolve(file)
     assert found.raw["optimizer"] == {"type": "Adam", "params": {"lr": 0.001, "betas": [0.9, 0.95]}}
     assert found.raw["wandb"]["project"] == "my project"
-    assert found.beyond is not None and "no braces around the whole (line 1)" in found.beyond
+    assert found.extensions is not None and "no braces around the top level (line 1)" in found.extensions
     file.write_text("{\n  train_micro_batch_size_per_gpu: 1\n  fp16: {enabled: 2}\n}")
     with pytest.raises(ConfigError, match=r"fp16\.enabled \(line 3\): expected true or false"):
         resolve(file)
     file.write_text("{type: Adam, params: 3}")  # in Hjson the string "Adam, params: 3}", and no closing brace
     with pytest.raises(ConfigError, match="line 1, column 8: expected a value, found 'Adam, params"):
         resolve(file)
-    assert resolve({"train_batch_size": 1}).beyond is None
+    assert resolve({"train_batch_size": 1}).extensions is None
 
 
 def test_what_no_check_could_go_through_is_an_error_like_any_other(tmp_path: Path) -> None:

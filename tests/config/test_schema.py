@@ -56,11 +56,11 @@ def test_tables_name_existing_keys() -> None:
     config = Config()
     for entry in UNSUPPORTED:
         assert lookup(entry.path)
-        assert not entry.asks(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
+        assert not entry.requests(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
         assert all(lookup(switch) for switch in entry.within)
     for entry in IGNORED:
         assert lookup(entry.path)
-        assert not entry.asks(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
+        assert not entry.requests(value_at(config, entry.path)), f"the default of {entry.path} asks for something"
     for path in RULES:
         assert lookup(path)
     for path in REMOVED_KEYS:

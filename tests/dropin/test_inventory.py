@@ -87,7 +87,7 @@ def test_absent_names_say_why(path: str) -> None:
         with pytest.raises(ImportError, match=re.escape(entry.reason)) as error:
             exec(statement)
         assert isinstance(error.value, AbsentNameError)
-        assert entry.asked, f"{path}.{name}: who takes an ImportError for an answer?"
+        assert entry.probed_by, f"{path}.{name}: who takes an ImportError for an answer?"
         if path in PATHS:
             assert not hasattr(importlib.import_module(path), name)
         else:

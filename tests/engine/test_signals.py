@@ -1,4 +1,4 @@
-"""Checkpoints on signals: one rank is told, all save at the same step, and nothing is added to what steps send."""
+"""Checkpoints on signals: one rank gets the signal, all save at the same step, and steps send no more."""
 
 from __future__ import annotations
 
@@ -153,12 +153,12 @@ def nothing_is_saved(root: str) -> list[str]:
         os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(ZeroDivisionError):
         run.step()
-    signals.TELL_S, before = 0.1, signals.TELL_S  # not before: a machine in use takes longer for a step
+    signals.WARN_AFTER_S, before = 0.1, signals.WARN_AFTER_S  # not before: a machine in use takes longer for a step
     if rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.7)
     run.engine.destroy()
-    signals.TELL_S = before
+    signals.WARN_AFTER_S = before
     logger.removeHandler(handler)
     return [line for line in handler.lines if "checkpoint" in line]
 

@@ -212,7 +212,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nproc", "1"], "--nproc 1: one process communicates with nobody. Give 2 or more."),
+        (["--nproc", "1"], "--nproc 1: one process has no peer. Give 2 or more."),
         (["--nproc", "0"], "--nproc 0: a job has at least one"),
         (["--ops", "all_reduce,gossip"], "--ops gossip: choose among all_reduce, all_gather"),
         (["--dtype", "int8"], "--dtype int8: choose among fp32"),

@@ -17,7 +17,7 @@ from shardwise.config import resolve
 from shardwise.errors import OffloadError
 from shardwise.launch.cli import main
 from shardwise.launch.commands import bench
-from shardwise.offload import measure, unnamed
+from shardwise.offload import measure, tmpfile
 from shardwise.offload.files import DiskOptions
 from shardwise.offload.measure import MeasuredFile, Speed, Way, settings, smallest
 
@@ -56,7 +56,7 @@ def test_a_table_and_the_section(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert told["size"] == 1 << 20 and told["rounds"] == 2 and len(told["bytes_per_second"]) == 6
     chosen = next(row for row in told["bytes_per_second"] if row.items() >= told["aio"].items())
     assert chosen["write"] > 0 and chosen["read"] > 0
-    assert [row["plain"] for row in told["beside_plain_loops"]] == [False, True, True]
+    assert [row["plain"] for row in told["compared_with_plain_loops"]] == [False, True, True]
     resolve({"train_batch_size": 1, "aio": told["aio"]}, world_size=1)
     assert list(disk.iterdir()) == []
 
@@ -73,7 +73,7 @@ def test_one_of_both(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: s
 def test_through_the_page_cache(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unnamed, "_pass_by", lambda descriptor, wanted: False)
+    monkeypatch.setattr(tmpfile, "_pass_by", lambda descriptor, wanted: False)
     code, shown, _ = run(capsys, "--dir", str(tmp_path), *SMALL)
     assert code == 0 and "through the page cache: it does not take O_DIRECT" in shown.splitlines()[0]
 

@@ -186,7 +186,7 @@ def test_what_is_missing_is_named_and_summaries_are_whole(call) -> None:
     code, shown, _ = call("--help")
     words = " ".join(shown.split())
     assert code == 0 and "..." not in words.replace("COMMAND [ARGS]...", "")
-    assert "given or chosen, with the reason, and what is questionable." in words
+    assert "Check CONFIG; print each given or chosen value with the reason, and warnings." in words
 
 
 def test_only_a_like_name_is_proposed(call, tmp_path, monkeypatch) -> None:

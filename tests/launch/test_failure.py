@@ -106,10 +106,10 @@ def test_the_rank_that_the_others_waited_for_is_named() -> None:
     )
     assert (found.rank, found.exit.rank, found.exit_code) == (1, 0, 1)
     assert "rank 1 stands still: its process, pid 11, was stopped" in found.message()
-    assert "For want of it rank 0 failed: exit code 1" in found.message()
+    assert "Without it rank 0 failed: exit code 1" in found.message()
     found = _first([failed, Exit(1, 11, 0, 104.0, False)], waited)
     assert "rank 1 ended with exit code 0 4.0 s after the start, before the others" in found.message()
-    assert "rank 1 did not answer. For want of it rank 0 failed" in _first([failed, stopped], waited).message()
+    assert "rank 1 did not answer. Without it rank 0 failed" in _first([failed, stopped], waited).message()
     # An exception of its own is its own.
     found = _first([failed, Exit(1, 11, 0, 104.0, False)], {0: _error(BUG, 107.9)})
     assert found.message().startswith("shardwise run: rank 0 failed first: ")
@@ -125,7 +125,7 @@ def test_the_rank_whose_disk_has_failed_is_named_whichever_ends_first() -> None:
     # It may not have failed itself, as when a process that writes for it has.
     save = others.replace("engine.step(): on", "saving checkpoint 'a': failed on")
     found = _first([exits[0], Exit(1, 11, -15, 115.0, True)], {0: _error(save, 107.9)})
-    assert found.message().startswith("shardwise run: rank 1 has failed, as the other ranks say. For want of it rank 0")
+    assert found.message().startswith("shardwise run: rank 1 has failed, as the other ranks say. Without it rank 0")
 
 
 def test_those_that_the_launcher_stopped_do_not_count() -> None:

@@ -152,7 +152,7 @@ def test_children_are_told_after_a_worker_that_handles_the_signal() -> None:
 def test_hurry_ends_the_grace_period() -> None:
     with _gang(READY) as (gang, (reader,)):
         _read_until(reader, b"ready")
-        gang.hurry = True
+        gang.skip_grace_period = True
         began = time.monotonic()
         gang.stop(signal.SIGTERM, 60)
         assert time.monotonic() - began < 30  # half of the grace period

@@ -250,7 +250,7 @@ def test_a_rank_that_does_not_come_to_the_meeting_is_named(tmp_path, monkeypatch
     assert done.returncode == 1
     report = done.stderr.partition("shardwise run: rank")
     assert re.match(headline, "rank" + report[2]), done.stderr
-    assert "For want of it rank 0 failed: exit code 1" in report[2]
+    assert "Without it rank 0 failed: exit code 1" in report[2]
     where = "the meeting in initialize()" if "later" in what else "the meeting of the ranks"
     assert f"LaunchError: rank 1 has not come to {where}" in report[2]
     for word in ("DistStoreError", "frame #", "TCPStore", "socket.cpp"):

@@ -22,9 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import OffloadError, ShardwiseError
-from shardwise.offload import unnamed
+from shardwise.offload import tmpfile
 from shardwise.offload.files import DiskOptions, Extent, SwapFile
-from shardwise.offload.unnamed import ALIGNMENT, aligned_bytes
+from shardwise.offload.tmpfile import ALIGNMENT, aligned_bytes
 
 BLOCK = 3 * ALIGNMENT
 SMALL = DiskOptions(block_size=BLOCK, queue_depth=2, threads=2)
@@ -32,7 +32,7 @@ SIZES = [0, 1, 7, 8, 4095, 4096, 4097, BLOCK, 2 * BLOCK + 1, 5 * BLOCK + 4099]
 
 
 def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unnamed, "_pass_by", lambda descriptor, wanted: False)
+    monkeypatch.setattr(tmpfile, "_pass_by", lambda descriptor, wanted: False)
 
 
 @pytest.fixture(params=["direct", "buffered"])
@@ -362,7 +362,7 @@ def test_space_that_cannot_be_taken_beforehand(file: SwapFile, monkeypatch: pyte
     extent = file.reserve(values.numel())
     file.write(extent, values)
     assert torch.equal(back(file, extent, values.numel()), values)
-    monkeypatch.setattr("shardwise.offload.unnamed.bytes_free", lambda directory: 5)
+    monkeypatch.setattr("shardwise.offload.tmpfile.bytes_free", lambda directory: 5)
     with pytest.raises(OffloadError, match=r"12288 bytes more are needed, 5 bytes are free"):
         file.reserve(BLOCK)
 
@@ -480,7 +480,7 @@ def test_damage_is_found(file: SwapFile, place: int, tmp_path: Path) -> None:
 def flip(file: SwapFile, place: int) -> None:
     """Change one bit of a file, as nobody should."""
     start = place - place % ALIGNMENT
-    page = unnamed.paged(ALIGNMENT)
+    page = tmpfile.paged(ALIGNMENT)
     os.preadv(descriptor(file), [page], start)
     page[place - start] ^= 16
     os.pwritev(descriptor(file), [page], start)

@@ -38,11 +38,11 @@ def test_the_extent_in_words() -> None:
     nan = float("nan")
     assert Extent.of(torch.ones(2), ["a", "b"]) is None
     alone = Extent.of(torch.tensor([1.0, nan, 1.0]), ["a", "b", "c"])
-    assert alone == Extent(1, 3, "b", "c") and alone.told("backward") == "1 of 3 parameters has such a gradient"
+    assert alone == Extent(1, 3, "b", "c") and alone.describe("backward") == "1 of 3 parameters has such a gradient"
     some = Extent.of(torch.tensor([nan, 1.0, nan]), ["a", "b", "c"])
     assert some == Extent(2, 3, "c", None)
-    assert some.told("backward") == "2 of 3 parameters have such gradients, the last 'c'"
-    assert Extent(2, 3, "b", "c").told("forward") == "2 of 3 parameters have such gradients, the last 'b'"
+    assert some.describe("backward") == "2 of 3 parameters have such gradients, the last 'c'"
+    assert Extent(2, 3, "b", "c").describe("forward") == "2 of 3 parameters have such gradients, the last 'b'"
     report = OverflowReport("forward", (0,), "a", "u", 4, 1.0, extent=Extent(3, 3, "c", None), watched_for=5)
     assert "(unit 'u'). All 3 parameters have such gradients. Modules are watched for 5 steps from now on" in str(
         report

@@ -1,8 +1,7 @@
-"""Checkpoints on disk: written whole or not at all, read by name and range, without pickle.
+"""Checkpoints on disk: published atomically, read by name and range, without pickle.
 
-`engine.save_checkpoint` and `engine.load_checkpoint` are what training scripts use. The names here look at a
-checkpoint without an engine. They are loaded when they are first used: the process that writes in the background needs
-modules of this package, and not torch.
+Training scripts use `engine.save_checkpoint` and `engine.load_checkpoint`; the names here open a checkpoint without an
+engine. They are loaded at first use, because the writer process imports modules of this package but not torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Agreement of ranks on small facts: what each has to say, and whether all have succeeded.
+"""Collective steps: all ranks succeed, or all raise.
 
-Saving and loading are joint actions, and any rank's part may fail (a full disk, a damaged file). If the failing rank
-simply raised, the others would wait for it for ever. So each phase ends with an exchange of outcomes, after
-which all ranks go on or all raise, each naming the rank that failed and why.
+Saving and loading are collective, and any rank may fail (a full disk, a damaged file). If the failing rank only raised,
+the others would wait for ever. Each step therefore ends with an exchange of outcomes. Afterwards all ranks go on, or
+all raise an error that names the failed rank and the reason.
 """
 
 from __future__ import annotations
@@ -16,35 +16,29 @@ from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, ShardwiseError
 
 
-class SharedPhase:
-    """One phase of a joint action; see `phase`."""
+class CollectiveStep:
+    """A collective step: `local` is this rank's value (JSON), `gathered` has those of all ranks after the step."""
 
     def __init__(self) -> None:
-        self.said: Any = None
-        self.heard: list[Any] = []
+        self.local: Any = None
+        self.gathered: list[Any] = []
 
 
 @contextmanager
-def phase(comm: Communicator, what: str) -> Iterator[SharedPhase]:
-    """Run this rank's part of a joint action; afterwards all ranks have succeeded, or all raise.
+def collective_step(comm: Communicator, what: str) -> Iterator[CollectiveStep]:
+    """Run this rank's part of a collective step; afterwards all ranks have succeeded, or all raise.
 
-    What a rank puts into `said` (JSON) is in `heard` of all ranks, in rank order, after the block.
-
-    Args:
-        comm: the ranks.
-        what: the action in words, for messages: "saving checkpoint 'a'".
-
-    Raises:
-        ShardwiseError: this rank's own error; on a rank that had none, a CheckpointError that names the one that had.
+    A failing rank raises its own error, other ranks a CheckpointError that names the failed rank. `what` names the step
+    in messages: "saving checkpoint 'a'".
     """
-    this = SharedPhase()
+    this = CollectiveStep()
     failure: Exception | None = None
     try:
         yield this
     except Exception as error:
         failure = error
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    outcomes = comm.exchange({"error": told, "said": this.said}, "checkpoint")
+    error_text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    outcomes = comm.exchange({"error": error_text, "value": this.local}, "checkpoint")
     if failure is not None:
         if isinstance(failure, ShardwiseError):
             raise failure
@@ -52,4 +46,4 @@ def phase(comm: Communicator, what: str) -> Iterator[SharedPhase]:
     for rank, outcome in enumerate(outcomes):
         if outcome["error"] is not None:
             raise CheckpointError(f"{what}: failed on rank {rank}: {outcome['error']}")
-    this.heard = [outcome["said"] for outcome in outcomes]
+    this.gathered = [outcome["value"] for outcome in outcomes]

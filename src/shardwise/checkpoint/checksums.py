@@ -1,6 +1,6 @@
-"""Bytes on their way to disk: blocks with checksums, and what went wrong, in words.
+"""Checksums of blocks, and system errors in words.
 
-Nothing here needs torch, whose import takes seconds: the process that writes in the background starts without it.
+This module does not import torch, because the writer process starts without it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,23 @@ from shardwise.checkpoint.file_writer import Output, create
 from shardwise.errors import CheckpointError
 
 BLOCK = 4 << 20
-"""Bytes that have one checksum. CRC-32 finds every burst of up to 32 wrong bits in a block, and others but for one
-in 2**32."""
+"""Bytes per checksum. CRC-32 finds every burst of up to 32 wrong bits in a block, and others but for one in 2**32."""
 
 _STEP = 1 << 20
-"""Bytes that are written and hashed at a time: few enough to be in a cache still when they are hashed."""
+"""Bytes that are written and hashed at a time: few enough to stay in a cache between both."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What is known of a finished file: its size and the CRC-32 of each of its blocks of `BLOCK` bytes."""
+    """Size of a finished file, and the CRC-32 of each of its blocks of `BLOCK` bytes."""
 
     size: int
     checksums: tuple[str, ...]
 
 
 def open_to_read(path: str) -> int:
-    """Open a file and return its descriptor.
-
-    Raises:
-        OSError: it cannot be opened.
-        CheckpointError: it is something else than a file: reading a pipe would wait for ever.
+    """Open a file and return its descriptor; refuse other than regular files, because reading a pipe would wait for
+    ever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -66,7 +62,7 @@ class BlockSums:
         self.size += len(data)
 
     def facts(self) -> FileFacts:
-        """Return size and checksums of what has been fed; call it once, at the end."""
+        """Return size and checksums of the stream; call it once, at the end."""
         if self._filled:
             self._close()
         return FileFacts(self.size, tuple(self._sums))
@@ -77,11 +73,7 @@ class BlockSums:
 
 
 def put(file: Output, sums: BlockSums | None, data: memoryview) -> None:
-    """Append bytes to a file, and to its checksums if they are wanted.
-
-    Raises:
-        OSError: something cannot be written.
-    """
+    """Append bytes to a file, and to its checksums if there are any. Raises OSError if writing fails."""
     for start in range(0, len(data), _STEP):
         piece = data[start : start + _STEP]
         file.write(piece)
@@ -90,15 +82,9 @@ def put(file: Output, sums: BlockSums | None, data: memoryview) -> None:
 
 
 def write_bytes(path: str, data: memoryview, *, direct: bool = False) -> FileFacts:
-    """Write a file with checksums; it is on disk when this returns.
+    """Write a file, which must not exist, with checksums; it is on disk when this returns.
 
-    Args:
-        path: file to create; it must not exist.
-        data: what it shall hold.
-        direct: write past the page cache if the file system can do that.
-
-    Raises:
-        OSError: it cannot be created or written.
+    `direct` writes past the page cache if the file system supports it.
     """
     sums = BlockSums()
     file = create(path, len(data), direct=direct)
@@ -111,7 +97,7 @@ def write_bytes(path: str, data: memoryview, *, direct: bool = False) -> FileFac
 
 
 def in_words(error: BaseException) -> str:
-    """Return what an exception says, with the file and number of one of the system's."""
+    """Return the message of an exception; of a system error with file and errno."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
@@ -124,7 +110,7 @@ def in_words(error: BaseException) -> str:
 
 
 def write_advice(error: OSError) -> str:
-    """Return what to do when a file cannot be written."""
+    """Return the fix for a file that cannot be written."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "Free space or choose another directory"
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
@@ -133,7 +119,7 @@ def write_advice(error: OSError) -> str:
 
 
 def free_space(path: str) -> str:
-    """Return how much may still be written to the file system of a path, in words."""
+    """Return the free space of a path's file system, in words."""
     try:
         found = os.statvfs(path)
     except OSError as error:

@@ -1,8 +1,7 @@
-"""What one rank writes: its runs of every tensor, and the facts that the manifest will need.
+"""Contents of one rank's file: its ranges of every tensor, and its part of the manifest.
 
-Each rank contributes what `saved_ranges` gives it, whatever the stage; values that are replicated are divided up,
-so that files are equally large and no byte is written twice. Ranks may have different modules, each its own part of
-the model: of what several have and only one writes, the first of them writes it.
+Each rank contributes its `owned_ranges`, at every stage. Replicated values are split, so that files are equally large
+and no byte is written twice. Ranks may have different modules. The first rank that has a replicated value writes it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import nn
 from shardwise.boxes import Region, ranges
 from shardwise.checkpoint import nested_json
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Slice, StoredTensor, name_of
-from shardwise.checkpoint.protocols import Bring, CheckpointedModel, Run, at_hand
+from shardwise.checkpoint.protocols import CheckpointedModel, Fetch, Run, in_place
 from shardwise.checkpoint.safetensors_reader import bytes_of
 from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
@@ -27,13 +26,11 @@ from shardwise.registry import LogicalTensor
 
 @dataclass
 class TrainingState:
-    """What is saved besides tensors of the model and the optimizer, as plain Python values.
+    """State besides tensors of the model and the optimizer, as plain Python values.
 
     Attributes:
         client: the user's own state (rank 0's is saved).
-        rank: this rank's own: random number generators, place in the data.
-        scheduler: state of the schedule.
-        scaler: state of the loss scaler.
+        rank: state of this rank: random number generators, position in the data.
         counters: steps and samples.
     """
 
@@ -44,25 +41,25 @@ class TrainingState:
     counters: dict[str, int] = field(default_factory=dict)
 
 
-class Part:
+class RankSavePlan:
     """One rank's part of a checkpoint: tensors for its file, and JSON for the manifest.
 
     Args:
         file: name of the rank's file.
-        bring: has tensors brought that do not live where they can be read.
-        looks: whether `bring` looks for values that are infinite or NaN.
+        fetch: makes offloaded tensors readable.
+        check_finite: whether `fetch` looks for values that are infinite or NaN.
 
     Attributes:
-        not_finite: trained parameters and optimizer states of which this rank writes such values, as far as they have
-            been brought. Buffers are not looked at: masks are infinite.
-        runs: names of the tensors that are runs of values and of optimizer states, where they are stepped.
+        not_finite: trained parameters and optimizer states with such values, among the fetched. Buffers are not
+            checked, because masks are infinite.
+        runs: names of the tensors that are ranges of values and of optimizer states, where they are stepped.
     """
 
-    def __init__(self, file: str, bring: Bring = at_hand, *, looks: bool = False) -> None:
+    def __init__(self, file: str, fetch: Fetch = in_place, *, check_finite: bool = False) -> None:
         self.file = file
         self.not_finite: list[str] = []
-        self._bring = bring
-        self._looks = looks
+        self._fetch = fetch
+        self._check_finite = check_finite
         self.runs: set[str] = set()
         self.tensors: dict[str, torch.Tensor] = {}
         self.stored: list[StoredTensor] = []
@@ -70,16 +67,16 @@ class Part:
         self.trees: dict[str, Any] = {}
         self.order: list[str] = []
         self.excluded: list[str] = []
-        self._trained: dict[str, str] = {}  # names for people, by key
+        self._trained: dict[str, str] = {}  # names for messages, by key
 
     def to_json(self) -> dict[str, Any]:
-        """Return what rank 0 needs of this part."""
+        """Return the part for rank 0."""
         stored = [tensor.to_json() for tensor in self.stored]
         names = {"order": self.order, "excluded": self.excluded}
         return {"stored": stored, "values": self.values, "trees": self.trees, **names}
 
     def put(self, key: str, tensor: torch.Tensor) -> str:
-        """Add a tensor to the file under a key of its own; returns the key."""
+        """Add a tensor to the file under a unique key; return the key."""
         unique, count = key, 1
         while unique in self.tensors:
             count += 1
@@ -87,12 +84,12 @@ class Part:
         self.tensors[unique] = tensor
         return unique
 
-    def put_aside(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
-        """Store a tensor of a tree (`shardwise.checkpoint.nested_json.PutAside`)."""
+    def store_tensor(self, path: str, tensor: torch.Tensor) -> dict[str, str]:
+        """Store a tensor of a tree (`shardwise.checkpoint.nested_json.StoreTensor`)."""
         return {"file": self.file, "key": self.put(path, tensor.contiguous())}
 
     def add_runs(self, tensor: StoredTensor, runs: list[Run], box: Region | None = None) -> None:
-        """Store runs of a logical tensor, or of a part of it."""
+        """Store ranges of a logical tensor, or of its box."""
         slices = []
         for start, stop, view in runs:
             key = self.put(f"{tensor.kind}/{tensor.name}[{start}:{stop}]", view)
@@ -101,8 +98,8 @@ class Part:
             slices.append(Slice(self.file, key, start, stop, box))
         self.stored.append(StoredTensor(**{**vars(tensor), "slices": tuple(slices)}))
 
-    def add_whole(self, tensor: StoredTensor, values: torch.Tensor) -> None:
-        """Store a logical tensor as a whole, in its own shape."""
+    def add_unsharded(self, tensor: StoredTensor, values: torch.Tensor) -> None:
+        """Store an unsharded logical tensor, in its own shape."""
         name = tensor.name if tensor.rank is None else f"{tensor.name}@{tensor.rank}"
         key = self.put(f"{tensor.kind}/{name}", values.detach().contiguous())
         self._watch(tensor, key)
@@ -114,24 +111,24 @@ class Part:
         if (tensor.trainable or tensor.kind.startswith(OPTIMIZER)) and values.is_floating_point() and values.numel():
             self._trained[key] = f"{tensor.kind} {tensor.name}"
 
-    def bring(self, tensors: Sequence[tuple[str, torch.Tensor]], use: Callable[[Sequence[str]], None]) -> None:
-        """Have tensors of the file brought, and used, some of them at a time (see `Bring`).
+    def fetch(self, tensors: Sequence[tuple[str, torch.Tensor]], use: Callable[[Sequence[str]], None]) -> None:
+        """Fetch and use tensors of the file, some at a time (see `Fetch`).
 
-        What is looked at is looked at while it is there: bringing it once more may take as long as writing it.
+        Values are checked while they are readable, because another fetch may take as long as writing.
         """
 
         def look_and_use(keys: Sequence[str]) -> None:
             self._look([key for key in keys if key in self._trained])
             use(keys)
 
-        self._bring(tensors, look_and_use if self._looks else use)
+        self._fetch(tensors, look_and_use if self._check_finite else use)
 
     def _look(self, keys: Sequence[str]) -> None:
         for _, run in itertools.groupby(keys, key=lambda key: self.tensors[key].device):
             here = list(run)
             norms = torch._foreach_norm([self.tensors[key].detach() for key in here])
             finite = torch.isfinite(torch.stack([norm.double() for norm in norms])).tolist()
-            # A norm may be too large for its type where no value is.
+            # A norm may overflow where no value does.
             self.not_finite += [
                 self._trained[key]
                 for key, fine in zip(here, finite, strict=True)
@@ -141,28 +138,27 @@ class Part:
 
 def collect(
     model: CheckpointedModel, file: str, state: TrainingState, excluded: frozenset[int], *, check_finite: bool = False
-) -> Part:
-    """Gather what this rank writes. Tensors are views of live memory: nothing is copied.
+) -> RankSavePlan:
+    """Return this rank's part. Its tensors are views of live memory; nothing is copied.
 
     Args:
-        model: the sharded model.
         file: name of this rank's file.
         state: everything else that is saved.
         excluded: indices of parameters to leave out.
-        check_finite: look for values that are infinite or NaN when they are brought.
+        check_finite: look for values that are infinite or NaN in fetched tensors.
 
     Raises:
         CheckpointError: something cannot be saved; the message names it.
     """
-    part = Part(file, model.bring, looks=check_finite)
+    part = RankSavePlan(file, model.fetch, check_finite=check_finite)
     part.order = [tensor.name for tensor in model.registry]
-    values, ranges = model.value_runs(), model.saved_ranges()
+    values, ranges = model.value_runs(), model.owned_ranges()
     for tensor in model.registry:
         box = model.box_of(tensor)
         if tensor.index in excluded:
             part.excluded.append(tensor.name)
             continue
-        with model.shown(tensor.index):
+        with model.materialized(tensor.index):
             own = ranges.get(tensor.index, [])
             runs = within(values.get(tensor.index, []), own)
             if runs:
@@ -171,7 +167,7 @@ def collect(
                 part.add_runs(_described(tensor, tensor.dtype), [])
             if own and model.update is not None:
                 _add_optimizer_state(part, model, tensor, own)
-    part.trees["rank"] = nested_json.encode(state.rank, "state of the rank", part.put_aside)
+    part.trees["rank"] = nested_json.encode(state.rank, "state of the rank", part.store_tensor)
     if model.comm.rank == 0:
         _add_common(part, model, state)
     return part
@@ -192,7 +188,7 @@ def _described(tensor: LogicalTensor, dtype: torch.dtype) -> StoredTensor:
 
 
 def within(runs: list[Run], ranges: list[tuple[int, int]]) -> list[Run]:
-    """Cut runs to some ranges."""
+    """Return the intersection of runs with ranges."""
     found = []
     for start, stop, view in runs:
         for low, high in ranges:
@@ -203,11 +199,11 @@ def within(runs: list[Run], ranges: list[tuple[int, int]]) -> list[Run]:
 
 
 def _add_optimizer_state(
-    part: Part, model: CheckpointedModel, tensor: LogicalTensor, own: list[tuple[int, int]]
+    part: RankSavePlan, model: CheckpointedModel, tensor: LogicalTensor, own: list[tuple[int, int]]
 ) -> None:
     assert model.update is not None
     box = model.box_of(tensor)
-    # What cannot be cut is saved by the rank that has the parameter's first element.
+    # State that cannot be split is saved by the rank with the parameter's first element.
     first = own[0][0] == 0 and all(some[0][0] == 0 for some in ranges(box or ()))
     for key, value in model.update.state(tensor.index).items():
         kind = OPTIMIZER + key
@@ -224,23 +220,22 @@ def _add_optimizer_state(
                     "optimizer whose state has one value per element"
                 )
             if first:
-                part.add_whole(StoredTensor(tensor.name, kind, tuple(value.shape), name_of(value.dtype), ()), value)
+                part.add_unsharded(StoredTensor(tensor.name, kind, tuple(value.shape), name_of(value.dtype), ()), value)
         elif first:
             path = f"optimizer state {key!r} of {tensor.name!r}"
-            part.values.setdefault(tensor.name, {})[key] = nested_json.encode(value, path, part.put_aside)
+            part.values.setdefault(tensor.name, {})[key] = nested_json.encode(value, path, part.store_tensor)
 
 
-def _add_common(part: Part, model: CheckpointedModel, state: TrainingState) -> None:
-    """Add what is the same on all ranks."""
+def _add_common(part: RankSavePlan, model: CheckpointedModel, state: TrainingState) -> None:
     trees = part.trees
-    trees["client"] = nested_json.encode(state.client, "client_state", part.put_aside)
-    trees["scheduler"] = nested_json.encode(state.scheduler, "state of the learning-rate schedule", part.put_aside)
+    trees["client"] = nested_json.encode(state.client, "client_state", part.store_tensor)
+    trees["scheduler"] = nested_json.encode(state.scheduler, "state of the learning-rate schedule", part.store_tensor)
     trees["counters"] = state.counters
-    trees["scaler"] = nested_json.encode(state.scaler, "state of the loss scaler", part.put_aside)
+    trees["scaler"] = nested_json.encode(state.scaler, "state of the loss scaler", part.store_tensor)
 
 
-def holdings(model: CheckpointedModel) -> dict[str, Any]:
-    """Return what this rank has of what several may have: digests of buffers, extra state, parameter groups."""
+def local_inventory(model: CheckpointedModel) -> dict[str, Any]:
+    """Return this rank's replicated state: digests of buffers, extra state, parameter groups."""
     return {
         "buffers": {name: _digest(buffer) for name, buffer in buffers(model.module)},
         "extra": [name for name, _ in extra_states(model.module)],
@@ -248,26 +243,23 @@ def holdings(model: CheckpointedModel) -> dict[str, Any]:
     }
 
 
-def add_shared(part: Part, model: CheckpointedModel, told: list[dict[str, Any]]) -> None:
-    """Add what several ranks may have: the first of them writes it, and of buffers also those whose values differ.
+def add_replicated(part: RankSavePlan, model: CheckpointedModel, inventories: list[dict[str, Any]]) -> None:
+    """Add replicated state: the first rank that has it writes it; of buffers, also ranks whose values differ.
 
-    Args:
-        part: what this rank writes.
-        model: the sharded model.
-        told: `holdings` of all ranks.
+    `inventories` has the `local_inventory` of all ranks.
     """
-    rank, before = model.comm.rank, told[: model.comm.rank]
+    rank, before = model.comm.rank, inventories[: model.comm.rank]
     names = buffer_names(model.module)
     for name, buffer in buffers(model.module):
-        first = next((said["buffers"][name] for said in before if name in said["buffers"]), None)
-        if first is None or first != told[rank]["buffers"][name]:
+        first = next((entry["buffers"][name] for entry in before if name in entry["buffers"]), None)
+        if first is None or first != inventories[rank]["buffers"][name]:
             shape, dtype = tuple(buffer.shape), name_of(buffer.dtype)
             also = tuple(names[id(buffer)][1:])
             own = None if first is None else rank
-            part.add_whole(StoredTensor(name, BUFFER, shape, dtype, (), also, rank=own), buffer)
-    written = {name for said in before for name in said["extra"]}
+            part.add_unsharded(StoredTensor(name, BUFFER, shape, dtype, (), also, rank=own), buffer)
+    written = {name for entry in before for name in entry["extra"]}
     part.trees["extra"] = {
-        name: nested_json.encode(module.get_extra_state(), f"extra state of module {name!r}", part.put_aside)
+        name: nested_json.encode(module.get_extra_state(), f"extra state of module {name!r}", part.store_tensor)
         for name, module in extra_states(model.module)
         if name not in written
     }
@@ -276,10 +268,10 @@ def add_shared(part: Part, model: CheckpointedModel, told: list[dict[str, Any]])
         nested_json.encode(
             {name: value for name, value in group.items() if name != "params"},
             f"optimizer.param_groups[{number}]",
-            part.put_aside,
+            part.store_tensor,
         )
         for number, group in enumerate(groups)
-        if number >= max((said["groups"] for said in before), default=0)
+        if number >= max((entry["groups"] for entry in before), default=0)
     ]
 
 
@@ -289,7 +281,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the persistent buffers of a module by name; one that is shared is yielded once."""
+    """Yield the persistent buffers of a module by name; a shared buffer once."""
     seen: set[int] = set()
     for prefix, child in module.named_modules():
         for key, buffer in child._buffers.items():

@@ -1,4 +1,4 @@
-"""Writing a checkpoint of another library as one of ours, on one process, without a model."""
+"""Converting a checkpoint of another library, on one process, without a model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from shardwise._version import __version__
 from shardwise.checkpoint import directory, manifest, manifestfile, nested_json
-from shardwise.checkpoint.collect import Part
+from shardwise.checkpoint.collect import RankSavePlan
 from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, recognised
 from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, Manifest, Slice, StoredTensor
 from shardwise.checkpoint.newest import StateNumbers
@@ -26,11 +26,11 @@ def open_deepspeed(source: str, tag: str | None = None) -> DeepSpeedCheckpoint:
 
     Args:
         source: directory of the checkpoint, or of checkpoints with a file `latest`.
-        tag: which one of `source`; None: `source` itself, or the one that `latest` names.
+        tag: name in `source`; None: `source` itself, or the one that `latest` names.
 
     Raises:
         CheckpointPathError: there is no checkpoint of DeepSpeed.
-        CheckpointError: it is incomplete or damaged, or of a kind that is not read.
+        CheckpointError: it is incomplete, damaged, or of an unsupported kind.
     """
     if not os.path.isdir(source):
         raise CheckpointPathError(f"{source}: there is no such directory")
@@ -51,23 +51,22 @@ def open_deepspeed(source: str, tag: str | None = None) -> DeepSpeedCheckpoint:
 def convert(
     saved: DeepSpeedCheckpoint, target: str, tag: str, *, optimizer: str | None = None, with_optimizer: bool = True
 ) -> str:
-    """Write an opened checkpoint in our format, to `<target>/<tag>/`, and let `latest` name it.
+    """Write an opened checkpoint in shardwise's format to `<target>/<tag>/`, and let `latest` name it.
 
-    All bytes are compared with their checksums first. Then tensors are copied one after the other: no more than one
-    is in memory. The directory appears whole or not at all.
+    All bytes are first compared with their checksums. Tensors are then copied one at a time. The directory appears
+    atomically.
 
     Args:
-        saved: the checkpoint.
         target: directory of checkpoints; created if needed.
         tag: name of the new one.
-        optimizer: class of the optimizer that goes on with the state, as `AdamW`; None: found from the state.
-        with_optimizer: take the optimizer's state over.
+        optimizer: class of the optimizer that will continue, as `AdamW`; None: found from the state.
+        with_optimizer: copy the optimizer's state.
 
     Returns:
         Path of the new checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, the optimizer's class cannot be told, or writing failed.
+        CheckpointError: the checkpoint is damaged, the optimizer's class is ambiguous, or writing failed.
     """
     saved.verify(saved.blocks())
     described = _optimizer(saved, optimizer) if with_optimizer else None
@@ -76,7 +75,7 @@ def convert(
     draft: directory.StagingDirectory | None = None
     try:
         draft = directory.StagingDirectory(directory.check_directory(target, "target"), tag)
-        part = Part(f"rank00000of00001-{draft.token}.safetensors")
+        part = RankSavePlan(f"rank00000of00001-{draft.token}.safetensors")
         trees = _trees(saved, part, described)
         stored, facts = _write(saved, draft.path, part, tensors)
         number = StateNumbers().after(target)
@@ -109,25 +108,25 @@ def _optimizer(saved: Checkpoint, name: str | None) -> dict[str, Any] | None:
     if name is None and found["class"] is None:
         entries = sorted({t.kind.removeprefix(OPTIMIZER) for t in saved.manifest.of_kind(OPTIMIZER)})
         raise CheckpointError(
-            f"{saved.path}: the files do not say which optimizer has left the state {entries}; name its class "
+            f"{saved.path}: the files do not name the optimizer of the state {entries}; name its class "
             f"(--optimizer AdamW), or {fix}"
         )
     return {**found, "class": name or found["class"]}
 
 
-def _trees(saved: Checkpoint, part: Part, optimizer: dict[str, Any] | None) -> dict[str, Any]:
-    """Return what the manifest has besides tensors, as JSON; tensors in it are put into the part."""
+def _trees(saved: Checkpoint, part: RankSavePlan, optimizer: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the manifest's trees as JSON, after adding their tensors to the part."""
     old = saved.manifest
     if optimizer is not None:
         optimizer = {
             "class": optimizer["class"],
             "groups": [
-                nested_json.encode(group, f"optimizer.param_groups[{number}]", part.put_aside)
+                nested_json.encode(group, f"optimizer.param_groups[{number}]", part.store_tensor)
                 for number, group in enumerate(optimizer["groups"])
             ],
             "values": {
                 name: {
-                    key: nested_json.encode(value, f"optimizer state {key!r} of {name!r}", part.put_aside)
+                    key: nested_json.encode(value, f"optimizer state {key!r} of {name!r}", part.store_tensor)
                     for key, value in values.items()
                 }
                 for name, values in optimizer["values"].items()
@@ -135,20 +134,20 @@ def _trees(saved: Checkpoint, part: Part, optimizer: dict[str, Any] | None) -> d
         }
     return {
         "optimizer": optimizer,
-        "scheduler": nested_json.encode(old.scheduler, "state of the learning-rate schedule", part.put_aside),
-        "scaler": nested_json.encode(old.scaler, "state of the loss scaler", part.put_aside),
+        "scheduler": nested_json.encode(old.scheduler, "state of the learning-rate schedule", part.store_tensor),
+        "scaler": nested_json.encode(old.scaler, "state of the loss scaler", part.store_tensor),
         "extra": {
-            name: nested_json.encode(value, f"extra state of module {name!r}", part.put_aside)
+            name: nested_json.encode(value, f"extra state of module {name!r}", part.store_tensor)
             for name, value in old.extra.items()
         },
-        "client": nested_json.encode(old.client, "client_state", part.put_aside),
+        "client": nested_json.encode(old.client, "client_state", part.store_tensor),
     }
 
 
 def _write(
-    saved: Checkpoint, folder: str, part: Part, tensors: list[StoredTensor]
+    saved: Checkpoint, folder: str, part: RankSavePlan, tensors: list[StoredTensor]
 ) -> tuple[list[StoredTensor], FileFacts]:
-    """Write the file of tensors; return where each now is, and the facts of the file."""
+    """Write the file of tensors; return their places, and the facts of the file."""
     specs = {key: Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in part.tensors.items()}
     sources: dict[str, StoredTensor] = {}
     stored = []

@@ -1,12 +1,11 @@
 """Directories of torch.distributed.checkpoint (DCP), read and written.
 
-A DCP directory is a file `.metadata` and files of chunks. `.metadata` is a pickle, and torch reads it as one, which
-lets whoever wrote it run code. Here it is read by an unpickler that knows the few classes which a description of
-tensors consists of, makes inert records of them, and refuses every other name. A chunk is a file of `torch.save`
-within a file: what it says of its tensor is read with `weights_only=True`, and of the values only the bytes that are
-asked for.
+A DCP directory is a file `.metadata` and files of chunks. `.metadata` is a pickle, and torch's reader lets its author
+run code. Here the unpickler knows the few classes of a description of tensors, makes inert records of them, and refuses
+every other name. A chunk is a file of `torch.save` within a file: its tensor's description is read with
+`weights_only=True`, and of the values only the requested bytes.
 
-Writing goes through torch's public interface, with a planner that reads each tensor when it is its turn.
+Writing goes through torch's public interface, with a planner that reads one tensor at a time.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _RECORDS = frozenset(
         *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
     }
 )
-"""What the description of a checkpoint is made with. None of it is called: see `_Record`."""
+"""Classes in the description of a checkpoint. None of them is called: see `_Record`."""
 
 _CONTAINERS: dict[tuple[str, str], type] = {
     ("collections", "OrderedDict"): dict,
@@ -55,7 +54,7 @@ _CONTAINERS: dict[tuple[str, str], type] = {
 
 
 class _Record:
-    """Stands for an object of a known class: arguments and state, and no behaviour."""
+    """Replaces an object of a known class: arguments and state, no behaviour."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -65,20 +64,19 @@ class _Record:
         self.state = state
 
     def get(self, name: str) -> Any:
-        """Return an attribute that the object had, or None."""
         state = self.__dict__.get("state")
         return state.get(name) if isinstance(state, dict) else None
 
 
 class _Unpickler(pickle._Unpickler):
-    """The unpickler in Python: a damaged number makes the one in C take tens of gigabytes for its table of objects."""
+    """The unpickler in Python, because a damaged number makes the C version allocate tens of gigabytes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _RECORDS:
             return type(name, (_Record,), {})
         if (module, name) in _CONTAINERS:
             return _CONTAINERS[(module, name)]
-        # Number types are pickled under whichever module of torch had them first.
+        # Dtypes are pickled under the module of torch that had them first.
         found = getattr(torch, name, None) if module.split(".")[0] == "torch" else None
         if isinstance(found, (torch.dtype, torch.layout)):
             return found
@@ -87,7 +85,7 @@ class _Unpickler(pickle._Unpickler):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """An n-dimensional part of a tensor: where it begins, its shape, and where its bytes are."""
+    """A box of a tensor: its offset, its shape, and the place of its bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -97,17 +95,14 @@ class _Chunk:
 
 
 def recognises(path: str) -> bool:
-    """Whether a path is a directory that torch.distributed.checkpoint has written."""
+    """Return True if a path is a directory written by torch.distributed.checkpoint."""
     return os.path.isfile(os.path.join(path, METADATA))
 
 
 class DcpSource(Source):
-    """The tensors of a directory of torch.distributed.checkpoint, under the names they have there.
+    """The tensors of a directory of torch.distributed.checkpoint, under their names there.
 
-    A state dict that was saved as `{"model": model.state_dict()}` has names that begin with `model.`.
-
-    Raises:
-        CheckpointError: the metadata are damaged, or refer to anything but a description of tensors.
+    A state dict saved as `{"model": model.state_dict()}` has names that begin with `model.`.
     """
 
     what = "torch.distributed.checkpoint"
@@ -136,7 +131,7 @@ class DcpSource(Source):
             if type(entry).__name__ != "TensorStorageMetadata":
                 continue  # other values of a state dict: pickles, which are not read
             properties = entry.get("properties")
-            # Torch has a state of its own for them, a tuple that begins with the dtype.
+            # torch pickles them with a state of its own, a tuple that begins with the dtype.
             dtype = properties.get("dtype") or properties.state[0]
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name!r} has no dtype")
@@ -168,7 +163,7 @@ class DcpSource(Source):
         shape = tensor.shape or (1,)
         row = max(1, math.prod(shape[1:]))
         step = max(row, PIECE // tensor.dtype.itemsize // row * row)
-        # Whole rows of the first dimension are put together, as many as make a piece.
+        # Rows of the first dimension are joined to pieces.
         place, stop = start, start + out.numel()
         while place < stop:
             low = place // row
@@ -207,11 +202,11 @@ class DcpSource(Source):
         return values
 
     def _locate(self, tensor: SourceTensor, chunk: _Chunk) -> None:
-        """Find out where the bytes of a chunk are; load it if they are not in the order of its elements."""
+        """Find the bytes of a chunk; load it if they are not in the order of its elements."""
         file = self._file(chunk.file)
         view = _View(file, chunk.first, chunk.length)
         try:
-            # On `meta` nothing but the description is read.
+            # On `meta` only the description is read.
             described = torch.load(cast(BinaryIO, view), map_location="meta", weights_only=True)
             if not isinstance(described, torch.Tensor):
                 raise TypeError(f"expected a tensor, found {type(described).__name__}")
@@ -228,7 +223,7 @@ class DcpSource(Source):
             self._places[chunk] = first
         except CheckpointError:
             raise
-        except Exception as error:  # whatever damage makes torch's reader raise
+        except Exception as error:  # damage may raise anything in torch's reader
             reason = str(error).strip().splitlines()
             raise CheckpointError(
                 f"{os.path.join(self.path, chunk.file)}: damaged: bytes [{chunk.first}, {chunk.first + chunk.length}) "
@@ -239,7 +234,9 @@ class DcpSource(Source):
         if name not in self._files:
             # Names come from the metadata: only files of the checkpoint's own directory are opened.
             if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
-                raise CheckpointError(f"{self.path}: {METADATA} names the file {name!r}; expected one beside it")
+                raise CheckpointError(
+                    f"{self.path}: {METADATA} names the file {name!r}; expected one in the same directory"
+                )
             try:
                 self._files[name] = open(os.path.join(self.path, name), "rb")  # noqa: SIM115  (closed by close())
             except OSError as error:
@@ -304,8 +301,6 @@ def _check_cover(name: str, shape: tuple[int, ...], chunks: list[_Chunk]) -> Non
 
 
 class _View(io.RawIOBase):
-    """A range of a file as a file of its own."""
-
     def __init__(self, file: BinaryIO, first: int, length: int) -> None:
         self._under, self._first, self._length = file, first, length
         self._position = 0
@@ -334,7 +329,7 @@ class _View(io.RawIOBase):
 
 
 def _first_storage(view: _View) -> int:
-    """Return where the bytes of the only storage begin in a file of torch.save."""
+    """Return the offset of the only storage in a file of torch.save."""
     with zipfile.ZipFile(view) as archive:
         records = [info for info in archive.infolist() if os.path.dirname(info.filename).endswith("/data")]
         if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
@@ -347,18 +342,11 @@ def _first_storage(view: _View) -> int:
 
 
 def write(path: str, entries: Iterable[Entry], read: Callable[[Entry], torch.Tensor]) -> None:
-    """Write a directory that `torch.distributed.checkpoint.load` reads; it appears whole or not at all.
+    """Write a directory for `torch.distributed.checkpoint.load`, which must not exist or be empty; it appears
+    atomically.
 
-    Tensors are read one by one as they are written. A tied tensor is written under each of its names.
-
-    Args:
-        path: directory; it must not exist, or be empty.
-        entries: the tensors.
-        read: called with an entry; returns its values, whole, on the CPU.
-
-    Raises:
-        CheckpointPathError: there is something at `path`.
-        OSError: it cannot be written.
+    Tensors are read one by one as they are written: `read` returns the unsharded values of an entry, on the CPU. A tied
+    tensor is written under each of its names.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -374,10 +362,10 @@ def write(path: str, entries: Iterable[Entry], read: Callable[[Entry], torch.Ten
     described = {name: torch.empty(e.spec.shape, dtype=e.spec.dtype, device="meta") for name, e in held.items()}
     draft = directory.StagingDirectory(os.path.dirname(path), os.path.basename(path), tidy=False)
     try:
-        # A file for each tensor: torch's writer holds all tensors of a file until the file is complete.
+        # A file for each tensor, because torch's writer holds all tensors of a file until it is complete.
         writer = dcp.FileSystemWriter(draft.path, single_file_per_rank=False, thread_count=1, per_thread_copy_ahead=0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of there being no process group, which is meant
+            warnings.simplefilter("ignore")  # about the absent process group
             dcp.save(described, storage_writer=writer, planner=Planner(), no_dist=True)
         if os.path.isdir(path):
             os.rmdir(path)

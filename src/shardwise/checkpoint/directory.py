@@ -1,10 +1,10 @@
-"""Directories of checkpoints: a checkpoint appears whole or not at all, and `latest` always names a whole one.
+"""Directories of checkpoints: a checkpoint appears atomically, and `latest` always names a complete one.
 
-New files are written into a hidden directory next to the target, flushed to disk, and published by one rename.
-Where a checkpoint of that tag exists, the new data files (whose names are unique) are moved in beside the old ones and
-then the manifest is replaced by one rename: at every moment the manifest that is there belongs to complete files.
-The process that writes holds a lock, so that directories left behind by killed ones can be told and removed: those
-whose name and marker are ours. Nothing else in the directory is touched, and no time is looked at.
+New files are written into a hidden staging directory next to the target, flushed to disk, and published by one rename.
+If a checkpoint of that tag exists, the new data files (with unique names) are moved into it, and one rename replaces
+the manifest. Hence the manifest always belongs to complete files. The writer holds a lock: a staging directory without
+a locked file is left over from a killed writer, and is removed if name and marker are shardwise's. Nothing else in the
+directory is touched, and no time is compared.
 """
 
 from __future__ import annotations
@@ -33,33 +33,29 @@ LATEST = "latest"
 DATA = re.compile(r"rank\d+of\d+-[0-9a-f]{8}\.safetensors")
 _PARTIAL = ".partial"
 _GONE = f".gone{_PARTIAL}"
-"""Ending of what is being removed."""
+"""Suffix of a directory under removal."""
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}(?P<gone>\.gone)?\.partial", re.DOTALL)
-"""Names of drafts and of what is being removed."""
+"""Names of staging directories and of directories under removal."""
 _NEW_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}-(?P<pid>[0-9]+)-(?P<machine>[0-9a-f]{{8}})\.partial")
-"""Names of a `latest` that is about to be renamed."""
+"""Names of a `latest` before its rename."""
 _LOCK = "writer.lock"
-"""File in a draft that its writer has locked. Network file systems know locks of files, and not of directories."""
+"""File in a staging directory, locked by its writer, because network file systems lock files only."""
 _REPLACED = ".replaced"
-"""Ending of the second name of a manifest that was replaced, under which its readers' locks can be seen."""
+"""Suffix of the second name of a replaced manifest, which shows its readers' locks."""
 _MARK = b"This directory is a draft of a checkpoint of shardwise.\n"
-"""Content of that file."""
+"""Content of the lock file."""
 _WRITTEN = "user.shardwise.latest"
-"""Extended attribute of `latest`: what was written into it."""
+"""Extended attribute of `latest`: its content when written."""
 _NUMBER = "user.shardwise.sequence"
-"""Extended attribute of `latest`: number of the state that was saved when it was written."""
+"""Extended attribute of `latest`: number of the saved state."""
 _TAG = re.compile(r"[^/\\\x00-\x1f\x7f]+")
 _LOCK_TRIES, _LOCK_PAUSE_S = 100, 0.01
 _LONGEST_TAG = 200
-"""Bytes. File systems take names of 255, of which those of drafts need some more than the tag."""
+"""Bytes. File systems allow names of 255, and staging directories add to the tag."""
 
 
 def check_tag(tag: Any) -> str:
-    """Return the tag as a string that can name a directory.
-
-    Raises:
-        CheckpointPathError: it cannot.
-    """
+    """Return the tag as a string that can name a directory. Raises CheckpointPathError if it cannot."""
     text = str(tag)
     plain = _TAG.fullmatch(text) is not None and not text.startswith(".") and text != LATEST and text == text.strip()
     try:
@@ -76,11 +72,7 @@ def check_tag(tag: Any) -> str:
 
 
 def check_directory(path: Any, argument: str) -> str:
-    """Return a path as a string.
-
-    Raises:
-        CheckpointPathError: it is empty, not a path, or a file.
-    """
+    """Return a path as a string. Raises CheckpointPathError if it is empty, not a path, or a file."""
     try:
         text = os.fspath(path)
     except TypeError:
@@ -93,18 +85,14 @@ def check_directory(path: Any, argument: str) -> str:
 
 
 class StagingDirectory:
-    """A checkpoint that is being written (made by rank 0; other ranks write files into `path`).
+    """A checkpoint that is being written. Rank 0 creates it; other ranks write files into `path`.
 
     Args:
         parent: directory that will hold the checkpoint; created if needed.
-        tag: its name.
-        tidy: remove what killed writers have left of all tags, not only of this one.
+        tidy: remove leftovers of killed writers of all tags, not only of this one.
 
     Attributes:
-        published: the checkpoint stands under its tag.
-
-    Raises:
-        OSError: the directory cannot be made.
+        published: whether the checkpoint exists under its tag.
     """
 
     def __init__(self, parent: str, tag: str, *, tidy: bool = True) -> None:
@@ -126,7 +114,7 @@ class StagingDirectory:
 
     @classmethod
     def taken_over(cls, parent: str, tag: str, token: str, lock: int | None) -> StagingDirectory:
-        """Return a draft that another process has made and handed over, with the descriptor of its lock."""
+        """Return a staging directory that another process has made, with the descriptor of its lock."""
         draft = cls.__new__(cls)
         draft.parent, draft.token, draft.published = parent, token, False
         draft.target = os.path.join(parent, tag)
@@ -135,24 +123,24 @@ class StagingDirectory:
         return draft
 
     def hand_over(self) -> int | None:
-        """Return the lock's descriptor for another process, and let go of it: from now on it is that one's draft.
+        """Return the lock's descriptor for another process, which becomes the owner of the directory.
 
-        The receiver holds the lock as soon as it has the descriptor, and the caller closes its own.
+        The receiver holds the lock when it has the descriptor. The caller closes its own.
         """
         lock, self._lock = self._lock, None
         return lock
 
     def publish(self) -> None:
-        """Make the checkpoint appear under its tag; the manifest is in `path` already.
+        """Publish the checkpoint under its tag; the manifest is in `path` already.
 
         Raises:
-            OSError: it could not be done; what was there before is still there, unless `published` is set.
+            OSError: publication failed; the previous state remains, unless `published` is set.
         """
         sync_directory(self.path)
         if not os.path.lexists(self.target):
             os.rename(self.path, self.target)
             self.published = True
-            with contextlib.suppress(OSError):  # not before: nobody may take it for abandoned
+            with contextlib.suppress(OSError):  # not before: without it the directory looks abandoned
                 os.unlink(os.path.join(self.target, _LOCK))
         else:
             self._replace()
@@ -169,19 +157,19 @@ class StagingDirectory:
                 os.rename(os.path.join(self.path, name), self._moved[-1])
         sync_directory(self.target)
         self._moved.append(os.path.join(self.target, f".{self.token}{_REPLACED}"))
-        with contextlib.suppress(OSError):  # where there is no old manifest, or files cannot have two names
+        with contextlib.suppress(OSError):  # without an old manifest, or without hard links
             os.link(os.path.join(self.target, manifests.NAME), self._moved[-1])
         os.replace(os.path.join(self.path, manifests.NAME), os.path.join(self.target, manifests.NAME))
         self.published = True
         self._moved = []
         sync_directory(self.target)
-        # The new checkpoint stands; old files that cannot be removed now go with the next one of this tag.
+        # The new checkpoint is published; old files that cannot be removed now go with the next one of this tag.
         with contextlib.suppress(OSError):
             if not _old_one_is_read(self.target):
                 for name in old:
                     os.unlink(os.path.join(self.target, name))
         _remove_draft(self.path)
-        with contextlib.suppress(OSError):  # of a writer that was killed when the old one had just appeared
+        with contextlib.suppress(OSError):  # of a writer that was killed after publication
             os.unlink(os.path.join(self.target, _LOCK))
 
     def discard(self) -> None:
@@ -199,11 +187,7 @@ class StagingDirectory:
 
 
 def lock_directory(path: str) -> int | None:
-    """Hold a lock on a directory of this machine until the descriptor is closed or the process ends.
-
-    Returns:
-        The descriptor, or None if the lock cannot be had.
-    """
+    """Lock a directory of this machine until the descriptor is closed or the process ends; None if it is locked."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -214,10 +198,9 @@ def lock_directory(path: str) -> int | None:
 
 
 def lock_file(path: str, content: bytes = b"") -> int:
-    """Create a file and lock it; the lock holds until the descriptor returned, and every copy of it, is closed.
+    """Create a file and lock it; the lock holds until every copy of the returned descriptor is closed.
 
-    Raises:
-        OSError: the file cannot be created. That the file system has no locks is not an error: see `is_locked`.
+    A file system without locks is no error: see `is_locked`.
     """
     new = f"{path}.new"
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
@@ -225,7 +208,7 @@ def lock_file(path: str, content: bytes = b"") -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
         os.write(descriptor, content)
-        os.rename(new, path)  # who sees it sees it locked
+        os.rename(new, path)  # visible only when locked
     except OSError:
         os.close(descriptor)
         with contextlib.suppress(OSError):
@@ -234,8 +217,8 @@ def lock_file(path: str, content: bytes = b"") -> int:
     return descriptor
 
 
-def _lock_alone(path: str) -> int | None:
-    """Lock a file that exists; None if somebody else has, if it cannot be opened, or if there are no locks."""
+def _lock_exclusive(path: str) -> int | None:
+    """Lock an existing file exclusively; None if it is locked, cannot be opened, or there are no locks."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:
@@ -249,9 +232,9 @@ def _lock_alone(path: str) -> int | None:
 
 
 def is_locked(path: str) -> bool:
-    """Whether a process holds the lock of a file; False also where the file or the file system's locks are not there.
+    """Return True if a process holds the lock of a file; False without the file or without locks.
 
-    Where locks do not reach other machines, those of their processes are not seen.
+    Locks of other machines may be invisible.
     """
     try:
         descriptor = os.open(path, os.O_RDWR)
@@ -267,10 +250,10 @@ def is_locked(path: str) -> bool:
 
 
 class Hold:
-    """Keeps a checkpoint from being removed, and its files from being replaced, while it is read.
+    """A shared lock on the manifest, which prevents removal of a checkpoint and replacement of its files while it is
+    read.
 
-    It is a shared lock on the manifest. Where that is missing or cannot be locked nothing is held. It ends with
-    `release` or the object.
+    A missing manifest, or one that cannot be locked, is not held. The lock ends with `release` or the object.
     """
 
     def __init__(self, path: str) -> None:
@@ -286,14 +269,14 @@ class Hold:
                     os.close(descriptor)
                     if error.errno != errno.EWOULDBLOCK:
                         return
-                    time.sleep(_LOCK_PAUSE_S)  # somebody is just removing or replacing it
+                    time.sleep(_LOCK_PAUSE_S)  # a process is removing or replacing it
                     continue
                 self._held = os.fstat(descriptor)
                 self.release = weakref.finalize(self, os.close, descriptor)
                 return
 
     def is_current(self) -> bool:
-        """Whether the manifest that is held is the one that is there; True if nothing is held."""
+        """Return True if the held manifest is still in place, or nothing is held."""
         try:
             return self._held is None or os.path.samestat(self._held, os.stat(self._path))
         except OSError:
@@ -301,7 +284,7 @@ class Hold:
 
 
 def _old_one_is_read(target: str) -> bool:
-    """Whether somebody reads a checkpoint that was replaced; what only tells of those that are not read is removed."""
+    """Return True if a replaced checkpoint has readers; remove second names of manifests without readers."""
     read = False
     for name in os.listdir(target):
         if re.fullmatch(rf"\.[0-9a-f]{{8}}{re.escape(_REPLACED)}", name):
@@ -314,19 +297,16 @@ def _old_one_is_read(target: str) -> bool:
 
 
 def remove(parent: str, tag: str) -> bool:
-    """Remove a checkpoint: it disappears in one step, and its files after that. Return whether it was done.
+    """Remove a checkpoint: one rename hides it, then its files are removed. Return False if it was kept.
 
-    It is not where somebody reads it (`Hold`) or writes one of this tag, or where the file system has no locks, so that
-    this cannot be known.
-
-    Raises:
-        OSError: it cannot be renamed.
+    It is kept if a process reads it (`Hold`) or writes one of this tag, or if the file system has no locks and readers
+    are unknown. Raises OSError if it cannot be renamed.
     """
     path = os.path.join(parent, tag)
     drafts = filter(None, map(_HIDDEN.fullmatch, os.listdir(parent)))
     if any(draft["tag"] == tag and not draft["gone"] for draft in drafts):
         return False
-    lock = _lock_alone(os.path.join(path, manifests.NAME))
+    lock = _lock_exclusive(os.path.join(path, manifests.NAME))
     if lock is None:
         return False
     try:
@@ -342,14 +322,13 @@ def remove(parent: str, tag: str) -> bool:
 
 
 def _hidden(path: str) -> str:
-    """Return a name for a draft or a checkpoint that is being removed."""
     parent, name = os.path.split(path)
     draft = name.removesuffix(_PARTIAL) if name.endswith(_PARTIAL) else f".{name}.{secrets.token_hex(4)}"
     return os.path.join(parent, draft + _GONE)
 
 
 def _remove_draft(path: str) -> None:
-    """Remove a draft as far as it can be: first its name, so that nobody adds files to it."""
+    """Remove a staging directory as far as possible: its name first, because a writer may still add files."""
     hidden = _hidden(path)
     try:
         os.rename(path, hidden)
@@ -359,7 +338,7 @@ def _remove_draft(path: str) -> None:
 
 
 def _remove_hidden(path: str) -> None:
-    """Remove a hidden directory as far as it can be, its markers last: the next call finishes it."""
+    """Remove a hidden directory as far as possible, its markers last, because the next call then continues."""
     markers = (manifests.NAME, _LOCK)
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(path)):
@@ -375,7 +354,7 @@ def _remove_hidden(path: str) -> None:
 
 
 def _is_marked(path: str) -> bool:
-    """Whether a hidden directory is a draft of ours, or was a checkpoint of ours."""
+    """Return True if a hidden directory is a staging directory or a removed checkpoint of shardwise."""
     for name, expected in ((_LOCK, _MARK), (manifests.NAME, manifests.BEGINNING)):
         try:
             with open(open_to_read(os.path.join(path, name)), "rb") as file:
@@ -387,12 +366,11 @@ def _is_marked(path: str) -> bool:
 
 
 def _machine() -> str:
-    """Return what tells this machine from others, as letters that a file's name may have."""
     return hashlib.blake2b(platform.node().encode(), digest_size=4).hexdigest()
 
 
 def _is_dead(process: int) -> bool:
-    """Whether a process of this machine has ended."""
+    """Return True if a process of this machine has ended."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -403,10 +381,10 @@ def _is_dead(process: int) -> bool:
 
 
 def remove_leftovers(parent: str, tag: str | None = None) -> None:
-    """Remove what killed writers have left: drafts of all tags, or of one, and a `latest` that was not renamed.
+    """Remove leftovers of killed writers: staging directories of all tags, or of one, and a `latest` before its rename.
 
-    That are directories with a name and a marker of ours whose lock is free, and files with a name of ours whose
-    process, which the name gives, was one of this machine and has ended.
+    These are directories with shardwise's name and marker and a free lock, and files whose name gives an ended process
+    of this machine.
     """
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
@@ -421,13 +399,13 @@ def remove_leftovers(parent: str, tag: str | None = None) -> None:
                     continue
                 if not _is_marked(path):
                     if hidden["gone"]:
-                        os.rmdir(path)  # if it is empty: a removal was interrupted at its end
+                        os.rmdir(path)  # empty after an interrupted removal
                     continue
                 if hidden["gone"]:
                     _remove_hidden(path)
                     continue
-                # The lock of a living writer cannot be had; that of a dead one is gone with it.
-                descriptor = _lock_alone(os.path.join(path, _LOCK))
+                # The lock of a living writer is held; that of a dead one is free.
+                descriptor = _lock_exclusive(os.path.join(path, _LOCK))
                 if descriptor is not None:
                     try:
                         _remove_draft(path)
@@ -444,23 +422,23 @@ def write_file(path: str, data: bytes) -> None:
 
 
 def sync_directory(path: str) -> None:
-    """Bring the names in a directory to disk."""
+    """Flush the names of a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems that cannot do this keep names in order by themselves
+        if error.errno != errno.EINVAL:  # file systems without support keep names in order themselves
             raise
     finally:
         os.close(descriptor)
 
 
 def write_latest(parent: str, tag: str, number: int | None = None) -> None:
-    """Let `latest` name another checkpoint, in one step; `number` is that of its state."""
+    """Let `latest` name another checkpoint, by one rename; `number` is that of its state."""
     temporary = os.path.join(parent, f".{LATEST}.{secrets.token_hex(4)}-{os.getpid()}-{_machine()}{_PARTIAL}")
     try:
         write_file(temporary, tag.encode())
-        with contextlib.suppress(OSError, AttributeError):  # where files have no attributes, it is not checked
+        with contextlib.suppress(OSError, AttributeError):  # without extended attributes changes are not detected
             os.setxattr(temporary, _WRITTEN, tag.encode())
             if number is not None:
                 os.setxattr(temporary, _NUMBER, str(number).encode())
@@ -473,13 +451,10 @@ def write_latest(parent: str, tag: str, number: int | None = None) -> None:
 
 
 def read_latest(parent: str) -> str | None:
-    """Return the tag that `latest` names, or None if there is no such file.
+    """Return the tag that `latest` names, or None without the file.
 
-    It is the first line of a text, which people and other programs may change. That it is not what was written is
-    logged.
-
-    Raises:
-        CheckpointError: the file cannot be read or does not hold a tag.
+    The tag is the first line of a text file. A change by other programs is logged. Raises CheckpointError if the file
+    cannot be read or does not hold a tag.
     """
     path = os.path.join(parent, LATEST)
     try:
@@ -521,11 +496,7 @@ def number_of_latest(parent: str) -> int | None:
 
 
 def tags(parent: str) -> list[str]:
-    """Return the names of all directories that may be checkpoints.
-
-    Raises:
-        OSError: it cannot be told which there are.
-    """
+    """Return the names of all directories that may be checkpoints. Raises OSError if the directory cannot be listed."""
     return sorted(
         name
         for name in os.listdir(parent)
@@ -534,7 +505,7 @@ def tags(parent: str) -> list[str]:
 
 
 def other_tags(parent: str) -> list[str]:
-    """Return the same, and none where it cannot be told."""
+    """Return the names as `tags`; none if the directory cannot be listed."""
     with contextlib.suppress(OSError):
         return tags(parent)
     return []

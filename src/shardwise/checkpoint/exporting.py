@@ -1,7 +1,7 @@
-"""Export: plain weights for other programs, out of any source on disk or out of an engine that trains.
+"""Export: plain weights for other programs, from a source on disk or from an engine.
 
-Tensors go from where they are to their file in pieces of 8 MiB, converted on the way, so that no model is too large
-for the machine that exports it. From an engine, each rank sends rank 0 what it holds of a piece, and only that.
+Tensors are copied and converted in pieces of 8 MiB, hence the exporting machine needs little memory. From an engine,
+each rank sends rank 0 its ranges of a piece.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.boxes import Patch, Region, overlap, region, whole
-from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.collect import buffer_names, within
 from shardwise.checkpoint.directory import check_directory
 from shardwise.checkpoint.hf_config import config_files
@@ -24,7 +24,7 @@ from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.sharded_weights import FORMATS, Entry, WeightFiles, parse_size, replace_file
 from shardwise.checkpoint.source import PIECE, Progress, Source
-from shardwise.checkpoint.weights import WholeTensor, gathered_buffers, whole_parameters
+from shardwise.checkpoint.weights import UnshardedTensor, gathered_buffers, unsharded_parameters
 from shardwise.errors import CheckpointError
 from shardwise.registry import taken
 from shardwise.utils.logging import logger
@@ -38,27 +38,21 @@ _DTYPES: dict[Any, torch.dtype | None] = {
 }
 DISTRIBUTED = "dcp"
 _LIMIT = {"hf": "5GB", "pt": None}
-"""Size of files if nothing is said: Hugging Face's own, and one file."""
+"""Default size of files: Hugging Face's, and one file."""
 
 _LABEL = "export"
 
 
 def parse_format(format: str, known: tuple[str, ...] = (*FORMATS, DISTRIBUTED)) -> str:
-    """Return the name of a format.
-
-    Raises:
-        CheckpointError: there is no such format.
-    """
+    """Return the name of a format. Raises CheckpointError if the format is unknown."""
     if format not in known:
         raise CheckpointError(f"format: expected one of {', '.join(known)}, found {format!r}")
     return format
 
 
 def parse_export_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """Return the dtype that floating-point tensors will have; None: each its own.
-
-    Raises:
-        CheckpointError: it is none of those that can be chosen.
+    """Return the dtype of floating-point tensors; None: each its own. Raises CheckpointError if it is not among the
+    choices.
     """
     name = name_of(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name not in _DTYPES:
@@ -68,13 +62,12 @@ def parse_export_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 @dataclass
 class Exported:
-    """What has been written.
+    """Result of an export.
 
     Attributes:
-        files: names of the files in the directory (none for `dcp`, whose files have no names of their own).
-        tensors: number of tensors.
+        files: names of the files in the directory (none for `dcp`, whose files have no fixed names).
         size: bytes of the tensors.
-        warnings: what a reader of the files should know.
+        warnings: facts that a reader of the files should know.
     """
 
     files: list[str] = field(default_factory=list)
@@ -84,10 +77,8 @@ class Exported:
 
 
 class Conversion:
-    """Converts values, and notes which tensors did not fit into the dtype.
-
-    Args:
-        dtype: of floating-point values; None: nothing is changed.
+    """Converts floating-point values to a dtype (None: unchanged), and records tensors with values outside of its
+    range.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -102,7 +93,7 @@ class Conversion:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def __call__(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Return values of a tensor, converted."""
+        """Return converted values."""
         dtype = self._target(values.dtype)
         if dtype is values.dtype:
             return values
@@ -114,7 +105,7 @@ class Conversion:
         return converted
 
     def warnings(self) -> list[str]:
-        """Return what has gone wrong, in words."""
+        """Return the problems, in words."""
         if not self.overflowed:
             return []
         names = outline([f"{name} ({count} values)" for name, count in self.overflowed.items()])
@@ -138,29 +129,27 @@ def export(
     """Write the weights of a checkpoint for other programs, in one process and without a device.
 
     Args:
-        path: a checkpoint or a directory of checkpoints, or any other weights that `open_source` knows.
-        directory: where the files are written; created if needed.
-        format: `hf`: safetensors with an index, as Hugging Face's `from_pretrained` loads it; `pt`: a state dict, as
-            `torch.save` writes it, of tensors only (`torch.load(weights_only=True)` reads it); `dcp`: a directory of
+        path: a checkpoint or a directory of checkpoints, or other weights that `open_source` reads.
+        directory: of the files; created if needed.
+        format: `hf`: safetensors with an index, for Hugging Face's `from_pretrained`; `pt`: a state dict of tensors, as
+            `torch.save` writes it (`torch.load(weights_only=True)` reads it); `dcp`: a directory of
             torch.distributed.checkpoint.
-        dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for the one in which each is
-            stored (master weights: float32).
+        dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for the stored dtype (master
+            weights: float32).
         max_shard_size: of one file, as "5GB" or a number of bytes; None: 5GB for `hf`, one file for `pt`.
         exclude_frozen: leave out parameters that were not trained.
-        all_names: `hf`: write a tied tensor under each of its names. As a rule once is right: Hugging Face's models tie
-            it again, and `safetensors.torch.load_model` finds the other names in the header. The other formats have all
-            names in any case.
-        tag: of a checkpoint in a directory of checkpoints; None: the one that `latest` names, or the newest complete.
-        overwrite: replace weights that are in `directory`.
+        all_names: `hf`: write a tied tensor under each of its names. By default it is written once: Hugging Face's
+            models tie it again, and `safetensors.torch.load_model` finds the other names in the header. Other formats
+            always have all names.
+        tag: of a checkpoint in a directory of checkpoints; None: the one that `latest` names, or the newest complete
+            one.
+        overwrite: replace weights in `directory`.
         verify: compare everything with its checksums before it is written.
-        progress: told of bytes written and of all bytes.
-
-    Returns:
-        What was written.
+        progress: called with bytes written and total bytes.
 
     Raises:
         CheckpointPathError: `path` holds no weights, or `directory` holds some already.
-        CheckpointError: the checkpoint is damaged, an argument is wrong, or writing failed. The directory is as it was.
+        CheckpointError: the checkpoint is damaged, an argument is wrong, or writing failed. The directory is unchanged.
 
     Example:
         >>> import shardwise, tempfile
@@ -215,7 +204,7 @@ def _entries(source: Source, conversion: Conversion, exclude_frozen: bool, all_n
     tensors = list(source.tensors().values())
     if exclude_frozen:
         if all(tensor.trainable is None for tensor in tensors):
-            raise CheckpointError(f"{source.path}: {source.what} does not tell which parameters are frozen")
+            raise CheckpointError(f"{source.path}: {source.what} has no record of frozen parameters")
         tensors = [tensor for tensor in tensors if tensor.trainable is not False]
     if not tensors:
         raise CheckpointError(f"{source.path}: holds no tensors to export")
@@ -227,7 +216,6 @@ def _entries(source: Source, conversion: Conversion, exclude_frozen: bool, all_n
 
 
 def _named(name: str, aliases: tuple[str, ...], spec: Spec, source: str, all_names: bool) -> list[Entry]:
-    """Return the entries of a tensor: one, or one for each name."""
     if all_names:
         return [Entry(each, spec, (), source) for each in (name, *aliases)]
     return [Entry(name, spec, aliases, source)]
@@ -279,14 +267,14 @@ def _write_distributed(
     dcp.write(path, entries, read)
 
 
-# -- out of an engine --------------------------------------------------------------------------------------------------
+# -- from an engine ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What an engine is to export, and where to; see `export`.
+    """Arguments of an engine's export; see `export`.
 
-    With `config` a model of transformers has its configuration beside the weights.
+    With `config` a model of transformers is exported with its configuration.
     """
 
     directory: str
@@ -300,40 +288,38 @@ class ExportRequest:
 
 
 def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callable[[torch.Tensor], None]) -> None:
-    """Write the values that count (master weights where there are any); all ranks call this together.
+    """Write master weights, or parameters without them. A collective.
 
-    Of each piece of a tensor every rank sends what it saves of it to rank 0, which writes. No rank holds more than a
+    Of each piece of a tensor every rank sends its `owned_ranges` to rank 0, which writes. Each rank needs memory for a
     few pieces of 8 MiB besides its shards.
 
     Args:
-        model: the sharded model.
-        request: what to write.
-        hold: told of the memory that is taken.
+        hold: accounts memory.
 
     Raises:
-        CheckpointError: it could not be written; raised on every rank.
+        CheckpointError: writing failed; raised on every rank.
     """
     comm, rank = model.comm, model.comm.rank
     what = f"exporting weights to {request.directory}"
-    wanted = whole_parameters(model, exclude_frozen=request.exclude_frozen)
+    wanted = unsharded_parameters(model, exclude_frozen=request.exclude_frozen)
     model.share_changes()
-    values, ranges = model.value_runs(), model.saved_ranges()
+    values, ranges = model.value_runs(), model.owned_ranges()
     own: dict[str, list[_Own]] = {}
     for tensor in model.registry:
         if tensor.name in wanted:
-            with model.shown(tensor.index):
+            with model.materialized(tensor.index):
                 runs = within(values.get(tensor.index, []), ranges.get(tensor.index, []))
             own.setdefault(tensor.name, []).extend(_Own(model.box_of(tensor), *run) for run in runs)
-    with phase(comm, what) as known:
-        known.said = {
+    with collective_step(comm, what) as known:
+        known.local = {
             name: [name_of(runs[0].values.dtype), [(run.box, run.start, run.stop) for run in runs]]
             for name, runs in own.items()
             if runs
         }
-    layout = {name: _spread(tensor, known.heard) for name, tensor in wanted.items()}
+    layout = {name: _spread(tensor, known.gathered) for name, tensor in wanted.items()}
     places = _places(model, wanted, layout, request)
     files: WeightFiles | None = None
-    beside: dict[str, bytes] = {}
+    config: dict[str, bytes] = {}
     failure: Exception | None = None
 
     def write(wanted: Sequence[tuple[Entry, str | torch.Tensor]]) -> None:
@@ -344,7 +330,7 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
             else:
                 pieces = _gathered(model, entry, layout[where], own.get(where, []), request.conversion, hold)
             for start, piece in pieces:
-                # A full disk must not end the loop on rank 0 alone: the others send to it.
+                # A full disk must not end the loop on rank 0 only, because the others send to it.
                 if files is not None and failure is None:
                     try:
                         files.write(entry.name, start, request.conversion(entry.name, piece))
@@ -352,34 +338,34 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
                         failure = error
 
     try:
-        with phase(comm, what):
+        with collective_step(comm, what):
             if rank == 0:
                 entries = [entry for entry, _ in places]
                 if request.config:
-                    beside = config_files(model.module, [entry.spec for entry in entries])
+                    config = config_files(model.module, [entry.spec for entry in entries])
                 files = WeightFiles(
                     request.directory, entries, request.name, max_shard_size=request.limit, overwrite=request.overwrite
                 )
-        # How many are brought at a time may differ by rank; the order, which collectives have, does not.
+        # Ranks may fetch different numbers of tensors at a time; the order, that of collectives, is the same.
         nothing = torch.empty(0, device="cpu")
         first = {name: runs[0].values for name, runs in own.items() if runs}
-        model.bring(
+        model.fetch(
             [(p, nothing if isinstance(p[1], torch.Tensor) else first.get(p[1], nothing)) for p in places], write
         )
-        with phase(comm, what) as ended:
+        with collective_step(comm, what) as ended:
             if failure is not None:
                 raise failure
             if files is not None:
                 files.finish()
-            for name, data in beside.items():
+            for name, data in config.items():
                 replace_file(request.directory, name, data)
-            ended.said = request.conversion.overflowed
+            ended.local = request.conversion.overflowed
     finally:
         if files is not None:
             files.abandon()
     if rank == 0:
-        for told in ended.heard[1:]:
-            for name, count in told.items():
+        for counts in ended.gathered[1:]:
+            for name, count in counts.items():
                 request.conversion.overflowed[name] = request.conversion.overflowed.get(name, 0) + count
         for line in request.conversion.warnings():
             logger.warning("%s: %s", request.directory, line)
@@ -387,7 +373,7 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
 
 @dataclass(frozen=True)
 class _Own:
-    """Elements `[start, stop)` of a part of a tensor that this rank sends."""
+    """Elements `[start, stop)` of a range that this rank sends."""
 
     box: Region | None
     start: int
@@ -397,24 +383,23 @@ class _Own:
 
 @dataclass
 class _Spread:
-    """Where the elements of a parameter are: its dtype and shape, and of each rank (part, start, stop) of its runs."""
+    """Places of a parameter's elements: dtype and shape, and (part, start, stop) of each rank's runs."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     runs: list[list[tuple[Region, int, int]]] = field(default_factory=list)
 
     def patches(self, rank: int, low: int, high: int) -> Iterator[tuple[int, Patch]]:
-        """Yield what a rank has of elements `[low, high)`: the number of the run, and its place in it and in these."""
         outer = whole(self.shape)
         for number, (box, start, stop) in enumerate(self.runs[rank]):
             for patch in overlap(box, start, stop, outer, low, high):
                 yield number, patch
 
 
-def _spread(tensor: WholeTensor, told: list[dict[str, Any]]) -> _Spread:
+def _spread(tensor: UnshardedTensor, gathered: list[dict[str, Any]]) -> _Spread:
     found = _Spread(tensor.dtype, tensor.shape)
-    for said in told:
-        name, runs = said.get(tensor.name, (None, ()))
+    for entry in gathered:
+        name, runs = entry.get(tensor.name, (None, ()))
         if name is not None:
             found.dtype = dtype_of(name)
         outer = whole(tensor.shape)
@@ -424,11 +409,11 @@ def _spread(tensor: WholeTensor, told: list[dict[str, Any]]) -> _Spread:
 
 def _places(
     model: CheckpointedModel,
-    wanted: Mapping[str, WholeTensor],
+    wanted: Mapping[str, UnshardedTensor],
     layout: Mapping[str, _Spread],
     request: ExportRequest,
 ) -> list[tuple[Entry, str | torch.Tensor]]:
-    """Return what is written: each entry with the name of its parameter, or with its buffer."""
+    """Return the entries to write, each with the name of its parameter, or with its buffer."""
     found: list[tuple[Entry, str | torch.Tensor]] = []
     for tensor in wanted.values():
         spec = request.conversion.spec(Spec(layout[tensor.name].dtype, tensor.shape))
@@ -453,7 +438,7 @@ def _gathered(
     conversion: Conversion,
     hold: Callable[[torch.Tensor], None],
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first element, values) of a parameter on rank 0, piece by piece; the others send, and yield nothing."""
+    """Yield (first element, values) of a parameter on rank 0, piece by piece; other ranks send, and yield nothing."""
     comm = model.comm
     step = PIECE // max(entry.spec.dtype.itemsize, spread.dtype.itemsize)
     numel = entry.spec.nbytes // entry.spec.dtype.itemsize
@@ -494,12 +479,7 @@ def request_of(
     all_names: bool,
     overwrite: bool,
 ) -> ExportRequest:
-    """Check the arguments of an engine's `export`.
-
-    Raises:
-        CheckpointPathError: the directory cannot be used.
-        CheckpointError: another argument is wrong.
-    """
+    """Check the arguments of an engine's `export`."""
     if format == DISTRIBUTED:
         raise CheckpointError(
             f"format: {DISTRIBUTED!r} is made from a checkpoint: engine.save_checkpoint(dir), then "

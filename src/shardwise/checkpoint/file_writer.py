@@ -1,11 +1,10 @@
-"""Files that are written from beginning to end and are on disk when they are finished.
+"""Sequential file writers; a finished file is on disk.
 
-    CachedFile    through the page cache; a thread sends to disk what has been written, so that the disk works from the
-                  beginning
-    DirectFile    past the page cache (O_DIRECT), through two small buffers: half the processor time, and nothing that
-                  other programs have read is driven out of memory; but the file is not in memory either
+    CachedFile    through the page cache; a thread flushes written bytes, and the disk works from the beginning
+    DirectFile    past the page cache (O_DIRECT), through two small buffers: half the processor time, and cached data of
+                  other programs stay; the file itself is not cached
 
-Nothing here needs torch; see `shardwise.checkpoint.checksums`.
+This module does not import torch; see `shardwise.checkpoint.checksums`.
 """
 
 from __future__ import annotations
@@ -20,47 +19,32 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 LARGE = 64 << 20
-"""Files of at least this many bytes are sent to disk while they are being written, not only at their end."""
+"""Files of at least this many bytes are flushed while they are written, not only at their end."""
 
 _BUFFER = 4 << 20
-"""Bytes of each buffer of a `DirectFile`; a multiple of whatever file systems demand."""
+"""Bytes of each buffer of a `DirectFile`; a multiple of every file system's block size."""
 
 _WRITTEN_AT_ONCE = 1 << 20
-"""Bytes that Python's own file object collects before it calls the system."""
+"""Buffer size of Python's own file object."""
 
 
 class Output(Protocol):
     """A file that is being written."""
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; they may change as soon as this returns.
-
-        Raises:
-            OSError: something could not be written, now or earlier.
-        """
+        """Append bytes; they may change as soon as this returns."""
 
     def finish(self) -> None:
-        """Close the file; it is on disk when this returns.
-
-        Raises:
-            OSError: something could not be written.
-        """
+        """Close the file; it is on disk when this returns. Raises OSError if writing failed."""
 
     def abandon(self) -> None:
         """Close the file without finishing it; after `finish` this does nothing."""
 
 
 def create(path: str, size: int, *, direct: bool = False, over: bool = False) -> Output:
-    """Create a file.
+    """Create a file of `size` bytes, which must not exist unless it is overwritten in place (`over`).
 
-    Args:
-        path: it must not exist.
-        size: bytes that it will have.
-        direct: write past the page cache if the file system can do that and the file is large enough for it to matter.
-        over: it may exist, and is written over in its place.
-
-    Raises:
-        OSError: it cannot be created.
+    `direct` writes past the page cache if the file system supports it and the file is large.
     """
     if direct and size >= LARGE and not over:
         return DirectFile(path)
@@ -68,16 +52,16 @@ def create(path: str, size: int, *, direct: bool = False, over: bool = False) ->
 
 
 def open_over(path: str) -> int:
-    """Open a file to be written over, or create it; return its descriptor.
+    """Open a file for overwriting, or create it; return its descriptor.
 
-    The memory that it already has in a memory file system stays: taking pages and clearing them is most of what writing
-    there costs. Whoever has written it has to cut off what is left behind the end.
+    Its pages in a memory file system are reused, because allocating and clearing pages is most of the cost. The caller
+    truncates the rest.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 class _Flusher(threading.Thread):
-    """Sends what has been written of a file to disk, over and over."""
+    """Flushes written bytes of a file to disk, repeatedly."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(name="shardwise-flush", daemon=True)
@@ -86,28 +70,22 @@ class _Flusher(threading.Thread):
         self.error: OSError | None = None
 
     def run(self) -> None:
-        """Flush until told to end."""
         while not self._ended.wait(0.05):
             try:
                 os.fdatasync(self._descriptor)
             except OSError as error:
-                # The system tells of a failed write once, to whoever asks first.
+                # The system reports a failed write once, to the first caller.
                 self.error = error
                 return
 
     def end(self) -> None:
-        """Stop flushing; the thread is gone when this returns."""
         self._ended.set()
         self.join()
 
 
 class CachedFile:
-    """A file that is written through the page cache.
-
-    Args:
-        path: file to create; it must not exist.
-        size: bytes that it will have.
-        over: it may exist, and is written over in its place.
+    """A file that is written through the page cache; `path` must not exist, unless it is overwritten in place
+    (`over`).
     """
 
     def __init__(self, path: str, size: int, *, over: bool = False) -> None:
@@ -123,7 +101,7 @@ class CachedFile:
         self._file.write(data)
 
     def seek(self, place: int) -> None:
-        """Go on writing at another byte."""
+        """Continue writing at another byte."""
         self._file.seek(place)
 
     def finish(self) -> None:
@@ -144,27 +122,21 @@ class CachedFile:
         """Close the file without finishing it."""
         if self._flusher is not None:
             self._flusher.end()
-        with contextlib.suppress(OSError):  # of bytes still buffered, which nobody wants any more
+        with contextlib.suppress(OSError):  # of buffered bytes, which are dropped
             self._file.close()
 
 
 class DirectFile:
-    """A file that is written past the page cache, where the file system allows it, and else through it.
+    """A new file that is written past the page cache if the file system supports it (`direct`), else through it.
 
     One buffer is filled while a thread writes the other.
-
-    Args:
-        path: file to create; it must not exist.
-
-    Attributes:
-        direct: whether the page cache is passed by.
     """
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        # Told to the open file, not to open(): that may fail and leave a file all the same.
+        # Set on the open file, because open() may fail and leave a file.
         self.direct = self._pass_by(True)
-        self._buffers = [mmap.mmap(-1, _BUFFER) for _ in range(2)]  # page-aligned, which the system demands
+        self._buffers = [mmap.mmap(-1, _BUFFER) for _ in range(2)]  # page-aligned, as O_DIRECT requires
         self._writes: list[Future[None] | None] = [None, None]
         self._current = 0
         self._filled = 0
@@ -188,11 +160,11 @@ class DirectFile:
     def finish(self) -> None:
         """Close the file; see `Output.finish`."""
         try:
-            # In the order in which they were handed over: the first failure is the one to tell.
+            # In order of submission, because the first failure is reported.
             for number in (self._current, 1 - self._current):
                 self._await(number)
             if self._filled:
-                # The end of a file is no multiple of what direct writes must be multiples of.
+                # The last bytes are no multiple of the block size.
                 self._pass_by(False)
                 with memoryview(self._buffers[self._current]) as whole:
                     self._put(whole[: self._filled])
@@ -218,13 +190,13 @@ class DirectFile:
             try:
                 done += os.write(self._descriptor, data[done:])
             except OSError as error:
-                # Not in such steps, or not at all: some file systems say so only now.
+                # Some file systems refuse direct writes, or this block size, only now.
                 if error.errno != errno.EINVAL or not self.direct:
                     raise
                 self.direct = self._pass_by(False)
 
     def _pass_by(self, wanted: bool) -> bool:
-        """Pass the page cache by from now on, or no more; return whether that is so."""
+        """Switch O_DIRECT on or off; return True if it is on."""
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         try:

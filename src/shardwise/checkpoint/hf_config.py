@@ -1,4 +1,4 @@
-"""What says beside weights which model they are of: the configuration of a model of transformers."""
+"""Configuration files of transformers' models, written with their weights."""
 
 from __future__ import annotations
 
@@ -20,14 +20,9 @@ from shardwise.utils.logging import logger
 
 
 def config_files(model: nn.Module, specs: Iterable[Spec]) -> dict[str, bytes]:
-    """Return the files with which `from_pretrained` makes a model again, by name; none unless it is of transformers.
+    """Return the files that `from_pretrained` needs besides weights, by name; none unless the model is of transformers.
 
-    Args:
-        model: whole, or what is left of it on this rank.
-        specs: of its weights as they are written.
-
-    Raises:
-        CheckpointError: transformers cannot write the model's configuration.
+    `model` is unsplit, or its part on this rank; `specs` are those of its weights as they are written.
     """
     kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     if kind is None or not isinstance(model, kind):
@@ -42,13 +37,12 @@ def config_files(model: nn.Module, specs: Iterable[Spec]) -> dict[str, bytes]:
     if getattr(source, "generation_config", None) is not None and source.can_generate():
         try:
             found |= _saved(source.generation_config, "generation_config")
-        except CheckpointError as error:  # settings that contradict each other: not worth the weights
+        except CheckpointError as error:  # contradictory settings: a warning, to keep the weights
             logger.warning("%s; the file is left out", error)
     return found
 
 
 def _saved(config: Any, what: str) -> dict[str, bytes]:
-    """Return the files that a configuration writes."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             config.save_pretrained(directory)
@@ -63,7 +57,7 @@ def _saved(config: Any, what: str) -> dict[str, bytes]:
 
 
 def _most_of(specs: Iterable[Spec]) -> torch.dtype | None:
-    """Return the floating-point dtype that most of the bytes have."""
+    """Return the floating-point dtype of most bytes."""
     sizes: Counter[torch.dtype] = Counter()
     for spec in specs:
         if spec.dtype.is_floating_point:

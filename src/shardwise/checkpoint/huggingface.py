@@ -1,7 +1,7 @@
-"""Weights as the Hugging Face libraries keep them: one file, or several with an index, safetensors or `torch.save`.
+"""Weights of the Hugging Face libraries: one file, or several with an index, safetensors or `torch.save`.
 
-Of a safetensors file exactly the bytes that are asked for are read. A file of `torch.save` is mapped into memory and
-loaded with `weights_only=True`, so that it cannot run code and takes no memory of its own.
+Of a safetensors file only the requested bytes are read. A file of `torch.save` is mapped into memory and loaded with
+`weights_only=True`: it cannot run code and takes no memory of its own.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ _NAMES = (
     "pytorch_model.bin.index.json",
     "adapter_model.bin",
 )
-"""Files that are looked for in a directory, in this order."""
+"""File names in a directory, in order of preference."""
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which scripts put a state dict into what they save."""
+"""Keys under which scripts save a state dict."""
 
 
 def open_files(path: str) -> Source | None:
-    """Open a file or a directory of weights; None if it is neither.
-
-    Raises:
-        CheckpointError: it is one, but cannot be read.
+    """Open a file or a directory of weights; None if it is neither. Raises CheckpointError if it is one, but cannot
+    be read.
     """
     if not os.path.isdir(path):
         return _open(path)
@@ -56,7 +54,7 @@ def open_files(path: str) -> Source | None:
     if only:
         raise CheckpointPathError(
             f"{path}: holds {len(only)} safetensors files ({outline(only, 3)}) and no model.safetensors.index.json "
-            "that says which of them make up the model; give one file"
+            "that lists the model's files; give one file"
         )
     return None
 
@@ -79,7 +77,6 @@ def _of_files(path: str, files: list[str]) -> Source | None:
 
 
 def _listed(path: str) -> list[str]:
-    """Return the files that an index names."""
     try:
         with open(path, "rb") as file:
             names = sorted(set(json.load(file)["weight_map"].values()))
@@ -90,22 +87,14 @@ def _listed(path: str) -> list[str]:
     for name in names:
         # Only files of the index's own directory are opened.
         if os.path.basename(name) != name or name in ("", ".", ".."):
-            raise CheckpointError(f"{path}: names the file {name!r}; expected names of files beside it")
+            raise CheckpointError(f"{path}: names the file {name!r}; expected names of files in its directory")
     if not names:
         raise CheckpointError(f"{path}: names no file")
     return [os.path.join(os.path.dirname(path), name) for name in names]
 
 
 class SafetensorsSource(Source):
-    """Weights in safetensors files.
-
-    Args:
-        path: what was opened.
-        files: all files.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or two hold the same tensor.
-    """
+    """Weights in safetensors files; no two hold the same tensor."""
 
     what = "safetensors"
 
@@ -142,11 +131,7 @@ class SafetensorsSource(Source):
 
 
 class StateFileSource(Source):
-    """Weights in files that `torch.save` has written, mapped into memory.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, holds more than tensors, or was written before torch 1.6.
-    """
+    """Weights in files of `torch.save` (1.6 or newer, tensors only), mapped into memory."""
 
     what = "torch.save"
 
@@ -166,7 +151,7 @@ class StateFileSource(Source):
 
     @override
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        # Of a contiguous tensor this is a view: only the pages that are copied from are read.
+        # Of a contiguous tensor this is a view: only copied pages are read.
         flat = self._values[name].reshape(-1)
         if start < 0 or start + out.numel() > flat.numel():
             raise CheckpointError(f"{self.path}: {name!r} has no elements [{start}, {start + out.numel()})")
@@ -183,11 +168,10 @@ def _check_new(name: str, known: Mapping[str, SourceTensor], file: str) -> None:
 
 
 def _load(path: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state dict by name, mapped."""
     try:
         if not zipfile.is_zipfile(path):
             with open(path, "rb"):
-                pass  # tells a file that is not there from one of another form
+                pass  # separates a missing file from one of another form
             raise CheckpointError(
                 f"{path}: not a complete file of torch.save, or from a version before torch 1.6, whose files cannot be "
                 "mapped; in the latter case load it with torch.load(weights_only=True) and save it again"
@@ -197,7 +181,7 @@ def _load(path: str) -> dict[str, torch.Tensor]:
         raise
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror or error}") from error
-    except Exception as error:  # whatever damage makes torch's reader raise
+    except Exception as error:  # damage may raise anything in torch's reader
         reason = str(error).strip().splitlines()
         raise CheckpointError(
             f"{path}: cannot be loaded with torch.load(weights_only=True), which takes tensors and plain containers "
@@ -223,8 +207,8 @@ def _unwrapped(loaded: Any, path: str) -> dict[str, Any]:
         or not any(isinstance(value, torch.Tensor) for value in loaded.values())
     ):
         raise CheckpointError(
-            f"{path}: expected a state dict (tensors by name), alone or under one of the keys {', '.join(_WRAPPERS)}; "
-            f"found {type(loaded).__name__}"
+            f"{path}: expected a state dict (tensors by name), at the top level or under one of the keys "
+            f"{', '.join(_WRAPPERS)}; found {type(loaded).__name__}"
             + (f" with keys {outline([str(key) for key in loaded])}" if isinstance(loaded, Mapping) else "")
         )
     return dict(loaded)

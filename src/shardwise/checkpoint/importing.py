@@ -1,7 +1,7 @@
-"""Import: weights of other programs straight into the shards of an engine.
+"""Import: weights of other programs directly into the shards of an engine.
 
-Every rank opens the files and reads what it holds, by name and range, into its master weights: nobody has the model as
-a whole, and all ranks together take no more memory than the model itself. Names are matched before anything is changed.
+Every rank opens the files and reads its shards, by name and range, into its master weights. No rank has the unsharded
+model, and all ranks together need only the model's memory. Names are matched before anything changes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.collect import buffer_names, buffers
 from shardwise.checkpoint.manifest import outline
 from shardwise.checkpoint.opening import open_source
@@ -24,15 +24,15 @@ from shardwise.errors import CheckpointError
 from shardwise.registry import LogicalTensor
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
-"""Name in the files -> name in the model; None leaves the tensor out. Names that a mapping does not have stay."""
+"""Name in the files -> name in the model; None leaves the tensor out. Names absent from a mapping are unchanged."""
 
 
 class LoadedWeights(NamedTuple):
-    """What did not fit, by name.
+    """Names that did not match.
 
     Attributes:
-        missing: parameters and buffers of the model for which the files have nothing; they keep their values.
-        unexpected: tensors in the files for which the model has no place.
+        missing: parameters and buffers of the model that the files lack; they keep their values.
+        unexpected: tensors in the files that the model lacks.
     """
 
     missing: list[str]
@@ -54,40 +54,36 @@ def load_weights(
     strict: bool = True,
     rename: Rename | None = None,
 ) -> LoadedWeights:
-    """Read weights into the model; all ranks call this together.
+    """Read weights into the model. A collective.
 
     Args:
-        model: the sharded model.
-        path: anything that `open_source` knows; on every rank.
+        path: of weights that `open_source` reads; on every rank.
         tag: of a checkpoint in a directory of checkpoints.
-        strict: every parameter and buffer must be in the files, and everything in the files have a place.
+        strict: names of model and files must be the same.
         rename: see `Rename`.
 
-    Returns:
-        What did not fit.
-
     Raises:
-        CheckpointError: names (if `strict`) or shapes do not fit, files cannot be read, or ranks see different ones.
-            Unless a file became unreadable after it had been opened, nothing has been changed.
+        CheckpointError: names (if `strict`) or shapes do not match, files cannot be read, or differ between ranks.
+            Nothing has changed, unless an opened file became unreadable.
     """
     comm = model.comm
     what = f"loading weights from {path}"
     source: Source | None = None
     try:
-        with phase(comm, what) as opened:
+        with collective_step(comm, what) as opened:
             source = open_source(path, tag)
-            opened.said = _digest(source)
+            opened.local = _digest(source)
         assert source is not None
-        if len(set(opened.heard)) > 1:
+        if len(set(opened.gathered)) > 1:
             raise CheckpointError(f"{what}: ranks see different tensors under this path; all need the same files")
         elsewhere = names_of_all(model)
-        with phase(comm, what):
+        with collective_step(comm, what):
             matched = _match(model, source, strict, rename, elsewhere)
             _verify_share(model, source, matched)
         model.finish_gathers()
-        with phase(comm, what), torch.no_grad():
+        with collective_step(comm, what), torch.no_grad():
             runs = model.value_runs()
-            for indices in model.lent_in_turn():
+            for indices in model.iter_resident():
                 for tensor, name in matched.parameters:
                     for start, _, view in runs.get(tensor.index, ()) if tensor.index in indices else ():
                         source.read_part(name, model.box_of(tensor), start, view)
@@ -103,13 +99,11 @@ def load_weights(
 
 
 def _digest(source: Source) -> str:
-    """Return what tells the tensors in the files from other ones."""
     listed = sorted((t.name, list(t.shape), str(t.dtype)) for t in source.tensors().values())
     return hashlib.blake2b(json.dumps(listed).encode(), digest_size=16).hexdigest()
 
 
 def _renamed(source: Source, rename: Rename | None) -> tuple[dict[str, SourceTensor], set[str]]:
-    """Return the tensors of the files by the names that the model has for them, and the names that are left out."""
     found: dict[str, SourceTensor] = {}
     left_out: set[str] = set()
     for name, tensor in source.by_any_name().items():
@@ -170,6 +164,6 @@ def _match(
 
 
 def _verify_share(model: CheckpointedModel, source: Source, matched: _Match) -> None:
-    """Compare this rank's share of what will be read with its checksums, if there are any."""
+    """Compare this rank's share of the needed bytes with their checksums, if any."""
     names = sorted({name for _, name in (*matched.parameters, *matched.buffers)} | matched.others)
     source.verify(names[model.comm.rank :: model.comm.world])

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, a directory of checkpoints, or other weights: plain values, for people and programs."""
+"""Content of a checkpoint, a directory of checkpoints, or other weights, as plain values."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 def describe(path: str, *, tag: str | None = None, tensors: bool = False) -> dict[str, Any]:
-    """Return what a path holds, as JSON values.
+    """Return the content of a path, as JSON values.
 
     Args:
-        path: a checkpoint, a directory of checkpoints, or other weights that `open_source` knows.
-        tag: look at this checkpoint of a directory.
+        path: a checkpoint, a directory of checkpoints, or other weights that `open_source` reads.
+        tag: of a checkpoint in a directory.
         tensors: list every tensor.
 
     Returns:
         `what` is "checkpoint", "run" (then `checkpoints` has a short description of each) or "weights".
 
     Raises:
-        CheckpointError: there is nothing of the kind, or it is damaged.
+        CheckpointError: there is none, or it is damaged.
     """
     chosen = path if tag is None else os.path.join(path, directory.check_tag(tag))
     if holds_checkpoint(chosen) or (tag is not None and os.path.isdir(chosen)):
@@ -66,10 +66,8 @@ def _source_tensor(tensor: SourceTensor) -> dict[str, Any]:
 
 
 def describe_checkpoint(path: str, *, tensors: bool = False) -> dict[str, Any]:
-    """Return what one checkpoint holds.
-
-    Raises:
-        CheckpointError: it is incomplete, damaged, or of another format.
+    """Return the content of one checkpoint. Raises CheckpointError if it is incomplete, damaged, or of another
+    format.
     """
     with Checkpoint(path) as saved:
         saved.check_sizes(saved.manifest.files)
@@ -105,7 +103,6 @@ def _facts(found: Manifest) -> dict[str, Any]:
 
 
 def _in_order(found: Manifest) -> list[StoredTensor]:
-    """Return all tensors: parameters first, optimizer state last."""
     return [*found.of_kind(PARAMETER), *found.of_kind(BUFFER), *found.of_kind(OPTIMIZER)]
 
 
@@ -131,7 +128,7 @@ def _optimizer(found: Manifest) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting as people write it: what the manifest has for a tuple or a 0-d tensor without its wrapping."""
+    """Return a setting for people: a tuple or 0-d tensor of the manifest without its wrapping."""
     if isinstance(value, dict) and len(value) == 1:
         (key, inner), *_ = value.items()
         if key == "$tuple":
@@ -144,7 +141,6 @@ def _plain(value: Any) -> Any:
 
 
 def _kinds(rows: Iterable[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
-    """Return count, elements, bytes and dtypes of the tensors of each kind."""
     found: dict[str, dict[str, Any]] = {}
     for kind, dtype, numel, nbytes in rows:
         row = found.setdefault(kind, {"kind": kind, "tensors": 0, "elements": 0, "bytes": 0, "dtypes": []})
@@ -174,10 +170,10 @@ def _tensor(tensor: StoredTensor) -> dict[str, Any]:
 
 
 def describe_run(path: str) -> dict[str, Any]:
-    """Return what a directory of checkpoints holds: a short description of each, newest last, and which is the latest.
+    """Return a short description of each checkpoint of a directory, newest last, and the latest one.
 
-    What cannot be loaded has an `error`. `leftovers` are hidden directories of saves that were interrupted or are going
-    on; the next save removes the former.
+    Unreadable ones have an `error`. `leftovers` are hidden directories of interrupted or running saves; the next save
+    removes the interrupted ones.
     """
     found: dict[str, Any] = {"what": "run", "path": path, "latest": None, "checkpoints": [], "leftovers": []}
     try:
@@ -209,10 +205,8 @@ def describe_run(path: str) -> dict[str, Any]:
 
 
 def check(path: str, tag: str | None = None, progress: Progress | None = None) -> None:
-    """Compare every byte of a checkpoint with its checksum.
-
-    Raises:
-        CheckpointError: anything is missing or damaged, or the path is not a checkpoint of ours.
+    """Compare every byte of a checkpoint with its checksum. Raises CheckpointError if anything is missing or
+    damaged, or the path is not a checkpoint of shardwise.
     """
     chosen = path if tag is None else os.path.join(path, directory.check_tag(tag))
     with Checkpoint(chosen) as saved:

@@ -1,9 +1,8 @@
-"""Kinds of Python values that checkpoints hold besides JSON's own: how each becomes plain values, and back.
+"""Kinds of Python values beyond JSON, and their conversion to plain values and back.
 
-A kind is a type, the name that stands in the file, and a pair of functions to and from plain values (values that are
-plain themselves, or of other kinds). Reading calls functions of this table and those that the script has registered. It
-imports nothing and calls no method of a class that a file names: enumerations give their members, and dataclasses are
-filled field by field, without `__init__`.
+A kind is a type, its name in the file, and a pair of functions to and from plain values or other kinds. Reading calls
+only functions of this table and those that the script has registered. It imports nothing and calls no method of a class
+that a file names: enumerations give their members, and dataclasses are filled field by field, without `__init__`.
 """
 
 from __future__ import annotations
@@ -31,12 +30,9 @@ T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """A kind of values.
+    """A kind of values: its name in the file, and its conversions.
 
-    Attributes:
-        name: what stands in the file.
-        to_plain: returns plain values for one of the kind.
-        from_plain: returns the value, or raises a TypeError, ValueError or LookupError.
+    `from_plain` returns the value, or raises a TypeError, ValueError or LookupError.
     """
 
     name: str
@@ -180,7 +176,7 @@ _KINDS: dict[type, Kind] = {
 _BY_NAME = {kind.name: kind for kind in _KINDS.values()}
 _registered: dict[type, Kind] = {}
 _LIBRARIES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    # What mmengine's runner puts into client_state.
+    # Values that mmengine's runner puts into client_state.
     "mmengine.logging.history_buffer.HistoryBuffer": (
         lambda value: [*value.data, value.max_length],
         lambda cls, plain: cls(*plain),
@@ -194,17 +190,18 @@ def register_type(
 ) -> None:
     """Let checkpoints hold objects of a class of yours in `client_state`.
 
-    Call it before saving and before loading, as where the class is defined. Registering a class again replaces it.
+    Call it before saving and before loading, for instance after the class's definition. Registering a class again
+    replaces it.
 
     Args:
-        cls: the class. Objects of subclasses are not meant.
-        to_plain: returns what is saved of an object: None, numbers, strings, bytes, tensors, arrays, lists,
+        cls: the class. Objects of subclasses are not included.
+        to_plain: returns the saved form of an object: None, numbers, strings, bytes, tensors, arrays, lists,
             dictionaries, or objects of other registered classes.
-        from_plain: returns the object that `to_plain` was given, or one like it.
-        name: stands in the file; None: module and name of the class.
+        from_plain: returns an equal object from the saved form.
+        name: in the file; None: module and name of the class.
 
     Raises:
-        UsageError: an argument is of another kind, the class needs no registration, or the name is another class's.
+        UsageError: an argument has a wrong type, the class needs no registration, or the name is another class's.
 
     Example:
         >>> class Meter:
@@ -232,10 +229,8 @@ _BUILT_IN = (type(None), bool, int, float, str, bytes, list, tuple, dict, collec
 
 
 def to_plain(value: Any) -> tuple[str, Any] | None:
-    """Return (tag, plain values) for a value of a kind; None if it is of none.
-
-    Raises:
-        TypeError: it is of a kind, and cannot be kept; the message says why.
+    """Return (tag, plain values) for a value of a kind; None for other values. Raises TypeError if it cannot be
+    saved.
     """
     cls = type(value)
     if cls in _registered:
@@ -258,12 +253,12 @@ def to_plain(value: Any) -> tuple[str, Any] | None:
 
 
 def is_registered(cls: type) -> bool:
-    """Whether the script has registered a class."""
+    """Return True if the script has registered a class."""
     return cls in _registered
 
 
 def is_key(value: Any) -> bool:
-    """Whether a value may be a key or an element of a set: it is hashed, which must run no code of the script."""
+    """Return True if a value may be a key or an element of a set: hashing it must run no code of the script."""
     if type(value) in (tuple, frozenset):
         return all(map(is_key, value))
     cls = type(value)
@@ -272,7 +267,7 @@ def is_key(value: Any) -> bool:
 
 
 def is_known(tag: str) -> bool:
-    """Whether `from_plain` knows a tag."""
+    """Return True if `from_plain` knows a tag."""
     return tag in ("$registered", "$enum", "$dataclass", "$state") or tag.removeprefix("$") in _BY_NAME
 
 
@@ -280,17 +275,16 @@ _STATE = ("state_dict", "load_state_dict")
 
 
 def _contents(value: Any) -> dict[str, Any]:
-    """Return all attributes of an object of a dataclass, in `__dict__` or slots."""
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     return {**{name: getattr(value, name) for name in names}, **getattr(value, "__dict__", {})}
 
 
 def from_plain(tag: str, plain: Any) -> Any:
-    """Return the value of which `to_plain` has made this.
+    """Return the value that `to_plain` has converted.
 
     Raises:
-        LookupError: there is no such tag.
-        CheckpointError: it is of a class that is not there.
+        LookupError: the tag is unknown.
+        CheckpointError: its class is missing.
         TypeError, ValueError, LookupError, ArithmeticError: the plain values are not those of the kind.
     """
     if tag == "$registered":

@@ -1,17 +1,16 @@
-"""Loading: the joint action of all ranks that brings a checkpoint back, into any layout.
+"""Loading a checkpoint into any layout, collectively.
 
-    choose     rank 0 says which checkpoint; all open its manifest and match it with the model by name
-    verify     the ranks share out the blocks that will be read and compare them with their checksums
-    read       each rank reads what it holds, by name and range, whatever files that lies in, into its place
-    publish    low-precision copies and whole values are brought up to date
+    choose     rank 0 chooses a checkpoint; all open its manifest and match it with the model by name
+    verify     ranks divide the needed blocks and compare them with their checksums
+    read       each rank reads its shards, by name and range, from any files, into place
+    publish    low-precision copies and unsharded values are updated
 
-Nothing of the engine is changed before the first two have succeeded on every rank, so a checkpoint that is
-damaged or belongs to another model leaves the engine as it was.
+Nothing of the engine changes before the first two have succeeded on every rank. A damaged checkpoint, or one of another
+model, leaves the engine unchanged.
 
-Optimizer state of an engine that has none yet, as when a job is resumed, goes into its memory while it is verified:
-nothing is overwritten there, and it is dropped again if the checkpoint is refused. Such memory is the only one that is
-free without more than the engine takes anyway. What replaces values in use is therefore read a second time, when all
-ranks have agreed, and the system still has it in memory if there is room.
+If an engine has no optimizer state yet, as when a job is resumed, state is read into its memory during verification,
+because it overwrites nothing. It is dropped if the checkpoint is refused. Other memory is in use: it is read after all
+ranks have agreed, usually from the system's page cache.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint import directory, manifest
-from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.deepspeed.directory import recognised
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, Manifest, StoredTensor
 from shardwise.checkpoint.match import (
@@ -48,7 +47,7 @@ from shardwise.errors import CheckpointError, UsageError
 from shardwise.utils.logging import logger
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Group settings that say how the step is computed on a device, not what; the engine keeps its own."""
+"""Group settings that select an implementation of the step; the engine keeps its own."""
 
 
 class NoCompleteCheckpointError(CheckpointError):
@@ -57,17 +56,17 @@ class NoCompleteCheckpointError(CheckpointError):
 
 @dataclass(frozen=True)
 class Options:
-    """What to load.
+    """Options of loading.
 
     Attributes:
         strict: names of parameters and buffers must be the same in model and checkpoint.
         optimizer: load the optimizer's state and settings.
-        module_only: read nothing but parameters and buffers.
-        custom: parameters and buffers are loaded by somebody else; they are verified but not matched.
+        module_only: read only parameters and buffers.
+        custom: the caller loads parameters and buffers; they are verified but not matched.
         settings: load the settings of parameter groups with the optimizer's state.
-        selection: what is loaded, and under which names.
-        verify: compare bytes with their checksums; somebody else has if not.
-        order: checkpoints to be tried one after the other, on rank 0, where no tag is given; None: those of
+        selection: names to load, and their new names.
+        verify: compare bytes with their checksums, unless the caller has.
+        order: checkpoints to try in turn without a tag, on rank 0; None: those of
             `shardwise.checkpoint.newest.listing`.
     """
 
@@ -82,22 +81,18 @@ class Options:
 
     @property
     def with_optimizer(self) -> bool:
-        """Whether optimizer state is asked for."""
+        """Whether optimizer state is loaded."""
         return self.optimizer and not self.module_only
 
 
 @dataclass
 class Loaded:
-    """What has been read besides tensors of the model and the optimizer, as plain Python values.
+    """State besides tensors of the model and the optimizer, as plain Python values.
 
     Attributes:
-        path: directory of the checkpoint.
-        manifest: its manifest.
         client: the user's own state.
-        scheduler: state of the schedule, or None.
-        scaler: state of the loss scaler, or None.
         rank: this rank's own state; None if the checkpoint has no such rank.
-        first: rank 0's own state; None if the checkpoint is of as many ranks as there are.
+        first: rank 0's own state; None if the checkpoint has the same number of ranks.
     """
 
     path: str
@@ -117,33 +112,30 @@ def find(
     opened: Callable[[str], Checkpoint] = Checkpoint,
     check: Callable[[Checkpoint], None] = lambda saved: None,
 ) -> tuple[Checkpoint, LoadPlan] | None:
-    """Choose, open, match and verify a checkpoint; all ranks call this together.
+    """Choose, open, match and verify a checkpoint. A collective.
 
     Args:
-        model: the model to be loaded.
-        parent: directory of checkpoints.
-        tag: which one; None: the first one that is whole, in the order of `shardwise.checkpoint.newest.listing`.
-        options: what will be loaded.
+        tag: of a checkpoint; None: the first complete one, in the order of `shardwise.checkpoint.newest.listing`.
         opened: opens the checkpoint at a path.
-        check: raises a CheckpointError if something else than the model cannot go on from a checkpoint.
+        check: raises a CheckpointError if state outside of the model cannot continue from a checkpoint.
 
     Returns:
-        The checkpoint, verified, and what goes where, for `read`; None if `tag` is None and there is none.
+        The verified checkpoint, and its plan for `read`; None if `tag` is None and there is no checkpoint.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is incomplete, damaged, or of another model.
+        CheckpointError: the checkpoint is missing, incomplete, damaged, or of another model.
         UsageError: ranks would load different tensors.
     """
     what = f"loading a checkpoint from {parent}"
     skipped: list[str] = []
     candidates: Iterator[str] | None = None
     while True:
-        with phase(model.comm, what) as choice:
+        with collective_step(model.comm, what) as choice:
             if model.comm.rank == 0:
                 if candidates is None:
                     candidates = iter(_candidates(parent, tag) if options.order is None else options.order)
-                choice.said = next(candidates, None)
-        chosen = choice.heard[0]
+                choice.local = next(candidates, None)
+        chosen = choice.gathered[0]
         if chosen is None and not skipped:
             if model.comm.rank == 0:
                 tags = manifest.outline(_tags(parent))
@@ -186,11 +178,11 @@ def _try(
     matched: LoadPlan | None = None
     try:
         try:
-            with phase(model.comm, what) as opening:
+            with collective_step(model.comm, what) as opening:
                 saved = opened(path)
-                opening.said = [saved.manifest.created, _groups(model), _digest(names_of(model))]
+                opening.local = [saved.manifest.created, _groups(model), _digest(names_of(model))]
             assert saved is not None
-            times = {created for created, _, _ in opening.heard}
+            times = {created for created, _, _ in opening.gathered}
             if len(times) > 1:
                 raise CheckpointError(
                     f"{path}: ranks see different checkpoints under this path (saved at {sorted(times)}); "
@@ -198,14 +190,14 @@ def _try(
                 )
         except CheckpointError as error:
             return error
-        alike = len({names for _, _, names in opening.heard}) == 1
-        elsewhere = _elsewhere(model, what, max(groups for _, groups, _ in opening.heard), alike)
-        with phase(model.comm, what) as agreed:
+        alike = len({names for _, _, names in opening.gathered}) == 1
+        elsewhere = _elsewhere(model, what, max(groups for _, groups, _ in opening.gathered), alike)
+        with collective_step(model.comm, what) as agreed:
             matched = _match(model, saved, options, elsewhere)
             check(saved)
             facts = _facts(model, matched)
-            agreed.said = {"": _digest(facts)} if alike else facts
-        if not _agree(agreed.heard):
+            agreed.local = {"": _digest(facts)} if alike else facts
+        if not _agree(agreed.gathered):
             raise UsageError(
                 f"{path}: ranks would load different tensors; pass the same include, exclude and rename on every rank, "
                 "and build the same model"
@@ -230,17 +222,16 @@ def _groups(model: CheckpointedModel) -> int:
 
 
 def _elsewhere(model: CheckpointedModel, what: str, groups: int, alike: bool) -> RemoteNames:
-    """Return what other ranks have; all ranks call this together, and names travel only if they are not the same."""
+    """Return other ranks' names. A collective; names are exchanged only if ranks differ."""
     if alike:
         return RemoteNames(groups=groups)
-    with phase(model.comm, what) as told:
-        told.said = names_of(model)
-    others = (names for rank, names in enumerate(told.heard) if rank != model.comm.rank)
+    with collective_step(model.comm, what) as step:
+        step.local = names_of(model)
+    others = (names for rank, names in enumerate(step.gathered) if rank != model.comm.rank)
     return RemoteNames(frozenset(name for names in others for name in names), groups)
 
 
 def _match(model: CheckpointedModel, saved: Checkpoint, options: Options, elsewhere: RemoteNames) -> LoadPlan:
-    """Find what goes where."""
     renamed = rename(saved.manifest, options.selection, saved.path)
     if options.custom:
         names = [tensor.name for tensor in saved.manifest.of_module() if tensor.rank is None]
@@ -256,7 +247,7 @@ def _match(model: CheckpointedModel, saved: Checkpoint, options: Options, elsewh
 
 
 def _facts(model: CheckpointedModel, matched: LoadPlan) -> dict[str, Any]:
-    """Return what this rank loads of each name that it has; values of buffers may be each rank's own."""
+    """Return what this rank loads by name; of buffers only that, because their values may differ between ranks."""
     facts: dict[str, Any] = dict.fromkeys(names_of(model))
     facts.update(dict.fromkeys((*matched.report.loaded, *matched.buffer_names), True))
     facts.update((tensor.name, [stored.name, list(stored.shape)]) for tensor, stored in matched.parameters)
@@ -270,14 +261,13 @@ def _digest(facts: dict[str, Any] | list[str]) -> str:
     return hashlib.blake2b(json.dumps(ordered).encode(), digest_size=16).hexdigest()
 
 
-def _agree(told: Sequence[dict[str, Any]]) -> bool:
-    """Whether ranks say the same of what they share."""
+def _agree(gathered: Sequence[dict[str, Any]]) -> bool:
+    """Return True if ranks agree about the names that they share."""
     known: dict[str, Any] = {}
-    return all(known.setdefault(name, fact) == fact for facts in told for name, fact in facts.items())
+    return all(known.setdefault(name, fact) == fact for facts in gathered for name, fact in facts.items())
 
 
 def _tags(parent: str) -> list[str]:
-    """Return the names of all checkpoints, also of those that another library has written."""
     with contextlib.suppress(OSError):
         others = [name for name in os.listdir(parent) if recognised(os.path.join(parent, name))]
         return sorted({*directory.other_tags(parent), *others})
@@ -285,7 +275,6 @@ def _tags(parent: str) -> list[str]:
 
 
 def _candidates(parent: str, tag: str | None) -> list[str]:
-    """Return the tags that are tried one after the other, and log why in this order."""
     if tag is not None:
         return [tag]
     found = listing(parent)
@@ -297,33 +286,32 @@ def _candidates(parent: str, tag: str | None) -> list[str]:
 def _verify(
     model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options, what: str, alike: bool
 ) -> None:
-    """Check this rank's share of the files and blocks, and put into place what may be put there already.
+    """Verify this rank's share of files and blocks, and read state into memory that is free to use.
 
-    Ranks that do not have the same names tell each other which blocks they want.
+    Ranks with different names exchange the blocks that they need.
     """
     rank, world = model.comm.rank, model.comm.world
-    with phase(model.comm, what) as shared:
+    with collective_step(model.comm, what) as shared:
         saved.check_sizes(sorted(saved.manifest.files)[rank::world])
         if options.with_optimizer and options.selection.everything:
             blocks = saved.blocks()
         else:
             blocks = saved.blocks(_wanted(saved.manifest, matched, options), _trees(saved.manifest, options))
         fresh = model.optimizer is not None and not any(model.optimizer.state.values())
-        if matched.states is not None and fresh and not model.away:
+        if matched.states is not None and fresh and not model.is_offloaded:
             matched.left = []
             matched.left = _StateMaker(model, matched.states).make(range(len(model.registry)))
         places, rest = saved.places(matched.left or ())
-        shared.said = [_together(saved.mostly(places)), [] if alike else _together(blocks)]
-    with phase(model.comm, what):
-        wanted = {(name, n) for _, said in shared.heard for name, first, end in said for n in range(first, end)}
-        own = _share(blocks if alike else sorted(wanted), [mostly for mostly, _ in shared.heard], rank)
+        shared.local = [_together(saved.mostly(places)), [] if alike else _together(blocks)]
+    with collective_step(model.comm, what):
+        wanted = {(name, n) for _, entry in shared.gathered for name, first, end in entry for n in range(first, end)}
+        own = _share(blocks if alike else sorted(wanted), [mostly for mostly, _ in shared.gathered], rank)
         saved.verify(own, places)
         if matched.left is not None:
             matched.left = rest + saved.left(places, own)
 
 
 def _together(blocks: Iterable[tuple[str, int]]) -> list[list[Any]]:
-    """Return blocks, which are in order, as [file, first, end]: few words for many neighbours."""
     found: list[list[Any]] = []
     for name, n in blocks:
         if found and found[-1][0] == name and found[-1][2] == n:
@@ -336,11 +324,11 @@ def _together(blocks: Iterable[tuple[str, int]]) -> list[list[Any]]:
 def _share(blocks: Sequence[tuple[str, int]], wanted: Sequence[list[list[Any]]], rank: int) -> list[tuple[str, int]]:
     """Return the blocks that a rank verifies; over all ranks each once.
 
-    A block is verified by one of the ranks that have a use for it, as each has said in `wanted`; others in equal parts.
+    A block in `wanted` is verified by a rank that needs it; other blocks are divided equally.
     """
     users: dict[tuple[str, int], list[int]] = {}
-    for number, said in enumerate(wanted):
-        for name, first, end in said:
+    for number, entry in enumerate(wanted):
+        for name, first, end in entry:
             for n in range(first, end):
                 users.setdefault((name, n), []).append(number)
     useless = [block for block in blocks if block not in users]
@@ -350,7 +338,6 @@ def _share(blocks: Sequence[tuple[str, int]], wanted: Sequence[list[list[Any]]],
 
 
 def _wanted(saved: Manifest, matched: LoadPlan, options: Options) -> list[StoredTensor]:
-    """Return the tensors that any rank will read."""
     if options.custom:
         wanted = saved.of_module()
     else:
@@ -365,7 +352,6 @@ def _wanted(saved: Manifest, matched: LoadPlan, options: Options) -> list[Stored
 
 
 def _trees(saved: Manifest, options: Options) -> list[Any]:
-    """Return the nested values that any rank will read."""
     trees = [saved.client, list(saved.extra.values())]
     if not options.module_only:
         trees += [saved.scheduler, saved.scaler, saved.ranks]
@@ -375,15 +361,15 @@ def _trees(saved: Manifest, options: Options) -> list[Any]:
 
 
 def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options) -> Loaded:
-    """Read a checkpoint that `find` has returned into the model and its optimizer; all ranks call this together.
+    """Read a checkpoint that `find` has returned into the model and its optimizer. A collective.
 
     Raises:
-        CheckpointError: a value is of a class that is not there, and the engine is as it was; or a file can no longer
-            be read: the engine is then partly loaded and must not be used.
+        CheckpointError: a value's class is missing, and the engine is unchanged; or a file can no longer be read: the
+            engine is then partly loaded and must not be used.
     """
     what = f"loading checkpoint {saved.path}"
     loaded = Loaded(saved.path, saved.manifest)
-    with phase(model.comm, what):
+    with collective_step(model.comm, what):
         loaded.client = saved.decode(saved.manifest.client)
         extra = [(module, saved.decode(tree)) for module, tree in matched.extra]
         if not options.module_only:
@@ -394,10 +380,10 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options
             if len(ranks) != model.comm.world:
                 loaded.first = saved.decode(ranks[0])
     model.finish_gathers()
-    with phase(model.comm, what), torch.no_grad():
+    with collective_step(model.comm, what), torch.no_grad():
         values = model.value_runs()
         runs = [(stored, 0, buffer.view(-1)) for buffer, stored in matched.buffers if buffer.is_contiguous()]
-        for indices in model.lent_in_turn():
+        for indices in model.iter_resident():
             runs += [
                 (stored.part(model.box_of(tensor)), start, view)
                 for tensor, stored in matched.parameters
@@ -412,7 +398,7 @@ def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options
         for module, state in extra:
             module.set_extra_state(state)
     model.publish()
-    with phase(model.comm, what):
+    with collective_step(model.comm, what):
         if matched.states is not None:
             _read_optimizer(model, saved, matched.states, matched.left, options)
     return loaded
@@ -428,14 +414,14 @@ def _read_optimizer(
     update, optimizer = model.update, model.optimizer
     assert update is not None and optimizer is not None and saved.manifest.optimizer is not None
     if options.settings:
-        # As many as there are, or as a rank with more of them has.
+        # The largest number of groups of any rank.
         for group, tree in zip(optimizer.param_groups, saved.manifest.optimizer["groups"], strict=False):
             _set_group(group, saved.decode(tree))
     if left is not None:
         saved.read_all(left)
     else:
         maker = _StateMaker(model, states)
-        for indices in model.lent_in_turn():
+        for indices in model.iter_resident():
             saved.read_all(maker.make(indices))
     held = model.value_runs()
     for index, state in states.items():
@@ -446,23 +432,18 @@ def _read_optimizer(
 
 
 class _StateMaker:
-    """Forgets all optimizer state, and makes memory for what has one value per element.
-
-    Args:
-        model: whose.
-        states: of which parameters there will be state, and which.
-    """
+    """Clears all optimizer state, and allocates the planned state with one value per element."""
 
     def __init__(self, model: CheckpointedModel, states: dict[int, OptimizerStatePlan]) -> None:
         update, optimizer = model.update, model.optimizer
         assert update is not None and optimizer is not None
         self._model, self._states = model, states
-        # Parameters that share memory here may have been saved with different entries; what one has not is zero then.
+        # Parameters that share memory may have been saved with different entries; a missing entry is zero.
         self._filled = len({frozenset(state.elementwise) for state in states.values()}) == 1
         dtypes = {(key, stored.torch_dtype) for state in states.values() for key, stored in state.elementwise.items()}
         self._fits: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        if self._filled and len(dtypes) == len({key for key, _ in dtypes}) and not model.away:
-            # The system takes longer to give memory out anew than a file takes to be read into it.
+        if self._filled and len(dtypes) == len({key for key, _ in dtypes}) and not model.is_offloaded:
+            # Returning memory to the system and taking it again would be slower than reading a file.
             for stepped, entries in optimizer.state.items():
                 tensors = {key: value for key, value in entries.items() if isinstance(value, torch.Tensor)}
                 self._fits[stepped] = {
@@ -475,7 +456,7 @@ class _StateMaker:
         self._held = model.value_runs()
 
     def make(self, indices: Collection[int]) -> list[Run]:
-        """Make the state of some parameters, once; return what is to be read into it."""
+        """Allocate the state of some parameters, once; return its runs to read into."""
         update, optimizer = self._model.update, self._model.optimizer
         assert update is not None and optimizer is not None
         runs: list[Run] = []
@@ -500,7 +481,7 @@ def _set_group(group: dict[str, Any], settings: dict[str, Any]) -> None:
             continue
         current = group.get(name)
         if isinstance(current, torch.Tensor):
-            # Filled in place: compiled and graph-captured steps read that very tensor.
+            # Filled in place, because compiled and graph-captured steps read that tensor.
             current.detach().copy_(torch.as_tensor(value, device=current.device))
         elif isinstance(value, torch.Tensor) and isinstance(current, (int, float)):
             group[name] = value.item()

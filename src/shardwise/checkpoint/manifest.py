@@ -1,9 +1,8 @@
-"""The manifest: what a checkpoint holds, by logical tensor, and where the bytes are.
+"""The manifest: a checkpoint's content by logical tensor, and the place of the bytes.
 
-A tensor is described by its name in the model, its global shape, and a list of slices, each a run of the
-flattened tensor, or of a box of it, that lies under a key of a file. Nothing says which rank, stage or number of ranks
-it is for; `layout` records how it was written for people to read. A loader of any layout therefore reads what it needs
-by name, box and range.
+A tensor is described by its name in the model, its global shape, and a list of slices, each a range of the flattened
+tensor, or of a box of it, under a key of a file. No entry depends on ranks or stage; `layout` records them for people.
+A loader of any layout therefore reads by name, box and range.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from shardwise.boxes import Patch, Region
 from shardwise.checkpoint.checksums import FileFacts
 from shardwise.errors import CheckpointError
 
-if TYPE_CHECKING:  # imported where it is needed: the process that writes in the background does without
+if TYPE_CHECKING:  # imported at use, because the writer process runs without it
     import torch
 
 NAME = "manifest.json"
-"""Of its file."""
+"""Name of the manifest's file."""
 
 BEGINNING = b'{"blake2b": "'
 """First bytes of that file."""
@@ -39,11 +38,9 @@ class Slice:
 
     Attributes:
         file: name of a file in the checkpoint's directory.
-        key: tensor in that file; it has the tensor's own shape if the slice is the whole tensor.
-        start: first element.
-        stop: end (exclusive).
-        box: the n-dimensional part of the tensor, as (first, end) or several of these for each dimension, in which
-            `start` and `stop` count. None: the whole tensor.
+        key: tensor in that file; it has the tensor's own shape if the slice is the entire tensor.
+        box: the box of the tensor, as (first, end) or several of these for each dimension, in which `start` and `stop`
+            count. None: the entire tensor.
     """
 
     file: str
@@ -53,7 +50,7 @@ class Slice:
     box: Region | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the slice as the manifest has it."""
+        """Return the slice as JSON of the manifest."""
         return {"file": self.file, "key": self.key, "start": self.start, "stop": self.stop, "box": self.box}
 
 
@@ -63,16 +60,16 @@ class StoredTensor:
 
     Attributes:
         name: name of the parameter or buffer in the model.
-        kind: `parameter` (master weights where there are any), `optimizer/<state key>` or `buffer`.
-        shape: global shape. Optimizer state that has the parameter's shape is cut like it; other is whole.
+        kind: `parameter` (master weights if there are any), `optimizer/<state key>` or `buffer`.
+        shape: global shape. Optimizer state with the parameter's shape is sharded like it; other state is not sharded.
         dtype: dtype of the stored values, as `float32`.
-        slices: where the values are. Their boxes divide the tensor, and the slices of each box divide the box; they
-            are in the order of boxes, then of elements.
+        slices: places of the values. Their boxes partition the tensor, and the slices of each box partition the box, in
+            the order of boxes, then of elements.
         aliases: further names of a tied parameter.
         trainable: parameters: whether an optimizer stepped it.
         group: parameters: index of its optimizer parameter group.
         compute_dtype: parameters: dtype in which the module computed with it.
-        rank: buffers that differed between ranks: the rank whose value this is.
+        rank: buffers that differed between ranks: the rank of this value.
     """
 
     name: str
@@ -97,14 +94,11 @@ class StoredTensor:
         return dtype_of(self.dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the description as the manifest has it."""
+        """Return the description as JSON of the manifest."""
         return {**vars(self), "slices": [part.to_json() for part in self.slices]}
 
     def part(self, box: Region | None) -> StoredTensor:
-        """Return a part of the tensor as a tensor of its own, whose elements are counted in the part.
-
-        Its slices are those of which the part has something.
-        """
+        """Return a box of the tensor as a tensor, with the slices that overlap it."""
         if box is None:
             return self
         outer = boxes.whole(self.shape)
@@ -113,17 +107,15 @@ class StoredTensor:
         return StoredPart(**facts, of=self.shape, region=box)
 
     def runs(self, start: int, stop: int) -> list[tuple[Slice, Patch]]:
-        """Return what makes up elements `[start, stop)`: slices, and what is taken from each.
+        """Return the sources of elements `[start, stop)`: slices, and the patch of each.
 
-        Of a patch the first memory is the slice as it is stored, the second one that holds just these elements.
-
-        Raises:
-            CheckpointError: some elements are not stored.
+        The first memory of a patch is the stored slice, the second one holds just these elements. Raises
+        CheckpointError if some elements are not stored.
         """
         return self._runs(self.shape, boxes.whole(self.shape), start, stop)
 
     def _runs(self, shape: tuple[int, ...], region: Region, start: int, stop: int) -> list[tuple[Slice, Patch]]:
-        """See `runs`; the elements are those of a region of a tensor of a shape."""
+        """Return the same for the elements of a region of a tensor."""
         found: list[tuple[Slice, Patch]] = []
         whole, missing = boxes.whole(shape), stop - start
         plain = region == whole
@@ -131,7 +123,7 @@ class StoredTensor:
             if missing <= 0:
                 break
             if plain and part.box is None and (part.stop <= start or part.start >= stop):
-                continue  # most slices of a tensor that is spread over many ranks
+                continue  # most slices of a tensor that is sharded over many ranks
             stored = whole if part.box is None else part.box
             for patch in boxes.overlap(stored, part.start, part.stop, region, start, stop):
                 found.append((part, patch))
@@ -144,11 +136,7 @@ class StoredTensor:
         return found
 
     def check_cover(self) -> None:
-        """Check that slices, inside of the tensor and in order, have each element once.
-
-        Raises:
-            ValueError: elements are missing or there twice; the message names them, and the files.
-        """
+        """Raise ValueError unless slices, inside of the tensor and in order, have each element once."""
         outer = boxes.whole(self.shape)
         parts: list[Region] = []
         place = size = 0
@@ -186,43 +174,34 @@ class StoredTensor:
             raise ValueError(f"{self.kind} {self.name!r}: {place} of {size} elements{self._of(parts)} are stored")
 
     def _of(self, parts: Sequence[Region]) -> str:
-        """Return the box that slices are of, in words."""
         return "" if parts[-1] == boxes.whole(self.shape) else f" of the box {[list(ends) for ends in parts[-1]]}"
 
 
 @dataclass(frozen=True)
 class StoredPart(StoredTensor):
-    """A part of a stored tensor: see `StoredTensor.part`. Boxes of its slices are those of the tensor.
-
-    Attributes:
-        of: shape of the tensor.
-        region: the part.
-    """
+    """A box of a tensor of shape `of`: see `StoredTensor.part`. Boxes of its slices are those of the tensor."""
 
     of: tuple[int, ...] = ()
     region: Region = ()
 
     def runs(self, start: int, stop: int) -> list[tuple[Slice, Patch]]:
-        """Return what makes up elements `[start, stop)` of the part."""
+        """Return the sources of elements `[start, stop)` of the box."""
         return self._runs(self.of, self.region, start, stop)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a checkpoint holds besides the values of tensors.
+    """Content of a checkpoint except the values of tensors.
 
-    Trees are JSON as `shardwise.checkpoint.nested_json` makes it; references to tensors in them are
-    {"file": ..., "key": ...}.
+    Trees are JSON of `shardwise.checkpoint.nested_json`; references to tensors in them are {"file": ..., "key": ...}.
 
     Attributes:
-        tag: name of the checkpoint.
         created: seconds since 1970.
         versions: of shardwise, torch and Python.
-        layout: stage, number of ranks and dtype it was written with; for information. "sequence" is the number of the
-            state, "copy" that of the copy in memory of the same state; "latest" is false if it was not to become
-            `latest`; "scheduler" is the class of the schedule; "job" is a random name of the job; "finite" is false
-            where values are infinite or NaN, and "not_finite" then names some.
-        config: the effective configuration; for information.
+        layout: stage, number of ranks and dtype at saving; for information. "sequence" is the number of the state,
+            "copy" that of the copy in memory of the same state; "latest" is false if `latest` was not to name it;
+            "scheduler" is the class of the schedule; "job" is a random name of the job; "finite" is false if values are
+            infinite or NaN, and "not_finite" then names some.
         files: size and checksums by file name.
         tensors: every logical tensor.
         excluded: names of frozen parameters that were left out on request.
@@ -230,7 +209,7 @@ class Manifest:
         scheduler: state of the learning-rate schedule (tree), or None.
         scaler: state of the loss scaler (tree), or None.
         counters: steps and samples so far.
-        ranks: for each rank a tree with its random number generators and its place in the data.
+        ranks: for each rank a tree with its random number generators and its position in the data.
         extra: extra state of modules (trees), by name.
         client: the user's own state (tree).
     """
@@ -253,7 +232,7 @@ class Manifest:
 
     @property
     def finite(self) -> bool:
-        """Whether trained parameters and optimizer state were finite, or nobody has looked."""
+        """Whether trained parameters and optimizer state were finite, or not checked."""
         return self.layout.get("finite") is not False
 
     @property
@@ -272,11 +251,7 @@ class Manifest:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of a name such as `float32`.
-
-    Raises:
-        CheckpointError: torch has no such dtype.
-    """
+    """Return the torch dtype of a name such as `float32`. Raises CheckpointError if torch has no such dtype."""
     import torch
 
     found = getattr(torch, name, None)
@@ -293,12 +268,10 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def combine(parts: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Join what the ranks have written of each tensor, and check that it is all there, once.
+    """Merge the ranks' parts of each tensor, and check that each element exists once.
 
-    Ranks need not have the same tensors, and may know further names of one.
-
-    Raises:
-        CheckpointError: ranks disagree about a tensor, or elements are missing or written twice.
+    Ranks may have different tensors, and further names of one. Raises CheckpointError if ranks disagree about a tensor,
+    or elements are missing or duplicate.
     """
     groups: dict[tuple[str, str, int | None], list[StoredTensor]] = {}
     for part in parts:
@@ -325,19 +298,15 @@ def combine(parts: Iterable[StoredTensor]) -> list[StoredTensor]:
 
 
 def _agreed(tensor: StoredTensor) -> tuple[Any, ...]:
-    """Return what ranks that write parts of a tensor have to say alike."""
+    """Return the facts of a tensor on which ranks must agree."""
     return tensor.shape, tensor.dtype, tensor.trainable, tensor.group
 
 
 def in_order(tensors: Iterable[StoredTensor], orders: Iterable[Sequence[str]]) -> list[StoredTensor]:
-    """Return tensors as manifests list them: by kind, then in the order in which all ranks have the parameters.
+    """Return tensors in the manifest's order: by kind, then in the order of the parameters on all ranks.
 
-    Where ranks have different ones, as layers, it is that of names, with numbers as numbers: however many ranks share
-    the model, the order is the same.
-
-    Args:
-        tensors: what is listed.
-        orders: names of each rank's parameters.
+    If ranks have different parameters (`orders`), as pipeline stages do, the order is that of names, with numbers as
+    numbers. It does not depend on the number of ranks.
     """
     known = set(map(tuple, orders))
     places = {name: place for place, name in enumerate(known.pop())} if len(known) == 1 else {}
@@ -349,7 +318,7 @@ def _with_numbers(name: str) -> list[Any]:
 
 
 def tensor_from_json(entry: dict[str, Any]) -> StoredTensor:
-    """Return the tensor of which `StoredTensor.to_json` has made this."""
+    """Return the tensor of JSON from `StoredTensor.to_json`."""
     slices = [
         Slice(**{**part, "box": None if part["box"] is None else tuple(map(_ends, part["box"]))})
         for part in entry["slices"]
@@ -360,7 +329,6 @@ def tensor_from_json(entry: dict[str, Any]) -> StoredTensor:
 
 
 def _ends(dimension: list[Any]) -> tuple[Any, ...]:
-    """Return a dimension of a region, which is a pair, or a list of pairs."""
     if dimension and isinstance(dimension[0], list):
         return tuple((first, end) for first, end in dimension)
     first, end = dimension
@@ -368,7 +336,7 @@ def _ends(dimension: list[Any]) -> tuple[Any, ...]:
 
 
 def outline(names: Sequence[str], limit: int = 5) -> str:
-    """Return the first few of some names, and how many there are more."""
+    """Return the first few of some names, and the number of the others."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown}, ... ({len(names)} in all)"
 

@@ -1,6 +1,6 @@
-"""The file of a manifest: JSON, written last, so that a checkpoint with a valid one is complete.
+"""The manifest's file: JSON, written last. A checkpoint with a valid manifest is therefore complete.
 
-Its first line holds a checksum of all that follows, so that a damaged manifest is told from a strange one.
+Its first line holds a checksum of the rest, which separates a damaged manifest from an invalid one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.checkpoint.manifest import BEGINNING, NAME, Manifest, tensor_from
 from shardwise.errors import CheckpointError
 
 LARGEST = 2 << 30
-"""Bytes of the largest manifest that is read: it is read whole, and one of millions of slices has hundreds of MB."""
+"""Bytes of the largest manifest that is read into memory; millions of slices take hundreds of MB."""
 
 FORMAT = 1
 """Number of the format. It changes when a reader of the old one could misread the new one."""
@@ -34,7 +34,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         name: {"size": facts.size, "checksums": facts.checksums} for name, facts in manifest.files.items()
     }
     fields["tensors"] = [tensor.to_json() for tensor in manifest.tensors]
-    # One line a field, and a line each for tensors and files, so that the file can be read and compared by eye.
+    # One line per field, tensor and file, for reading and diff.
     lines = [f"{json.dumps(name)}: {_lines(value)}" for name, value in fields.items()]
     body = (",\n".join(lines) + "}\n").encode()
     return BEGINNING + _digest(body).encode() + b'",\n' + body
@@ -55,15 +55,11 @@ def _digest(body: bytes) -> str:
 
 
 def load(directory: str, *, read_later: bool = True) -> Manifest:
-    """Read and check the manifest of a checkpoint.
+    """Read and check the manifest of a checkpoint. Raises CheckpointError if it is missing, damaged, or of another
+    format.
 
-    Args:
-        directory: the checkpoint.
-        read_later: whether tensors are going to be read by it, so that every place in it has to be possible. The
-            process that writes in the background only asks what there is; this needs no torch.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it has another format number.
+    `read_later` checks every place of tensors, because they will be read. False needs no torch; the writer process uses
+    it.
     """
     path = os.path.join(directory, NAME)
     try:
@@ -83,10 +79,8 @@ def load(directory: str, *, read_later: bool = True) -> Manifest:
 
 
 def from_bytes(data: bytes, path: str, *, read_later: bool = True) -> Manifest:
-    """Return the manifest that the bytes of a file hold; `path` is for messages, `read_later` as of `load`.
-
-    Raises:
-        CheckpointError: the file is damaged or has another format number.
+    """Return the manifest in the bytes of a file; `path` is for messages, `read_later` as for `load`. Raises
+    CheckpointError if the file is damaged or has another format number.
     """
     line, _, body = data.partition(b"\n")
     match = _FIRST_LINE.match(line)

@@ -1,4 +1,4 @@
-"""Matching a checkpoint with the model that is to be loaded: by name, before anything is changed."""
+"""Matching a checkpoint with the model to load: by name, before anything changes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,14 @@ class OptimizerStatePlan:
 
 @dataclass
 class LoadPlan:
-    """What will be read into what.
+    """Plan of loading.
 
     Attributes:
-        report: what differed.
-        parameters: parameters with what is stored of them.
-        buffers: buffers with what this rank reads into them.
-        buffer_names: their names.
+        parameters: parameters with their stored tensors.
+        buffers: buffers with the tensors that this rank reads into them.
         extra: modules with their extra state (trees).
         states: optimizer state by parameter; None if none is loaded.
-        left: what has not been read yet of the entries of `states` with one value per element; None: memory has not
-            been made for them either.
+        left: runs of elementwise `states` that are not read yet; None: their memory is not allocated either.
     """
 
     report: LoadReport
@@ -57,11 +54,11 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class RemoteNames:
-    """What other ranks have: each may have its own part of the model.
+    """Names of other ranks, which may have other modules.
 
     Attributes:
-        names: parameters, buffers and extra state of other ranks, by all their names; none if all ranks have the same.
-        groups: most parameter groups that an optimizer of any rank has.
+        names: parameters, buffers and extra state of other ranks, by all their names; empty if all ranks have the same.
+        groups: largest number of parameter groups of any rank's optimizer.
     """
 
     names: frozenset[str] = frozenset()
@@ -70,7 +67,7 @@ class RemoteNames:
 
 @dataclass
 class _Found:
-    """What has been compared so far; see `LoadReport`."""
+    """State of the comparison; see `LoadReport`."""
 
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -83,12 +80,12 @@ class _Found:
 def match_module(
     model: CheckpointedModel, renamed: Renamed, path: str, selection: Selection, elsewhere: RemoteNames, *, strict: bool
 ) -> LoadPlan:
-    """Find the saved tensor of every parameter and buffer that is wanted.
+    """Find the saved tensor of every selected parameter and buffer.
 
-    What only other ranks have is theirs to load, and not looked at here.
+    Names that only other ranks have are ignored here.
 
     Raises:
-        CheckpointError: names, patterns or rules (if `strict`) or shapes do not fit; it has the report.
+        CheckpointError: names, patterns or rules (if `strict`) or shapes do not match; it has the report.
     """
     found = _Found()
     matched = LoadPlan(LoadReport(path))
@@ -125,7 +122,7 @@ def _without(manifest: Manifest, names: frozenset[str]) -> Manifest:
 
 
 def names_of(model: CheckpointedModel) -> list[str]:
-    """Return all names of the parameters, buffers and extra state that this rank has."""
+    """Return all names of this rank's parameters, buffers and extra state."""
     names = [name for tensor in model.registry for name in (tensor.name, *tensor.aliases)]
     names += [name for name, _ in buffers(model.module)]
     return names + [extra_name(name) for name, _ in extra_states(model.module)]
@@ -205,7 +202,7 @@ def _match_extra(
 
 
 def _check(report: LoadReport, model: CheckpointedModel, manifest: Manifest, *, strict: bool) -> None:
-    """Raise if the checkpoint does not fit."""
+    """Raise if the checkpoint does not match."""
     problems = report.differences(strict=strict)
     if not problems:
         return
@@ -216,15 +213,15 @@ def _check(report: LoadReport, model: CheckpointedModel, manifest: Manifest, *, 
         hints.append("pass load_module_strict=False to load what both have, or rename={...} if names have changed")
     if strict and report.unused:
         hints.append("correct or remove the patterns and rules that match nothing")
-    told = ""
+    frozen = ""
     gone = [tensor.name for tensor in model.registry if tensor.name in set(report.missing) & set(manifest.excluded)]
     if gone:
-        told = f" ({outline(gone)}: frozen when it was saved with exclude_frozen_parameters, and trained here)"
+        frozen = f" ({outline(gone)}: frozen when it was saved with exclude_frozen_parameters, and trained here)"
     if report.wrong_shape or report.missing or report.unexpected:
         what, fix = "saved from another model", "Build the model as it was when the checkpoint was saved, or "
     else:
-        what, fix = "does not hold what was asked for", "Please "
-    error = CheckpointError(f"{report.path}: {what}: {'; '.join(problems)}{told}. {fix}{'; '.join(hints)}")
+        what, fix = "does not hold the requested names", "Please "
+    error = CheckpointError(f"{report.path}: {what}: {'; '.join(problems)}{frozen}. {fix}{'; '.join(hints)}")
     error.report = report
     raise error
 
@@ -247,21 +244,13 @@ def match_optimizer(
     *,
     settings: bool,
 ) -> tuple[dict[int, OptimizerStatePlan], list[str]]:
-    """Find the saved optimizer state of every trained parameter.
+    """Find the saved optimizer state of every trained parameter; return it with notes.
 
     Args:
-        model: the model to be loaded.
         manifest: under the model's names.
-        path: for messages.
-        selection: what is loaded; it must not leave out trained parameters.
-        elsewhere: what other ranks have.
-        settings: the settings of parameter groups are loaded too, so that groups must be as they were.
-
-    Returns:
-        (the state, what there is to tell about it).
-
-    Raises:
-        CheckpointError: it is of another optimizer or other groups, or there is none for some parameters.
+        selection: names to load, including all trained parameters.
+        elsewhere: other ranks' names.
+        settings: the settings of parameter groups are loaded too, which requires the same groups.
     """
     assert model.optimizer is not None and model.update is not None
     saved = manifest.optimizer
@@ -326,7 +315,7 @@ def match_optimizer(
 def _compare_groups(
     trained: Sequence[LogicalTensor], owner: Mapping[str, StoredTensor], saved: int, groups: int, path: str
 ) -> None:
-    """Raise if the settings of a group would become those of other parameters than they were of."""
+    """Raise if a group's settings would apply to other parameters than at saving."""
     fix = (
         f"{_FRESH}, or load_param_groups=False to keep this engine's settings of groups (lr, weight_decay, ...) and "
         "load the state of each parameter"
@@ -346,11 +335,11 @@ def _compare_groups(
 
 
 def _compare_settings(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], path: str) -> None:
-    """Raise if a setting of a parameter group is of another kind than this engine's."""
+    """Raise if a setting of a parameter group has another type than this engine's."""
     for number, (group, tree) in enumerate(zip(groups, saved, strict=False)):
         found = nested_json.decode(
             tree, lambda reference: torch.zeros((), device="cpu")
-        )  # tensors are not looked at here
+        )  # values of tensors are not compared
         for name in found.keys() & group.keys() - {"params", PARAM_NAMES}:
             if not _alike(group[name], found[name]):
                 raise CheckpointError(
@@ -360,7 +349,7 @@ def _compare_settings(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any],
 
 
 def _alike(own: Any, other: Any) -> bool:
-    """Whether a value can be the setting that another one is."""
+    """Return True if one value can replace another as a setting."""
     if own is None or other is None or isinstance(other, torch.Tensor):
         return True
     if isinstance(own, (bool, int, float, torch.Tensor)):
@@ -375,7 +364,6 @@ def _is_infinite(value: Any) -> bool:
 
 
 def _check_steps(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], path: str) -> None:
-    """Raise for step counts that are none."""
     for index, state in states.items():
         if "step" in state.values:
             step = nested_json.decode(state.values["step"], lambda reference: torch.zeros((), device="cpu"))
@@ -388,7 +376,7 @@ def _check_steps(model: CheckpointedModel, states: Mapping[int, OptimizerStatePl
 
 
 def _check_complete(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], path: str) -> None:
-    """Raise if parameters lack optimizer state that the optimizer is known to keep of each of them."""
+    """Raise if parameters lack optimizer state that the optimizer always keeps."""
     needed = set(getattr(model.optimizer, "state_names", ()))
     for index, kinds, usual in _compared(model, states, needed):
         lacks = sorted(usual - kinds if _treats_alike(model.optimizer) else needed - kinds)
@@ -400,7 +388,7 @@ def _check_complete(model: CheckpointedModel, states: Mapping[int, OptimizerStat
 
 
 def _treats_alike(optimizer: object) -> bool:
-    """Return True for optimizers of PyTorch, which keep the same state of tensors of as many dimensions."""
+    """Return True for optimizers of PyTorch, which keep the same state for all tensors of as many dimensions."""
     return type(optimizer).__module__.partition(".")[0] == "torch"
 
 
@@ -424,21 +412,21 @@ def _compared(
 
 
 def _uneven(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan]) -> list[str]:
-    """Tell of parameters that have other optimizer state than those like them, of an optimizer that may keep it so."""
+    """Return notes on parameters with other optimizer state than most like them, if the optimizer allows that."""
     notes = []
     for index, own, usual in _compared(model, states, set()):
         lacks, more = sorted(usual - own), sorted(own - usual)
         if lacks or more:
-            said = [f"lacks {', '.join(map(repr, lacks))}"] if lacks else []
-            said += [f"has {', '.join(map(repr, more))}, which others of its group have not"] if more else []
-            notes.append(f"the optimizer state of {model.registry[index].name!r} {' and '.join(said)}")
+            differences = [f"lacks {', '.join(map(repr, lacks))}"] if lacks else []
+            differences += [f"has {', '.join(map(repr, more))}, which others of its group have not"] if more else []
+            notes.append(f"the optimizer state of {model.registry[index].name!r} {' and '.join(differences)}")
     return notes if len(notes) <= _MOST_NOTES else [*notes[:_MOST_NOTES], f"... ({len(notes)} parameters in all)"]
 
 
 def _compare_shared(
     model: CheckpointedModel, update: OptimizerShards, states: dict[int, OptimizerStatePlan], path: str
 ) -> None:
-    """Raise if parameters that have one state here, such as one step count, were saved with different values."""
+    """Raise if parameters that share a state entry here, such as a step count, were saved with different values."""
     for key in {key: None for state in states.values() for key in state.values}:
         for together in update.stepped_together(key):
             values = {index: states[index].values.get(key) for index in together if index in states}

@@ -1,9 +1,9 @@
 """Nested Python values as JSON, and back without loss.
 
-Checkpoints hold no pickle: what JSON cannot say by itself is written as an object with one key that begins with
-`$` (a tuple, a dictionary with numbers as keys, a number that is not finite; `shardwise.checkpoint.kinds` has further
-ones), and tensors are put aside and referred to. Reading gives equal values of the same types and cannot run code.
-Anything else is refused by name before a byte is written, not changed in silence.
+Checkpoints hold no pickle. A value that JSON lacks is written as an object with one key that begins with `$`: a tuple,
+a dictionary with numbers as keys, a number that is not finite (`shardwise.checkpoint.kinds` has further ones). Tensors
+are stored separately and referenced. Reading gives equal values of the same types and cannot run code. Other values are
+refused by name before a byte is written.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from shardwise.checkpoint import kinds
 from shardwise.errors import CheckpointError
 
-PutAside = Callable[[str, torch.Tensor], Any]
-"""Takes the path of a tensor inside the value and the tensor; returns the JSON reference to write."""
+StoreTensor = Callable[[str, torch.Tensor], Any]
+"""Stores a tensor by its path inside the value; returns the JSON reference to write."""
 
 Fetch = Callable[[Any], torch.Tensor]
-"""Takes a reference as `PutAside` returned it; returns the tensor."""
+"""Returns the tensor of a reference from `StoreTensor`."""
 
 _DEEPEST = 100
 _LEVELS = 4
-"""Levels of JSON at most for one of the value that it stands for."""
+"""Maximum JSON levels per level of the value."""
 _SCALARS = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -49,29 +49,29 @@ _MAPPINGS: dict[type, str] = {
     collections.Counter: "$counter",
 }
 _RAW = "biufcmMSU"
-"""Kinds of numpy's dtypes whose values are nothing but bytes."""
+"""Kinds of numpy's dtypes whose values are plain bytes."""
 
 
-def encode(value: Any, path: str, put_aside: PutAside) -> Any:
+def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
     """Return JSON for a nested value.
 
     Args:
         value: None, bool, int, float, str, bytes, tensors, numpy arrays and scalars, values of
             `shardwise.checkpoint.kinds`, and lists, tuples, dict, OrderedDict and Counter of these. Subclasses count as
             other types.
-        path: how messages call the value, as in `client_state`.
-        put_aside: called for every tensor that is not a single number.
+        path: name of the value in messages, as `client_state`.
+        store_tensor: called for every tensor that is not a single number.
 
     Raises:
-        CheckpointError: something of another type is inside; the message names its path.
+        CheckpointError: a value of another type is inside; the message names its path.
 
     >>> encode({"best": float("inf"), "shape": (2, 3)}, "client_state", lambda path, tensor: path)
     {'best': {'$float': 'inf'}, 'shape': {'$tuple': [2, 3]}}
     """
-    return _encode(value, path, put_aside, 0)
+    return _encode(value, path, store_tensor, 0)
 
 
-def _encode(value: Any, path: str, put_aside: PutAside, depth: int) -> Any:
+def _encode(value: Any, path: str, store_tensor: StoreTensor, depth: int) -> Any:
     if depth > _DEEPEST:
         raise CheckpointError(f"{path}: nested more than {_DEEPEST} deep; does it contain itself?")
     kind = type(value)
@@ -82,12 +82,12 @@ def _encode(value: Any, path: str, put_aside: PutAside, depth: int) -> Any:
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
     if kind in (list, tuple):
-        items = [_encode(item, f"{path}[{i}]", put_aside, depth + 1) for i, item in enumerate(value)]
+        items = [_encode(item, f"{path}[{i}]", store_tensor, depth + 1) for i, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
     if kind in _MAPPINGS:
-        return _encode_mapping(value, path, put_aside, depth)
+        return _encode_mapping(value, path, store_tensor, depth)
     if isinstance(value, torch.Tensor) and not kinds.is_registered(kind):
-        return _encode_tensor(value, path, put_aside)
+        return _encode_tensor(value, path, store_tensor)
     try:
         found = kinds.to_plain(value)
     except CheckpointError:
@@ -95,18 +95,18 @@ def _encode(value: Any, path: str, put_aside: PutAside, depth: int) -> Any:
     except Exception as error:  # of a function of the script, too
         raise CheckpointError(f"{path}: {_name_of(kind)} cannot be saved: {error}") from error
     if found is None:
-        return _encode_numpy(value, path, put_aside)
+        return _encode_numpy(value, path, store_tensor)
     tag, plain = found
     if tag == "$registered" and type(plain[1]) is kind:
         raise CheckpointError(f"{path}: the function registered for {_name_of(kind)} returns an object of that class")
-    return {tag: _encode(plain, path, put_aside, depth + 1)}
+    return {tag: _encode(plain, path, store_tensor, depth + 1)}
 
 
 def _name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _encode_mapping(value: dict[Any, Any], path: str, put_aside: PutAside, depth: int) -> Any:
+def _encode_mapping(value: dict[Any, Any], path: str, store_tensor: StoreTensor, depth: int) -> Any:
     kind = type(value)
     for key in value:
         if not kinds.is_key(key):
@@ -115,15 +115,18 @@ def _encode_mapping(value: dict[Any, Any], path: str, put_aside: PutAside, depth
                 "bool, None, bytes, an enumeration's member, or a tuple of these"
             )
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {k: _encode(v, f"{path}[{k!r}]", put_aside, depth + 1) for k, v in value.items()}
+        return {k: _encode(v, f"{path}[{k!r}]", store_tensor, depth + 1) for k, v in value.items()}
     pairs = [
-        [_encode(k, f"{path}: key {k!r}", put_aside, depth + 1), _encode(v, f"{path}[{k!r}]", put_aside, depth + 1)]
+        [
+            _encode(k, f"{path}: key {k!r}", store_tensor, depth + 1),
+            _encode(v, f"{path}[{k!r}]", store_tensor, depth + 1),
+        ]
         for k, v in value.items()
     ]
     return {_MAPPINGS[kind]: pairs}
 
 
-def _encode_tensor(value: torch.Tensor, path: str, put_aside: PutAside) -> Any:
+def _encode_tensor(value: torch.Tensor, path: str, store_tensor: StoreTensor) -> Any:
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         raise CheckpointError(
             f"{path}: a tensor of class {type(value).__name__} cannot be saved here; pass a plain torch.Tensor"
@@ -134,22 +137,22 @@ def _encode_tensor(value: torch.Tensor, path: str, put_aside: PutAside) -> Any:
         )
     name = str(value.dtype).removeprefix("torch.")
     if value.dim() == 0 and name in _SCALARS:
-        return {"$scalar": [name, _encode(value.item(), path, put_aside, 0)]}
-    return {"$tensor": put_aside(path, value.detach())}
+        return {"$scalar": [name, _encode(value.item(), path, store_tensor, 0)]}
+    return {"$tensor": store_tensor(path, value.detach())}
 
 
-def _encode_numpy(value: Any, path: str, put_aside: PutAside) -> Any:
+def _encode_numpy(value: Any, path: str, store_tensor: StoreTensor) -> Any:
     import numpy
 
     if isinstance(value, numpy.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
-        return {"$numpy_scalar": [value.dtype.str, _encode(value.item(), path, put_aside, 0)]}
+        return {"$numpy_scalar": [value.dtype.str, _encode(value.item(), path, store_tensor, 0)]}
     if isinstance(value, numpy.generic) and value.dtype.kind in _RAW:
         return {"$numpy_raw": [value.dtype.str, None, base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, numpy.dtype) and value.kind in _RAW:
         return {"$numpy_dtype": value.str}
     if type(value) is numpy.ndarray:
         try:
-            return {"$numpy": put_aside(path, torch.from_numpy(numpy.ascontiguousarray(value)).view(value.shape))}
+            return {"$numpy": store_tensor(path, torch.from_numpy(numpy.ascontiguousarray(value)).view(value.shape))}
         except (TypeError, ValueError) as error:
             if value.dtype.kind in _RAW:
                 return {"$numpy_raw": [value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]}
@@ -162,14 +165,7 @@ def _encode_numpy(value: Any, path: str, put_aside: PutAside) -> Any:
 
 
 def decode(value: Any, fetch: Fetch) -> Any:
-    """Return the value that `encode` was given.
-
-    Args:
-        value: JSON as `encode` returned it.
-        fetch: called for every tensor that was put aside.
-
-    Raises:
-        CheckpointError: the JSON was not made by `encode`.
+    """Return the value that `encode` has encoded; `fetch` is called for every reference to a tensor.
 
     >>> decode({"best": {"$float": "inf"}, "shape": {"$tuple": [2, 3]}}, torch.tensor)
     {'best': inf, 'shape': (2, 3)}
@@ -270,10 +266,8 @@ def _number(value: Any) -> bool | int | float:
 
 
 def references(value: Any) -> Iterator[Any]:
-    """Yield the references to tensors in JSON as `encode` returned it.
-
-    Raises:
-        CheckpointError: the JSON is nested deeper than `encode` makes it.
+    """Yield the references to tensors in JSON from `encode`. Raises CheckpointError if the JSON is nested deeper than
+    `encode` makes it.
 
     >>> list(references({"a": [{"$tensor": "first"}, {"$tuple": [{"$numpy": "second"}]}]}))
     ['first', 'second']
@@ -288,7 +282,7 @@ def references(value: Any) -> Iterator[Any]:
             if tag in ("$tensor", "$numpy"):
                 yield item[tag]
             elif tag.startswith("$"):
-                # As deep as the value that it stands for: pairs of keys and values are no level of their own.
+                # Counts levels of the value; pairs of keys and values are no level.
                 inside = item[tag] if isinstance(item[tag], list) else []
                 if tag in _MAPPINGS.values():
                     inside = [part for pair in inside if isinstance(pair, list) for part in pair]
@@ -300,7 +294,7 @@ def references(value: Any) -> Iterator[Any]:
 
 
 def is_mapping(value: Any) -> bool:
-    """Whether JSON as `encode` returned it stands for a dictionary.
+    """Return True if JSON from `encode` represents a dictionary.
 
     >>> is_mapping({"a": 1}), is_mapping({"$dict": []}), is_mapping({"$tuple": []}), is_mapping("a")
     (True, True, False, False)

@@ -1,8 +1,8 @@
-"""The order of the checkpoints of a directory: one rule for loading, resuming, exporting, inspecting and retention.
+"""Order of the checkpoints of a directory, for loading, resuming, exporting, inspecting and retention.
 
-Every state that is saved or copied has a number, one more than the highest that its engine has seen in the directory,
-in the copies in memory, or given itself. Numbers order states; clocks do not: they jump, and differ between machines.
-Manifests of earlier versions have no number and come before those that have one, by their steps.
+Every saved or copied state has a number: one more than the highest that its engine has seen in the directory, in the
+copies in memory, or among its own. Numbers order states, because clocks jump and differ between machines. Manifests of
+earlier versions have no number; they precede the others, by their steps.
 
 Without a tag, checkpoints are tried in this order:
 
@@ -10,7 +10,7 @@ Without a tag, checkpoints are tried in this order:
 2. the checkpoint that `latest` names
 3. all others, the highest number first
 
-Within this order checkpoints with infinite or NaN values come after all others. The first that is whole is taken.
+Within this order checkpoints with infinite or NaN values come last. The first complete one is chosen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.checkpoint import directory, manifest, manifestfile
 from shardwise.errors import CheckpointError
 
 _HEAD = 8192
-"""Bytes at a manifest's beginning that hold what orders it; a tag takes at most 2,400 of them."""
+"""Bytes at a manifest's beginning that hold the ordering keys; a tag takes at most 2,400 of them."""
 _LAYOUT = re.compile(rb'^"layout": \{\n(.*?)\},?\n"config"', re.MULTILINE | re.DOTALL)
 _FACT = {
     name: re.compile(rb'^"%b":(%b)(?:,|\}|$)' % (name.encode(), value), re.MULTILINE)
@@ -41,16 +41,15 @@ _FACT = {
 
 @dataclass(frozen=True)
 class Head:
-    """What the first lines of a manifest say.
+    """Ordering keys, from the first lines of a manifest.
 
     Attributes:
-        tag: name of the checkpoint.
         sequence: number of its state; 0 in manifests of earlier versions, -1 if the manifest cannot be read.
-        steps: `global_steps`; known, and needed, only if `sequence` is 0.
-        latest: it was saved in order to become `latest`.
-        finite: its values are finite, or nothing is said about that.
-        job: random name of the job; None if the manifest does not say.
-        copy: number of the copy in memory of the same state; None if there was none.
+        steps: `global_steps`; only if `sequence` is 0.
+        latest: whether `latest` was to name it.
+        finite: whether its values are finite, or not checked.
+        job: random name of the job, or None.
+        copy: number of the copy in memory of the same state, or None.
     """
 
     tag: str
@@ -63,36 +62,35 @@ class Head:
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """Key that is larger for a newer state."""
+        """Sort key, larger for a newer state."""
         return self.sequence, self.steps, self.tag
 
 
 def head_of(parent: str, tag: str) -> Head:
-    """Return what orders a checkpoint, from the first lines of its manifest."""
+    """Return the ordering keys of a checkpoint, from the first lines of its manifest."""
     path = os.path.join(parent, tag)
     try:
         with open(os.path.join(path, manifest.NAME), "rb") as file:
             layout = _LAYOUT.search(file.read(_HEAD))
     except OSError:
         return Head(tag, -1)
-    said: dict[str, bytes] = {}
+    fields: dict[str, bytes] = {}
     if layout is not None:
         found = {name: pattern.search(layout.group(1)) for name, pattern in _FACT.items()}
-        said = {name: match.group(1) for name, match in found.items() if match is not None}
-    if "sequence" not in said:
+        fields = {name: match.group(1) for name, match in found.items() if match is not None}
+    if "sequence" not in fields:
         return _earlier(path, tag)
     return Head(
         tag,
-        int(said["sequence"]),
-        latest=said.get("latest") != b"false",
-        finite=said.get("finite") != b"false",
-        job=said["job"][1:-1].decode() if "job" in said else None,
-        copy=int(said["copy"]) if "copy" in said else None,
+        int(fields["sequence"]),
+        latest=fields.get("latest") != b"false",
+        finite=fields.get("finite") != b"false",
+        job=fields["job"][1:-1].decode() if "job" in fields else None,
+        copy=int(fields["copy"]) if "copy" in fields else None,
     )
 
 
 def _earlier(path: str, tag: str) -> Head:
-    """Return the same of a manifest of an earlier version, or one whose layout is longer than `_HEAD`."""
     try:
         found = manifestfile.load(path, read_later=False)
     except CheckpointError:
@@ -110,13 +108,13 @@ def _earlier(path: str, tag: str) -> Head:
 
 
 @dataclass(frozen=True)
-class Listing:
-    """The checkpoints of a directory, in the order in which they are to be tried.
+class CheckpointListing:
+    """The checkpoints of a directory, in the order to try them.
 
     Attributes:
-        heads: of each checkpoint; that which `latest` names has one even if it is not there or of another library.
-        latest: what `latest` names; None: it names nothing.
-        notes: what people should know of the choice.
+        heads: of each checkpoint, including the one that `latest` names even if it is missing or another library's.
+        latest: the tag in `latest`, or None.
+        notes: notes on the choice, for people.
     """
 
     heads: list[Head] = field(default_factory=list)
@@ -134,13 +132,11 @@ class Listing:
         return max((head.sequence for head in self.heads), default=0)
 
 
-def listing(parent: str) -> Listing:
-    """Return the checkpoints of a directory in the order in which they are to be tried (see the module).
+def listing(parent: str) -> CheckpointListing:
+    """Return the checkpoints of a directory in the order to try them (see the module).
 
-    Only the first lines of manifests are read: whether a checkpoint is whole is found out when it is tried.
-
-    Raises:
-        CheckpointError: the directory cannot be listed, or holds nothing but a `latest` that is damaged.
+    Only the first lines of manifests are read; completeness is checked when a checkpoint is tried. Raises
+    CheckpointError if the directory cannot be listed, or holds nothing but a damaged `latest`.
 
     >>> import tempfile
     >>> listing(tempfile.mkdtemp()).tags
@@ -149,7 +145,7 @@ def listing(parent: str) -> Listing:
     try:
         names = directory.tags(parent)
     except FileNotFoundError:
-        return Listing()
+        return CheckpointListing()
     except OSError as error:
         raise CheckpointError(
             f"{parent}: cannot be listed: {error.strerror}. Whether there is a state to go on from is unknown, so "
@@ -174,7 +170,7 @@ def listing(parent: str) -> Listing:
 
     found = sorted(heads.values(), key=place, reverse=True)
     if not found:
-        return Listing(notes=notes)
+        return CheckpointListing(notes=notes)
     first = found[0]
     if latest is None and not notes:
         notes.append(f"{parent}: there is no file {directory.LATEST!r}; the newest checkpoint, {first.tag}, is taken")
@@ -190,11 +186,10 @@ def listing(parent: str) -> Listing:
             f"{good[0].tag} is the newest checkpoint without"
         )
         found = good + [head for head in found if not head.finite]
-    return Listing(found, latest, notes)
+    return CheckpointListing(found, latest, notes)
 
 
 def _names(parent: str, tag: str) -> str:
-    """Return which values of a checkpoint are infinite or NaN, in words."""
     try:
         names = manifestfile.load(os.path.join(parent, tag), read_later=False).layout.get("not_finite")
     except CheckpointError:
@@ -203,7 +198,7 @@ def _names(parent: str, tag: str) -> str:
 
 
 def latest_head(parent: str) -> Head | None:
-    """Return the head of the checkpoint that `latest` names; None if there is none of ours."""
+    """Return the head of the checkpoint that `latest` names; None if there is none of shardwise."""
     try:
         tag = directory.read_latest(parent)
     except CheckpointError:
@@ -213,11 +208,7 @@ def latest_head(parent: str) -> Head | None:
 
 
 class StateNumbers:
-    """Gives the states of one engine their numbers. All ranks have the same `value`.
-
-    Attributes:
-        value: the highest number that is known.
-    """
+    """Numbers of the states of one engine, the same on all ranks; `value` is the highest known number."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -225,16 +216,16 @@ class StateNumbers:
         self._read: dict[str, tuple[tuple[int, ...], int]] = {}
 
     def see(self, number: int) -> None:
-        """Take note of a number that another engine has given."""
+        """Record a number of another engine."""
         self.value = max(self.value, number)
 
     def next(self) -> int:
-        """Return the number of a state that is taken now."""
+        """Return the number of a new state."""
         self.value += 1
         return self.value
 
     def after(self, parent: str) -> int:
-        """Return the number of a state that is saved into a directory (rank 0; it is noted with `see`)."""
+        """Return the number of a state to be saved into a directory (rank 0; the caller records it with `see`)."""
         read: dict[str, tuple[tuple[int, ...], int]] = {}
         for tag in directory.other_tags(parent):
             path = os.path.join(os.path.abspath(parent), tag, manifest.NAME)
@@ -242,7 +233,7 @@ class StateNumbers:
                 found = os.stat(path)
             except OSError:
                 continue
-            # Other jobs may save here, too; what has not changed need not be read again.
+            # Other jobs may save here, too; unchanged manifests are not read again.
             file = (found.st_ino, found.st_size, found.st_mtime_ns)
             before = self._read.get(path)
             read[path] = before if before is not None and before[0] == file else (file, head_of(parent, tag).sequence)
@@ -250,13 +241,13 @@ class StateNumbers:
         return max(self.value, *(number for _, number in read.values())) + 1 if read else self.value + 1
 
     def copied(self, number: int, counters: Mapping[str, int]) -> None:
-        """A copy in memory has been made of the state with these counters."""
+        """Record a copy in memory of the state with these counters."""
         self._copy = number, dict(counters)
 
     def loaded(self) -> None:
-        """Another state has been loaded."""
+        """Record that another state was loaded."""
         self._copy = None
 
     def layout(self, counters: Mapping[str, int]) -> dict[str, Any]:
-        """Return what the manifest of the state with these counters says of the copy in memory of it."""
+        """Return the manifest's fields on the copy in memory of the state with these counters."""
         return {"copy": self._copy[0]} if self._copy is not None and self._copy[1] == dict(counters) else {}

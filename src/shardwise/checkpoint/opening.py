@@ -1,4 +1,4 @@
-"""What weights on disk are: a path is opened by the first format that knows it."""
+"""Opening weights on disk by the first format that recognises a path."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ _OPENERS: tuple[Callable[[str, str | None], Source | None], ...] = (
     _open_distributed,
     _open_hugging_face,
 )
-"""Each returns the opened source, or None if the path is not of its format; the first that knows it is taken."""
+"""Each returns the opened source, or None if the path is not of its format; tried in this order."""
 
 
 def open_source(path: Any, tag: str | int | None = None) -> Source:
     """Open weights on disk.
 
     Args:
-        path: one of our checkpoints or of DeepSpeed's, or a directory of them; a directory that
-            torch.distributed.checkpoint has written; weights as Hugging Face keeps them (a directory, or a file
-            .safetensors, .index.json, .bin, .pt, .pth).
+        path: a checkpoint of shardwise or DeepSpeed, or a directory of them; a directory of
+            torch.distributed.checkpoint; weights of Hugging Face (a directory, or a file .safetensors, .index.json,
+            .bin, .pt, .pth).
         tag: of a checkpoint in a directory of checkpoints; None: see `find_checkpoint`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Threads that read and hash: both leave Python's lock alone, so that several of them use several cores."""
+"""Threads for reading and hashing, both of which release the GIL."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _MOST = 4
-"""More threads of one rank than this only compete for the memory and the disk."""
+"""Maximum number of threads of one rank; more would compete for memory and disk."""
 
 
 def workers() -> int:
-    """Return how many threads this rank may use: its part of the machine's cores, at least 1 and at most 4."""
+    """Return the number of threads of this rank: its share of the machine's cores, from 1 to 4."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -22,10 +22,8 @@ def workers() -> int:
 
 
 def for_each(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call a function for every item, by several threads if there are cores for them.
-
-    Raises:
-        Exception: what the function raised, for the first item for which it did.
+    """Call a function for every item, by several threads if there are cores; raise the first failing item's
+    exception.
     """
     count = min(workers(), len(items))
     if count <= 1:
@@ -43,6 +41,6 @@ def for_each(function: Callable[[T], None], items: Sequence[T]) -> None:
 
 
 def divided(items: Sequence[T]) -> list[Sequence[T]]:
-    """Return items in as many runs of neighbours as there are threads."""
+    """Return items in as many consecutive runs as there are threads."""
     count = max(1, min(workers(), len(items)))
     return [items[len(items) * n // count : len(items) * (n + 1) // count] for n in range(count)]

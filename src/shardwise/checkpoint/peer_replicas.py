@@ -1,20 +1,20 @@
-"""Copies of the whole training state in memory, outside of the processes that train, for going on after a failure.
+"""In-memory checkpoints: copies of the training state outside of the training processes, for recovery from failures.
 
-Each rank writes its part, in the form in which checkpoints have it, into a directory that lives in memory (tmpfs), and
-sends it to a rank of another node if there are several, which keeps it in its own. The copies of all ranks at one step
-are a generation. Two are kept at most: the newest complete one, and the one before it, in whose place the next one is
-written. Its pages of memory are taken over: taking new ones and clearing them would cost more than the copy itself.
+Each rank writes its part, in the format of checkpoints, into a directory in memory (tmpfs). With several nodes it sends
+the file to a rank of another node, which keeps it in its own directory. The copies of all ranks at one step are a
+version. At most two are kept: the newest complete one, and the previous one, which the next one overwrites. Its pages
+are reused, because allocating and clearing pages costs more than the copy.
 
-    collect    every rank finds what it has to write; each node has published the newest generation
-    begin      every node hides the directory of the older generation, or makes one; of others only the newest stays
-    write      every rank writes its file, and beside it what the manifest needs of it
-    ship       files travel to the next nodes
+    collect    every rank collects its part; each node has published the newest version
+    begin      every node hides the directory of the older version, or makes one; others but the newest are removed
+    write      every rank writes its file, and its part of the manifest in a sidecar file
+    transfer   files are sent to the next nodes
     publish    every node renames its directory
 
-Each line ends with all ranks knowing that all have succeeded, so where one node has published a generation, the data of
-all are there. A generation is complete if every rank's part is on some node; which is found out when it is needed, when
-nodes may be gone. Then its parts are put together as a checkpoint, which is loaded as every checkpoint is, into any
-layout. A rank's node gets from others only the files that its ranks will read.
+After each line all ranks know that all have succeeded. Hence, if one node has published a version, the data of all
+exist. A version is complete if every rank's part is on some node. That is checked on recovery, because nodes may be
+lost. Then its parts are assembled to a checkpoint, which is loaded as usual, into any layout. A node gets from others
+only the files that its ranks will read.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ import torch
 
 from shardwise._version import __version__
 from shardwise.checkpoint import manifest, manifestfile
-from shardwise.checkpoint.agree import phase
-from shardwise.checkpoint.collect import Part, TrainingState, add_shared, collect, holdings
+from shardwise.checkpoint.agree import collective_step
+from shardwise.checkpoint.collect import RankSavePlan, TrainingState, add_replicated, collect, local_inventory
 from shardwise.checkpoint.newest import StateNumbers
 from shardwise.checkpoint.protocols import CheckpointedModel, Run
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.checkpoint.safetensors_writer import write_tensors
-from shardwise.checkpoint.transfer import FileTransfer, Hold, ship
+from shardwise.checkpoint.transfer import FileTransfer, Hold, exchange_files
 from shardwise.comm.communicator import Communicator
 from shardwise.errors import CheckpointError, NonFiniteStateError
 from shardwise.registry import LogicalTensor
 from shardwise.utils.logging import logger
 
-GENERATIONS = 2
-"""Generations that are there at once at most."""
+VERSIONS = 2
+"""Maximum number of versions at a time."""
 
 _FACTS = "generation.json"
 _PARTIAL = ".partial"
 _RESTORED = "restored-"
 _MARK = "shardwise.copies"
-"""File that marks a directory as made for copies; only directories with names of ours are removed from it."""
+"""Marker file of a directory for copies; only directories of shardwise's names are removed from it."""
 _NAME = re.compile(r"(\.step[0-9]+-[0-9a-f]{8}-[0-9]+\.partial|(restored-)?step[0-9]+-[0-9a-f]{8}-[0-9]+)")
 
 
 @dataclass(frozen=True)
-class Generation:
+class Version:
     """The copies of one step.
 
     Attributes:
@@ -81,20 +81,20 @@ class Generation:
 
     @property
     def complete(self) -> bool:
-        """Whether the part of every rank is somewhere."""
+        """Whether every rank's part is on some node."""
         return all(self.places.get(rank) for rank in range(self.world))
 
 
 @dataclass(frozen=True)
 class MemoryCopy:
-    """What the last copy into memory has taken on this rank.
+    """Costs of the last copy on this rank.
 
     Attributes:
         steps: `global_steps` of the state.
         seconds: how long training was blocked.
         own_bytes: size of this rank's part.
-        held_bytes: bytes of this generation that this rank has written: its own part and those of other nodes' ranks.
-        directory: where they are.
+        held_bytes: bytes of this version that this rank has written: its own part and those of other nodes' ranks.
+        directory: of the copies.
     """
 
     steps: int
@@ -107,40 +107,33 @@ class MemoryCopy:
 def nodes_of(comm: Communicator, directory: str) -> list[list[int]]:
     """Return the ranks that share this directory, for every directory, in the order of their first ranks.
 
-    Ranks are found to share one by what they see in it, not by the names of their machines: containers of one machine
-    may each have their own memory.
-
-    Raises:
-        CheckpointError: the directory cannot be used on some rank.
+    Ranks compare the directory's content, not machine names, because containers of one machine may have separate
+    memory. Raises CheckpointError if the directory cannot be used on some rank.
     """
     what = f"checkpoint.memory_copies: meeting in {directory}"
     sign = os.path.join(directory, f".here-{secrets.token_hex(8)}")
     try:
-        with phase(comm, what) as met:
+        with collective_step(comm, what) as met:
             make_own(directory)
             with open(sign, "xb"):
                 pass
-            met.said = os.path.basename(sign)
-        with phase(comm, what) as seen:
+            met.local = os.path.basename(sign)
+        with collective_step(comm, what) as seen:
             there = set(os.listdir(directory))
-            seen.said = next(rank for rank, name in enumerate(met.heard) if name in there)
+            seen.local = next(rank for rank, name in enumerate(met.gathered) if name in there)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(sign)
     nodes: dict[int, list[int]] = {}
-    for rank, first in enumerate(seen.heard):
+    for rank, first in enumerate(seen.gathered):
         nodes.setdefault(first, []).append(rank)
     return list(nodes.values())
 
 
 def make_own(directory: str) -> None:
-    """Make a directory of this user's, which others cannot write to, or check that it is one.
+    """Make a directory that only this user can write to, or check that it is one.
 
-    Several ranks may do this at a time: it appears with its marker.
-
-    Raises:
-        CheckpointError: another user could change or remove copies in it, or it was made for another purpose.
-        OSError: it cannot be made.
+    Several ranks may call this concurrently: it appears with its marker.
     """
     parent = os.path.dirname(os.path.abspath(directory))
     os.makedirs(parent, exist_ok=True)
@@ -150,8 +143,8 @@ def make_own(directory: str) -> None:
     try:
         with open(mark, "xb"):
             pass
-        os.rename(new, directory)  # also over one that is empty
-    except OSError:  # it is there
+        os.rename(new, directory)  # also replaces an empty one
+    except OSError:  # it exists
         with contextlib.suppress(OSError):
             os.unlink(mark)
         os.rmdir(new)
@@ -176,22 +169,21 @@ def make_own(directory: str) -> None:
 
 
 class InMemoryCheckpoints:
-    """Makes the copies of one engine and puts them together again; made by all ranks together.
+    """Copies of one engine's state, and their recovery. All methods are collectives.
 
     Args:
-        model: the sharded model.
-        directory: where this node keeps its copies; made if need be. No other engine uses it.
+        directory: of this node's copies; created if needed. No other engine uses it.
         every: steps between two copies.
         replicas: number of other nodes that get a rank's part.
-        hold: is told of buffers for sending.
-        numbers: gives states their numbers.
+        hold: accounts send buffers.
+        numbers: numbers of the engine's states.
 
     Attributes:
         nodes: the ranks of each node.
-        replicas: number of other nodes that do get a rank's part.
-        run: names the run that copies are of, so that another one with the same directory does not go on from them.
-        check_finite: make no copy of values that are infinite or NaN.
-        last: what the last copy has taken, or None.
+        replicas: effective number of other nodes that get a rank's part.
+        run: name of the run; another run with the same directory does not resume from its copies.
+        check_finite: refuse to copy values that are infinite or NaN.
+        last: costs of the last copy, or None.
 
     Raises:
         CheckpointError: the directory cannot be used on some rank.
@@ -222,9 +214,9 @@ class InMemoryCheckpoints:
         self._newest: str | None = None
         self._made: list[str] = []
         self._count = 0
-        with phase(self._comm, "checkpoint.memory_copies") as named:
-            named.said = secrets.token_hex(4)
-        self._token = named.heard[0]
+        with collective_step(self._comm, "checkpoint.memory_copies") as named:
+            named.local = secrets.token_hex(4)
+        self._token = named.gathered[0]
 
     def _check_finite(self, names: list[str]) -> None:
         if names:
@@ -236,14 +228,14 @@ class InMemoryCheckpoints:
     # -- copying -----------------------------------------------------------------------------------------------------
 
     def copy(self, prepare: Callable[[], tuple[TrainingState, dict[str, Any]]]) -> MemoryCopy:
-        """Copy the state; all ranks call this together.
+        """Copy the state. A collective.
 
         Args:
-            prepare: gives what is saved besides tensors, and the manifest's fields `layout` and `config`. If it raises,
-                all ranks do.
+            prepare: returns the state besides tensors, and the manifest's fields `layout` and `config`. If it raises,
+                all ranks raise.
 
         Raises:
-            CheckpointError: it could not be done, on all ranks alike; the generation before is still there.
+            CheckpointError: the copy failed, on all ranks alike; the previous version remains.
             NonFiniteStateError: values are infinite or NaN.
         """
         comm = self._comm
@@ -254,27 +246,27 @@ class InMemoryCheckpoints:
         self._count += 1
         self._model.share_changes()
         try:
-            with phase(comm, what) as collected:
+            with collective_step(comm, what) as collected:
                 state, header = prepare()
                 part = collect(self._model, file, state, frozenset(), check_finite=self.check_finite)
-                collected.said = holdings(self._model)
+                collected.local = local_inventory(self._model)
             steps, number = state.counters["global_steps"], self._numbers.next()
             name = f"step{steps}-{self._token}-{self._count}"
             draft = os.path.join(self.path, f".{name}{_PARTIAL}")
-            with phase(comm, what):
+            with collective_step(comm, what):
                 if self._leads:
                     self._begin(draft)
                     self._remove(keep=(self._newest, os.path.basename(draft)))
-            with phase(comm, what) as written:
-                add_shared(part, self._model, collected.heard)
-                written.said = [self._write(part, draft, steps, number, header), part.not_finite]
-            self._check_finite([name for said in written.heard for name in said[1]])
-            sizes: list[list[int]] = [said[0] for said in written.heard]
-            shipments = self._shipments(sizes)
-            if shipments:
-                with phase(comm, what):
-                    self._ship(shipments, draft)
-            with phase(comm, what):
+            with collective_step(comm, what) as written:
+                add_replicated(part, self._model, collected.gathered)
+                written.local = [self._write(part, draft, steps, number, header), part.not_finite]
+            self._check_finite([name for entry in written.gathered for name in entry[1]])
+            sizes: list[list[int]] = [entry[0] for entry in written.gathered]
+            transfers = self._transfers(sizes)
+            if transfers:
+                with collective_step(comm, what):
+                    self._ship(transfers, draft)
+            with collective_step(comm, what):
                 if self._leads:
                     os.rename(draft, os.path.join(self.path, name))
             draft = ""
@@ -285,27 +277,27 @@ class InMemoryCheckpoints:
         self._numbers.copied(number, state.counters)
         self._made = [*self._made[-1:], name]
         own = sum(sizes[comm.rank])
-        held = own + sum(shipment.size for shipment in shipments if shipment.dst == comm.rank)
+        held = own + sum(transfer.size for transfer in transfers if transfer.dst == comm.rank)
         self.last = MemoryCopy(steps, time.perf_counter() - began, own, held, self.path)
         return self.last
 
     def _begin(self, draft: str) -> None:
-        """Make the directory of a draft: that of the older generation, whose files have the same names and sizes."""
-        if len(self._made) == GENERATIONS and self._made[0] != self._newest:
-            with contextlib.suppress(OSError):  # somebody else has removed it
+        """Make the draft's directory: that of the older version, whose files have the same names and sizes."""
+        if len(self._made) == VERSIONS and self._made[0] != self._newest:
+            with contextlib.suppress(OSError):  # removed by another process
                 os.rename(os.path.join(self.path, self._made[0]), draft)
                 return
         os.mkdir(draft)
 
-    def _write(self, part: Part, draft: str, steps: int, number: int, header: dict[str, Any]) -> list[int]:
+    def _write(self, part: RankSavePlan, draft: str, steps: int, number: int, header: dict[str, Any]) -> list[int]:
         """Write this rank's part; return the sizes of its two files."""
         size = sum(tensor.nbytes for tensor in part.tensors.values())
         try:
-            facts = write_tensors(os.path.join(draft, part.file), part.tensors, over=True, bring=part.bring)
-            told: dict[str, Any] = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
+            facts = write_tensors(os.path.join(draft, part.file), part.tensors, over=True, fetch=part.fetch)
+            description: dict[str, Any] = {"facts": [facts.size, list(facts.checksums)], **part.to_json()}
             if self._comm.rank == 0:
-                told["header"] = {**header, "optimizer": self._optimizer_name(), "created": time.time()}
-            body = json.dumps(told).encode()
+                description["header"] = {**header, "optimizer": self._optimizer_name(), "created": time.time()}
+            body = json.dumps(description).encode()
             with open(os.path.join(draft, _text_name(part.file)), "wb") as stream:
                 stream.write(_digest(body) + b"\n" + body)
             if self._leads:
@@ -318,7 +310,7 @@ class InMemoryCheckpoints:
             fix = "Give it more room (docker: --shm-size), name" if full else "Name"
             raise CheckpointError(
                 f"{os.path.join(draft, part.file)}: cannot be written: {error.strerror} (errno {error.errno}). This "
-                f"rank's part takes {size / 1e6:.1f} MB; {GENERATIONS} generations of {here} parts of about that size "
+                f"rank's part takes {size / 1e6:.1f} MB; {VERSIONS} generations of {here} parts of about that size "
                 f"have to fit there, {_room(self.path)}. {fix} another directory in "
                 "checkpoint.memory_copies.directory, or leave the section out"
             ) from error
@@ -328,8 +320,8 @@ class InMemoryCheckpoints:
         optimizer = self._model.optimizer
         return None if optimizer is None else type(optimizer).__name__
 
-    def _shipments(self, sizes: list[list[int]]) -> list[FileTransfer]:
-        """Return what travels: the part of each rank to as many of the next nodes as there are replicas."""
+    def _transfers(self, sizes: list[list[int]]) -> list[FileTransfer]:
+        """Return the transfers: the part of each rank to as many of the next nodes as there are replicas."""
         found = []
         for number, ranks in enumerate(self.nodes):
             for away in range(1, self.replicas + 1):
@@ -341,11 +333,11 @@ class InMemoryCheckpoints:
                     found += [FileTransfer(n, size, rank, target) for n, size in zip(names, sizes[rank], strict=True)]
         return found
 
-    def _ship(self, shipments: list[FileTransfer], draft: str) -> None:
+    def _ship(self, transfers: list[FileTransfer], draft: str) -> None:
         def path(name: str) -> str:
             return os.path.join(draft, name)
 
-        ship(self._comm, self._model.device, shipments, path, path, self._hold, over=True)
+        exchange_files(self._comm, self._model.device, transfers, path, path, self._hold, over=True)
 
     def _remove(self, keep: tuple[str | None, ...]) -> None:
         for name in os.listdir(self.path):
@@ -354,7 +346,7 @@ class InMemoryCheckpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove everything of this node's; all ranks call this together, when no more copies are made."""
+        """Remove all copies of this node, after the last copy. A collective."""
         if self._leads:
             with contextlib.suppress(OSError):
                 self._remove(keep=())
@@ -365,14 +357,14 @@ class InMemoryCheckpoints:
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
-    def generations(self) -> list[Generation]:
-        """Return the complete generations, the newest first; all ranks call this together and get the same."""
-        with phase(self._comm, f"looking for copies in memory ({self.path})") as looked:
-            looked.said = list(self._on_this_node()) if self._leads else []
-        found: dict[str, Generation] = {}
+    def versions(self) -> list[Version]:
+        """Return the complete versions, the newest first; the same on all ranks. A collective."""
+        with collective_step(self._comm, f"looking for copies in memory ({self.path})") as looked:
+            looked.local = list(self._on_this_node()) if self._leads else []
+        found: dict[str, Version] = {}
         for number, ranks in enumerate(self.nodes):
-            for name, steps, sequence, world, there in looked.heard[ranks[0]]:
-                one = found.setdefault(name, Generation(name, steps, sequence, world, {}))
+            for name, steps, sequence, world, there in looked.gathered[ranks[0]]:
+                one = found.setdefault(name, Version(name, steps, sequence, world, {}))
                 for rank in there:
                     one.places.setdefault(rank, set()).add(number)
         complete = [one for one in found.values() if one.complete]
@@ -407,30 +399,29 @@ class InMemoryCheckpoints:
             ranks = [rank for rank, file in enumerate(files) if file in there and _text_name(file) in there]
             yield name, steps, sequence, world, ranks
 
-    # -- putting together --------------------------------------------------------------------------------------------
+    # -- recovery ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def assembled(self, generation: Generation) -> Iterator[str | None]:
-        """Put a generation together as a checkpoint for the time of the block; all ranks enter and leave it together.
+    def assembled(self, version: Version) -> Iterator[str | None]:
+        """Assemble a version to a checkpoint for the duration of the context; yield the name of its directory. A
+        collective.
 
-        Its bytes have been compared with their checksums. A part that is damaged is taken from another node.
-
-        Yields:
-            Name of its directory, which lies in `path`; None if there is a part of which no copy is whole.
+        Its bytes have been compared with their checksums. A damaged part is replaced by another node's copy; None if
+        all copies of some part are damaged.
         """
-        places = {rank: set(nodes) for rank, nodes in generation.places.items()}
-        name = f"{_RESTORED}{generation.name}"
+        places = {rank: set(nodes) for rank, nodes in version.places.items()}
+        name = f"{_RESTORED}{version.name}"
         target = os.path.join(self.path, name)
         try:
-            while all(places[rank] for rank in range(generation.world)):
+            while all(places[rank] for rank in range(version.world)):
                 try:
-                    bad = self._assemble(generation, places, target)
+                    bad = self._assemble(version, places, target)
                 except CheckpointError as error:  # on all ranks alike
                     if self._comm.rank == 0:
-                        logger.warning("the copies of step %d in memory are not used: %s", generation.steps, error)
+                        logger.warning("the copies of step %d in memory are not used: %s", version.steps, error)
                     break
                 if not bad:
-                    self._newest, self._made = generation.name, []  # what was made after it is not gone on from
+                    self._newest, self._made = version.name, []  # later versions are not resumed from
                     yield name
                     return
                 for node, rank, reason in bad:
@@ -438,27 +429,27 @@ class InMemoryCheckpoints:
                     if self._comm.rank == 0:
                         where = f"in the memory of the node of ranks {', '.join(map(str, self.nodes[node]))}"
                         logger.warning(
-                            "rank %d's part of step %d %s is not used: %s", rank, generation.steps, where, reason
+                            "rank %d's part of step %d %s is not used: %s", rank, version.steps, where, reason
                         )
             yield None
         finally:
             if self._leads:
                 shutil.rmtree(target, ignore_errors=True)
 
-    def _assemble(self, generation: Generation, places: dict[int, set[int]], target: str) -> list[tuple[int, int, str]]:
-        """Put a generation together; return (node, rank, reason) of copies that turn out to be damaged."""
+    def _assemble(self, version: Version, places: dict[int, set[int]], target: str) -> list[tuple[int, int, str]]:
+        """Assemble a version; return (node, rank, reason) of damaged copies."""
         comm, device = self._comm, self._model.device
-        what = f"putting together the copies of step {generation.steps} in memory ({self.path})"
-        parts, bad = self._parts(generation, places)
+        what = f"putting together the copies of step {version.steps} in memory ({self.path})"
+        parts, bad = self._parts(version, places)
         if bad:
             return bad
-        joined = self._join(generation, parts)
-        with phase(comm, what) as asked:
-            numbers = {_file_name(rank, generation.world): rank for rank in range(generation.world)}
-            asked.said = sorted(numbers[file] for file in needed_files(self._model, joined))
-        needed = [sorted(set().union(*(asked.heard[rank] for rank in ranks))) for ranks in self.nodes]
-        shipments, origin = self._fetches(generation, places, parts, needed)
-        with phase(comm, what):
+        joined = self._join(version, parts)
+        with collective_step(comm, what) as requested:
+            numbers = {_file_name(rank, version.world): rank for rank in range(version.world)}
+            requested.local = sorted(numbers[file] for file in needed_files(self._model, joined))
+        needed = [sorted(set().union(*(requested.gathered[rank] for rank in ranks))) for ranks in self.nodes]
+        transfers, origin = self._fetches(version, places, parts, needed)
+        with collective_step(comm, what):
             if self._leads:
                 shutil.rmtree(target, ignore_errors=True)
                 os.mkdir(target)
@@ -466,48 +457,47 @@ class InMemoryCheckpoints:
                     stream.write(manifestfile.to_bytes(joined))
                 for rank in needed[self.node]:
                     if origin[self.node, rank] == self.node:
-                        file = _file_name(rank, generation.world)
-                        os.link(os.path.join(self.path, generation.name, file), os.path.join(target, file))
-        if shipments:
-            with phase(comm, what):
-                ship(
+                        file = _file_name(rank, version.world)
+                        os.link(os.path.join(self.path, version.name, file), os.path.join(target, file))
+        if transfers:
+            with collective_step(comm, what):
+                exchange_files(
                     comm,
                     device,
-                    shipments,
-                    lambda file: os.path.join(self.path, generation.name, file),
+                    transfers,
+                    lambda file: os.path.join(self.path, version.name, file),
                     lambda file: os.path.join(target, file),
                     self._hold,
                 )
-        with phase(comm, what) as checked:
-            checked.said = [
+        with collective_step(comm, what) as checked:
+            checked.local = [
                 (origin[self.node, rank], rank, reason)
-                for rank, reason in self._damaged(target, generation.world, needed[self.node])
+                for rank, reason in self._damaged(target, version.world, needed[self.node])
             ]
-        return [(node, rank, reason) for said in checked.heard for node, rank, reason in said]
+        return [(node, rank, reason) for entry in checked.gathered for node, rank, reason in entry]
 
     def _parts(
-        self, generation: Generation, places: dict[int, set[int]]
+        self, version: Version, places: dict[int, set[int]]
     ) -> tuple[dict[int, dict[str, Any]], list[tuple[int, int, str]]]:
-        """Return what each rank has noted about its part, and the copies of which that is damaged."""
+        """Return the manifest part of each rank, and the copies with a damaged one."""
         texts = {}
-        for rank in range(generation.world):
+        for rank in range(version.world):
             if self._leads and min(places[rank]) == self.node:
-                file = _text_name(_file_name(rank, generation.world))
-                path = os.path.join(self.path, generation.name, file)
+                file = _text_name(_file_name(rank, version.world))
+                path = os.path.join(self.path, version.name, file)
                 with contextlib.suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as stream:
                     texts[rank] = stream.read()
         parts: dict[int, dict[str, Any]] = {}
-        for said in self._comm.exchange(texts, "memory_copies"):
-            for rank, text in said.items():
+        for entry in self._comm.exchange(texts, "memory_copies"):
+            for rank, text in entry.items():
                 digest, _, body = text.encode().partition(b"\n")
                 if digest == _digest(body):
                     parts[int(rank)] = json.loads(body)
-        lost = [rank for rank in range(generation.world) if rank not in parts]
+        lost = [rank for rank in range(version.world) if rank not in parts]
         return parts, [(min(places[rank]), rank, "its description is damaged") for rank in lost]
 
-    def _join(self, generation: Generation, parts: dict[int, dict[str, Any]]) -> manifest.Manifest:
-        """Return the manifest of a generation, as saving it would have made it."""
-        ordered = [parts[rank] for rank in range(generation.world)]
+    def _join(self, version: Version, parts: dict[int, dict[str, Any]]) -> manifest.Manifest:
+        ordered = [parts[rank] for rank in range(version.world)]
         first, header = ordered[0]["trees"], ordered[0]["header"]
         optimizer = None
         if header["optimizer"] is not None:
@@ -515,13 +505,13 @@ class InMemoryCheckpoints:
             groups = [group for part in ordered for group in part["trees"]["groups"]]
             optimizer = {"class": header["optimizer"], "groups": groups, "values": values}
         return manifest.Manifest(
-            tag=generation.name,
+            tag=version.name,
             created=header["created"],
             versions={"shardwise": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            layout={"sequence": generation.sequence, **header["layout"], "world": generation.world},
+            layout={"sequence": version.sequence, **header["layout"], "world": version.world},
             config=header["config"],
             files={
-                _file_name(rank, generation.world): manifest.FileFacts(part["facts"][0], tuple(part["facts"][1]))
+                _file_name(rank, version.world): manifest.FileFacts(part["facts"][0], tuple(part["facts"][1]))
                 for rank, part in parts.items()
             },
             tensors=manifest.combine(manifest.tensor_from_json(entry) for part in ordered for entry in part["stored"]),
@@ -536,13 +526,13 @@ class InMemoryCheckpoints:
 
     def _fetches(
         self,
-        generation: Generation,
+        version: Version,
         places: dict[int, set[int]],
         parts: dict[int, dict[str, Any]],
         needed: list[list[int]],
     ) -> tuple[list[FileTransfer], dict[tuple[int, int], int]]:
-        """Return the files that nodes get from others, and for (node, part) the node whose copy is used there."""
-        shipments: list[FileTransfer] = []
+        """Return the transfers between nodes, and for (node, part) the node whose copy is used there."""
+        transfers: list[FileTransfer] = []
         origin: dict[tuple[int, int], int] = {}
         for number, ranks in enumerate(self.nodes):
             for rank in needed[number]:
@@ -551,18 +541,18 @@ class InMemoryCheckpoints:
                     continue
                 origin[number, rank] = giver = min(places[rank])
                 givers = self.nodes[giver]
-                shipments.append(
+                transfers.append(
                     FileTransfer(
-                        _file_name(rank, generation.world),
+                        _file_name(rank, version.world),
                         parts[rank]["facts"][0],
                         givers[rank % len(givers)],
                         ranks[rank % len(ranks)],
                     )
                 )
-        return shipments, origin
+        return transfers, origin
 
     def _damaged(self, target: str, world: int, ranks: list[int]) -> list[tuple[int, str]]:
-        """Check this rank's share of the files that its node will read; return parts that are damaged, and how."""
+        """Verify this rank's share of its node's files; return damaged parts with the reason."""
         members = self.nodes[self.node]
         place = members.index(self._comm.rank)
         found = []
@@ -605,7 +595,6 @@ def needed_files(model: CheckpointedModel, joined: manifest.Manifest) -> set[str
 
 
 def _referred(tree: Any) -> Iterator[str]:
-    """Yield the files that a tree of the manifest refers to."""
     if isinstance(tree, dict):
         if tree.keys() == {"file", "key"} and isinstance(tree["file"], str):
             yield tree["file"]

@@ -1,4 +1,4 @@
-"""What saving and loading need to know of a sharded model: a few methods, and nothing of how it is sharded."""
+"""Interface of a sharded model for saving and loading, independent of its sharding."""
 
 from __future__ import annotations
 
@@ -16,46 +16,47 @@ from shardwise.registry import HeldPart, LogicalTensor, Registry
 T = TypeVar("T")
 
 
-Bring = Callable[[Sequence[tuple[str, torch.Tensor]], Callable[[Sequence[str]], None]], None]
-"""Has tensors that have keys brought to where they can be read, a few at a time; see `CheckpointedModel.bring`."""
+Fetch = Callable[[Sequence[tuple[str, torch.Tensor]], Callable[[Sequence[str]], None]], None]
+"""Makes keyed tensors readable, a few at a time; see `CheckpointedModel.fetch`."""
 
 
-def at_hand(tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
-    """Bring values that are there (a `Bring`)."""
-    use([stands for stands, _ in tensors])
+def in_place(tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
+    """Use tensors that are readable already (a `Fetch`)."""
+    use([is_published for is_published, _ in tensors])
 
 
 Run = tuple[int, int, torch.Tensor]
-"""(start, stop, 1-D view) of elements of a flattened box of a logical tensor (`CheckpointedModel.box_of`) that lie in
-this rank's memory."""
+"""(start, stop, 1-D view) of this rank's elements of a flattened box of a logical tensor
+(`CheckpointedModel.box_of`).
+"""
 
 
 class OptimizerShards(Protocol):
     """The optimizer's state on this rank, by parameter."""
 
     def state(self, index: int) -> Mapping[str, Any]:
-        """Return what the optimizer holds on this rank for a parameter; empty if nothing."""
+        """Return the optimizer state of a parameter on this rank; empty if there is none."""
 
     def state_pieces(self, index: int, key: str) -> list[Run]:
-        """Return the runs of an entry that has one value per element; none for any other entry."""
+        """Return the runs of an elementwise entry; none for any other entry."""
 
     def clear_state(self) -> None:
-        """Forget all state."""
+        """Clear all state."""
 
     def stepped_together(self, key: str) -> list[list[int]]:
-        """Return sets of parameters that have, on this rank, one value of an entry that is not elementwise."""
+        """Return sets of parameters that share one value of an entry on this rank."""
 
     def make_state(
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
-        """Give a parameter state: zeros for entries with one value per element, and values for it as a whole.
+        """Allocate a parameter's state: zeros for elementwise entries, and the values of the other entries.
 
-        With `filled` the caller writes every element of every parameter, and only what lies between them is zeroed.
+        With `filled` the caller writes every element of every parameter, and only the gaps between them are zeroed.
         """
 
 
 class GatheredUnit(Protocol):
-    """Parameters that are gathered together."""
+    """Parameters that are unsharded together."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -67,7 +68,7 @@ class GatheredUnit(Protocol):
 
 
 class CheckpointedModel(Protocol):
-    """A model whose values are spread over ranks."""
+    """A model sharded over ranks."""
 
     @property
     def module(self) -> nn.Module:
@@ -83,7 +84,7 @@ class CheckpointedModel(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where values and state live."""
+        """Device of values and state."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -98,50 +99,50 @@ class CheckpointedModel(Protocol):
         """All parameters, in units."""
 
     @property
-    def away(self) -> bool:
-        """Whether some of what is saved lives elsewhere than on the device: it has to be brought to be read."""
+    def is_offloaded(self) -> bool:
+        """Whether some of the saved state is offloaded, and must be fetched."""
 
-    def bring(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
-        """Read values wherever they live, in their order: call `use` with what stands for those that are there now."""
+    def fetch(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
+        """Read values on any tier, in order: call `use` with the keys of those that are readable now."""
 
-    def lent_in_turn(self) -> Iterator[Collection[int]]:
-        """Yield all parameters, some at a time; values and state of these are there meanwhile, and may be written."""
+    def iter_resident(self) -> Iterator[Collection[int]]:
+        """Yield all parameters, some at a time; their values and state are readable and writable meanwhile."""
 
     def box_of(self, tensor: LogicalTensor) -> Region | None:
-        """Return the box of a tensor of which this rank's runs of values and state are; None: all of it."""
+        """Return the box of a tensor in which this rank's runs count; None: the entire tensor."""
 
     def share_changes(self) -> None:
-        """Take over values that a script has changed, wherever they are stepped (a collective)."""
+        """Copy values that a script has changed to their owners (a collective)."""
 
     def value_runs(self) -> dict[int, list[Run]]:
-        """Return the values that count (master weights where there are any) on this rank, by parameter.
+        """Return this rank's master weights, or parameters without them, by parameter.
 
-        What lives elsewhere has no memory but inside of `bring` and `lent_in_turn`.
+        Offloaded values have memory only inside of `fetch` and `iter_resident`.
         """
 
-    def shown(self, index: int) -> AbstractContextManager[None]:
-        """Let views be made of a parameter's values and state inside of the block, wherever they live."""
+    def materialized(self, index: int) -> AbstractContextManager[None]:
+        """Context in which views of a parameter's values and state can be made, on any tier."""
 
-    def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
+    def owned_ranges(self) -> dict[int, list[tuple[int, int]]]:
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once.
 
         Ranks with the same box of a logical tensor have the same parameter; other boxes are other elements.
         """
 
     def parts_of(self, index: int) -> Sequence[HeldPart]:
-        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+        """Return the boxes of tensors that ranks have at the position of this rank's parameter in the units.
 
-        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
+        Each box is listed once, in one order on all ranks. None if all ranks have the same tensors.
         """
 
     def finish_gathers(self) -> None:
-        """Wait for values that are on their way."""
+        """Wait for pending all-gathers."""
 
     def publish(self) -> None:
-        """Bring all copies of the values up to date after `value_runs` have been written (a collective)."""
+        """Update all copies of the values after `value_runs` have been written (a collective)."""
 
     def gather_parts(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
-        """Make the whole values of this rank's parts valid on every rank (a collective)."""
+        """Unshard this rank's parameters on every rank (a collective)."""
 
     def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
-        """End a `gather_parts`; values of global rank `src`, if given, become everybody's."""
+        """Reshard after `gather_parts`; values of global rank `src`, if given, are broadcast."""

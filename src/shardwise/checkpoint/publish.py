@@ -1,7 +1,7 @@
-"""The last step of a save, and what it needs to know: the ranks' parts become one checkpoint.
+"""Publication: merging the ranks' parts to one checkpoint.
 
-Every rank has left two files in the draft's directory: its tensors, and the facts about them as JSON. Joining these
-needs neither the model nor torch, so it can be done by rank 0 itself or by a process that writes in the background.
+Every rank has left two files in the staging directory: its tensors, and their description as JSON. Merging needs
+neither the model nor torch, hence rank 0 or a writer process can do it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ from shardwise.errors import CheckpointError
 FACTS = ".json"
 FAILURE = ".failed"
 LOCK = ".lock"
-"""Endings of the files that lie beside a rank's file until the checkpoint is published."""
+"""Suffixes of the sidecar files of a rank's file, until publication."""
 
 
 @dataclass(frozen=True)
-class Whole:
-    """What is known of a checkpoint as a whole, besides the ranks' parts; plain JSON values.
+class CheckpointHeader:
+    """A checkpoint's data besides the ranks' parts; plain JSON values.
 
     Attributes:
-        directory: holds all checkpoints of a run.
-        tag: name of this one.
         latest: let `latest` name it.
-        world: number of ranks that write.
         versions, layout, config: see `shardwise.checkpoint.manifest.Manifest`.
         optimizer: class of the optimizer, or None.
-        created: when the state was taken, in seconds since 1970: what goes on in the background ends later.
-        keep_last, keep_every: which checkpoints stay; see `shardwise.checkpoint.retention.prune`.
+        created: time of the state, in seconds since 1970; an asynchronous save ends later.
+        keep_last, keep_every: retention; see `shardwise.checkpoint.retention.prune`.
     """
 
     directory: str
@@ -57,13 +54,13 @@ def file_name(rank: int, world: int, token: str) -> str:
     return f"rank{rank:05d}of{world:05d}-{token}.safetensors"
 
 
-def beside(file: str, ending: str) -> str:
-    """Return the name of a file that belongs to a rank's file of tensors."""
+def sidecar_path(file: str, ending: str) -> str:
+    """Return the name of a sidecar file of a rank's file of tensors."""
     return file.removesuffix(".safetensors") + ending
 
 
 def unwritable(error: OSError, path: str, file: str, size: int) -> CheckpointError:
-    """Return the error for a file of tensors that could not be written, with what the user needs to mend it."""
+    """Return the error for a file of tensors that could not be written, with the fix."""
     if isinstance(error, FileNotFoundError):
         parent = os.path.dirname(path)
         return CheckpointError(
@@ -76,58 +73,58 @@ def unwritable(error: OSError, path: str, file: str, size: int) -> CheckpointErr
     )
 
 
-def publish(draft: directory.StagingDirectory, whole: Whole) -> list[str]:
-    """Join the ranks' parts into the manifest and let the checkpoint appear (one process does this).
-
-    Returns:
-        What there is to tell about older checkpoints.
+def publish(draft: directory.StagingDirectory, header: CheckpointHeader) -> list[str]:
+    """Merge the ranks' parts to the manifest and publish the checkpoint (in one process); return notes on older
+    checkpoints.
 
     Raises:
-        CheckpointError: a part is missing or does not fit the others, or the checkpoint stands and `latest` could not
-            be written.
+        CheckpointError: a part is missing or contradicts the others, or the checkpoint is published and `latest` could
+            not be written.
         OSError: the checkpoint could not be published.
     """
     parts, files = [], {}
-    for rank in range(whole.world):
-        file = file_name(rank, whole.world, draft.token)
-        path = os.path.join(draft.path, beside(file, FACTS))
+    for rank in range(header.world):
+        file = file_name(rank, header.world, draft.token)
+        path = os.path.join(draft.path, sidecar_path(file, FACTS))
         try:
             with open(path, "rb") as stream:
                 part = json.load(stream)
             size = os.path.getsize(os.path.join(draft.path, file))
         except OSError as error:
             raise CheckpointError(
-                f"{path}: written by rank {rank}, but not there on rank 0 ({error.strerror}); {whole.directory} "
+                f"{path}: written by rank {rank}, but not there on rank 0 ({error.strerror}); {header.directory} "
                 "must be on a file system that all ranks share"
             ) from error
         files[file] = FileFacts(part["facts"][0], tuple(part["facts"][1]))
         if size != files[file].size:
             raise CheckpointError(f"{file}: rank {rank} wrote {files[file].size} bytes, rank 0 finds {size}")
         parts.append(part)
-    joined = _join(whole, parts, files)
+    joined = _join(header, parts, files)
     for file in files:
         for ending in (FACTS, LOCK):
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(draft.path, beside(file, ending)))
+                os.unlink(os.path.join(draft.path, sidecar_path(file, ending)))
     directory.write_file(os.path.join(draft.path, manifest.NAME), manifestfile.to_bytes(joined))
     try:
         draft.publish()
-        if whole.latest:
-            directory.write_latest(whole.directory, whole.tag, joined.sequence)
+        if header.latest:
+            directory.write_latest(header.directory, header.tag, joined.sequence)
     except OSError as error:
         if not draft.published:
             raise
         raise CheckpointError(
             f"{draft.target}: this checkpoint is complete, but a later step failed: "
-            f"{error.filename or whole.directory}: {error.strerror} (errno {error.errno}). "
-            f"{os.path.join(whole.directory, directory.LATEST)} may still name an earlier one; load this one with "
-            f"tag={whole.tag!r}"
+            f"{error.filename or header.directory}: {error.strerror} (errno {error.errno}). "
+            f"{os.path.join(header.directory, directory.LATEST)} may still name an earlier one; load this one with "
+            f"tag={header.tag!r}"
         ) from error
-    return prune(whole.directory, whole.tag, joined.counters, whole.keep_last, whole.keep_every, finite=joined.finite)
+    return prune(
+        header.directory, header.tag, joined.counters, header.keep_last, header.keep_every, finite=joined.finite
+    )
 
 
-def stands(draft: directory.StagingDirectory) -> bool:
-    """Whether a draft whose writer has ended without a word has become the checkpoint of its tag."""
+def is_published(draft: directory.StagingDirectory) -> bool:
+    """Return True if a staging directory whose writer has exited was published."""
     try:
         found = manifestfile.load(draft.target, read_later=False)
     except CheckpointError:
@@ -135,20 +132,20 @@ def stands(draft: directory.StagingDirectory) -> bool:
     return any(f"-{draft.token}." in file for file in found.files)
 
 
-def _join(whole: Whole, parts: list[dict[str, Any]], files: dict[str, FileFacts]) -> Manifest:
+def _join(header: CheckpointHeader, parts: list[dict[str, Any]], files: dict[str, FileFacts]) -> Manifest:
     common = parts[0]["trees"]
     stored = [manifest.tensor_from_json(entry) for part in parts for entry in part["stored"]]
     optimizer = None
-    if whole.optimizer is not None:
+    if header.optimizer is not None:
         values = {name: value for part in parts for name, value in part["values"].items()}
         groups = [group for part in parts for group in part["trees"]["groups"]]
-        optimizer = {"class": whole.optimizer, "groups": groups, "values": values}
+        optimizer = {"class": header.optimizer, "groups": groups, "values": values}
     return Manifest(
-        tag=whole.tag,
-        created=whole.created,
-        versions=whole.versions,
-        layout={**whole.layout, "world": whole.world},
-        config=whole.config,
+        tag=header.tag,
+        created=header.created,
+        versions=header.versions,
+        layout={**header.layout, "world": header.world},
+        config=header.config,
         files=files,
         tensors=manifest.in_order(manifest.combine(stored), [part["order"] for part in parts]),
         excluded=sorted({name for part in parts for name in part["excluded"]}),

@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading: any range of any tensor, from whatever files have it."""
+"""Reading an open checkpoint: any range of any tensor, from any of its files."""
 
 from __future__ import annotations
 
@@ -24,19 +24,13 @@ from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
 
 Run = tuple[StoredTensor, int, torch.Tensor]
-"""(tensor, start, 1-D tensor): elements of a stored tensor from `start` on, and what they are read into."""
+"""(tensor, start, 1-D tensor): elements of a stored tensor from `start` on, and their destination."""
 
 
 @dataclass(frozen=True)
 class FilePlace:
-    """Elements of a stored tensor that lie in one piece in a file, and what they are read into.
-
-    Attributes:
-        stored: the tensor.
-        start: first element.
-        out: 1-D tensor for them, of any dtype and device.
-        file: name of the file.
-        begin: first byte there, a multiple of the size of an element.
+    """Contiguous elements of a stored tensor in a file, from byte `begin` on, and their destination (1-D, any dtype and
+    device).
     """
 
     stored: StoredTensor
@@ -52,11 +46,11 @@ class FilePlace:
 
     @property
     def blocks(self) -> range:
-        """Blocks of the file in which the elements lie."""
+        """Blocks of the file that contain the elements."""
         return range(self.begin // BLOCK, -(-self.end // BLOCK))
 
     def part(self, begin: int, end: int) -> list[Run]:
-        """Return, as a run, the elements between two bytes of the file; nothing if there are none."""
+        """Return the elements between two bytes of the file as a run, or nothing."""
         size = self.stored.torch_dtype.itemsize
         first, last = (max(begin, self.begin) - self.begin) // size, (min(end, self.end) - self.begin) // size
         return [(self.stored, self.start + first, self.out[first:last])] if first < last else []
@@ -65,17 +59,14 @@ class FilePlace:
 class Checkpoint:
     """A checkpoint on disk.
 
-    Args:
-        path: its directory.
-
     Attributes:
-        manifest: what it holds.
-        notes: what it holds and cannot be taken over, for people.
+        manifest: its content.
+        notes: state that cannot be loaded, in words.
 
     Raises:
         CheckpointError: it is incomplete, or its manifest is damaged or of another format.
 
-    Example: read ten elements of a parameter, wherever they are.
+    Example: read ten elements of a parameter.
         >>> with Checkpoint("runs/a/global_step100") as saved:  # doctest: +SKIP
         ...     weight = saved.find("h.0.attn.weight")
         ...     out = torch.empty(10, dtype=weight.torch_dtype)
@@ -85,11 +76,11 @@ class Checkpoint:
     def __init__(self, path: str) -> None:
         self.path = path
         while True:
-            self._hold = Hold(path)  # before it is known to be there: it must not go away in between
+            self._hold = Hold(path)  # first, because it could be removed after a check
             self.manifest = manifestfile.load(path)
             if self._hold.is_current():
                 break
-            self._hold.release()  # another one of this tag has appeared meanwhile
+            self._hold.release()  # another one of this tag was published meanwhile
         self.notes: list[str] = []
         self._files: dict[str, TensorFile] = {}
         self._opening = threading.Lock()
@@ -103,17 +94,15 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Close all files, and let the checkpoint be removed."""
+        """Close all files, and unlock the checkpoint."""
         self._hold.release()
         for file in self._files.values():
             file.close()
         self._files = {}
 
     def find(self, name: str, kind: str = manifest.PARAMETER) -> StoredTensor:
-        """Return the description of a tensor.
-
-        Raises:
-            CheckpointError: the checkpoint has none of this name and kind.
+        """Return the description of a tensor. Raises CheckpointError if the checkpoint has none of this name and
+        kind.
         """
         for tensor in self.manifest.tensors:
             if tensor.kind == kind and (tensor.name == name or name in tensor.aliases):
@@ -123,37 +112,27 @@ class Checkpoint:
     def read_into(self, tensor: StoredTensor, start: int, out: torch.Tensor) -> None:
         """Read elements of the flattened tensor, from `start` on, into a 1-D tensor of any dtype and device.
 
-        No more bytes are read than these elements have. Several threads may read at a time.
-
-        Raises:
-            CheckpointError: they are not stored, or a file cannot be read.
+        Only the bytes of these elements are read. Thread-safe. Raises CheckpointError if they are not stored, or a file
+        cannot be read.
         """
         for part, patch in tensor.runs(start, start + out.numel()):
             file = self._stored(tensor, part)
             read_patch(patch, tensor.torch_dtype, functools.partial(file.read_into, part.key), out)
 
     def read_all(self, runs: Sequence[Run]) -> None:
-        """Do `read_into` for several (tensor, start, out), by several threads if there are cores for them.
-
-        Raises:
-            CheckpointError: as `read_into`.
-        """
+        """Call `read_into` for several (tensor, start, out), by several threads if there are cores for them."""
         for_each(lambda run: self.read_into(*run), runs)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """Return a whole tensor, on the CPU.
-
-        Raises:
-            CheckpointError: as `read_into`.
-        """
+        """Return an unsharded tensor, on the CPU."""
         for part in tensor.slices:
-            self._stored(tensor, part)  # before memory is taken for what may not be there
+            self._stored(tensor, part)  # before memory is allocated for a missing tensor
         values = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
         self.read_into(tensor, 0, values.view(-1))
         return values
 
     def module_values(self) -> dict[str, torch.Tensor]:
-        """Return all parameters and buffers whole, on the CPU, under all their names."""
+        """Return all parameters and buffers unsharded, on the CPU, under all their names."""
         values: dict[str, torch.Tensor] = {}
         for tensor in self.manifest.of_module():
             if tensor.rank is None:
@@ -165,14 +144,14 @@ class Checkpoint:
         return nested_json.decode(tree, lambda reference: self._file(reference["file"]).read(reference["key"]))
 
     def _stored(self, tensor: StoredTensor, part: Slice) -> TensorFile:
-        """Return the file of a slice, which must be there as the manifest says."""
+        """Return the file of a slice, after checking it against the manifest."""
         file = self._file(part.file)
         spec, count = file.specs.get(part.key), part.stop - part.start
         if spec is None or spec.dtype is not tensor.torch_dtype or spec.nbytes != count * spec.dtype.itemsize:
-            told = "nothing" if spec is None else f"{spec.dtype} of shape {list(spec.shape)}"
+            description = "nothing" if spec is None else f"{spec.dtype} of shape {list(spec.shape)}"
             raise CheckpointError(
                 f"{file.path}: {part.key!r}: expected {count} elements of {tensor.dtype} ({tensor.kind} "
-                f"{tensor.name!r}), found {told}: the manifest is of another file"
+                f"{tensor.name!r}), found {description}: the manifest is of another file"
             )
         return file
 
@@ -186,10 +165,8 @@ class Checkpoint:
             return self._files[name]
 
     def check_sizes(self, files: Iterable[str]) -> None:
-        """Check that files are there and have the size they should have.
-
-        Raises:
-            CheckpointError: one is missing or has another size.
+        """Check that files exist and have the manifest's sizes. Raises CheckpointError if one is missing or has
+        another size.
         """
         for name in files:
             path = os.path.join(self.path, name)
@@ -204,12 +181,7 @@ class Checkpoint:
                 )
 
     def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[tuple[str, int]]:
-        """Return (file, block) of the blocks that hold some tensors; of all blocks if None.
-
-        Args:
-            tensors: logical tensors.
-            trees: nested values of the manifest, whose tensors are wanted too.
-        """
+        """Return (file, block) of the blocks that hold some tensors and trees; of all blocks if `tensors` is None."""
         if tensors is None:
             return [
                 (name, n)
@@ -224,19 +196,16 @@ class Checkpoint:
             if key not in file.specs:
                 raise CheckpointError(f"{file.path}: there is no tensor {key!r}")
             begin, end = file.span(key)
-            # The header tells where the tensor lies, so it has to be right as well.
+            # The header has the tensor's offset and must be correct, too.
             found.update((name, n) for n in range(-(-file.data // BLOCK)))
             found.update((name, n) for n in range(begin // BLOCK, -(-end // BLOCK)))
         return sorted(found)
 
     def places(self, runs: Iterable[Run]) -> tuple[list[FilePlace], list[Run]]:
-        """Divide runs into what `verify` can put into place on the way, and what it cannot.
+        """Divide runs into places that `verify` can fill on the way, and other runs.
 
-        It cannot read bytes into two places, values that do not lie at a multiple of their size, nor those that do not
-        follow each other in the file as they do in memory.
-
-        Raises:
-            CheckpointError: they are not stored.
+        It cannot fill two places from the same bytes, values that are not aligned in the file, or values whose order
+        differs between file and memory. Raises CheckpointError if they are not stored.
         """
         found: list[FilePlace] = []
         rest: list[Run] = []
@@ -270,7 +239,7 @@ class Checkpoint:
         )
 
     def left(self, places: Iterable[FilePlace], blocks: Iterable[tuple[str, int]]) -> list[Run]:
-        """Return what is still to be read into some places after `verify` of some blocks."""
+        """Return the runs of some places that `verify` of some blocks does not fill."""
         done, found = set(blocks), []
         for place in places:
             at = place.begin
@@ -285,11 +254,11 @@ class Checkpoint:
         """Compare the bytes of some blocks with their checksums, by several threads if there are cores for them.
 
         Args:
-            blocks: which ones.
-            places: what lies in these blocks is put there on the way, right or wrong; as `places` returned them.
+            blocks: (file, block) pairs.
+            places: places in these blocks, from `places`, which are filled on the way, before the comparison.
 
         Raises:
-            CheckpointError: a file is damaged; the message names the first wrong bytes and what they belong to.
+            CheckpointError: a file is damaged; the message names the first wrong bytes and their tensor.
         """
         by_file: dict[str, list[FilePlace]] = {}
         for place in places:
@@ -325,11 +294,9 @@ class Checkpoint:
 
 
 def _taker(places: Sequence[FilePlace], staging: Staging | None) -> Take | None:
-    """Return what puts bytes of a file into some places of it; None if there are none.
+    """Return a function that copies bytes of a file to some places of it, in order; None if there are none.
 
-    Args:
-        places: in the order of the file.
-        staging: in whose buffers the bytes are, for places on its device.
+    `staging` has host buffers of the bytes, for places on its device.
     """
     if not places:
         return None
@@ -352,13 +319,10 @@ def _taker(places: Sequence[FilePlace], staging: Staging | None) -> Take | None:
 
 
 def verify(path: str) -> manifest.Manifest:
-    """Read a whole checkpoint and compare every byte with its checksum.
+    """Compare every byte of a checkpoint with its checksum; return the manifest.
 
     Args:
         path: directory of the checkpoint, as `save_dir/tag`.
-
-    Returns:
-        Its manifest.
 
     Raises:
         CheckpointError: anything is missing, damaged, or of another format.

@@ -1,4 +1,4 @@
-"""What a load has done: which tensors, and what differed."""
+"""Report of a load: loaded tensors, and differences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.checkpoint.manifest import outline
 
 
 class WrongShape(NamedTuple):
-    """A tensor that has one shape in the checkpoint and another in the model."""
+    """A tensor with different shapes in checkpoint and model."""
 
     name: str
     checkpoint: tuple[int, ...]
@@ -22,21 +22,20 @@ class WrongShape(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `engine.load_checkpoint` has done, in names of the model; the same on every rank.
+    """Result of `engine.load_checkpoint`, in names of the model; the same on every rank.
 
     Attributes:
-        path: directory of the checkpoint.
-        loaded: parameters, buffers and extra state that have been read (with `custom_load_fn`: that it was given).
-        missing: in the model, and not in the checkpoint; they have the values that they had.
-        unexpected: in the checkpoint, and not in the model.
-        wrong_shape: in both, with different shapes. Nothing is loaded then: they are in the report of the error.
-        skipped: left alone because of `include` and `exclude`.
-        left_out: frozen parameters without which the checkpoint was saved; they have the values that they had.
+        loaded: parameters, buffers and extra state that were read (or passed to `custom_load_fn`).
+        missing: in the model only; they keep their values.
+        unexpected: in the checkpoint only.
+        wrong_shape: in both, with different shapes. Nothing is loaded then; the error has the report.
+        skipped: not loaded because of `include` and `exclude`.
+        left_out: frozen parameters without which the checkpoint was saved; they keep their values.
         renamed: name in the model by name in the checkpoint, where they differ.
-        unused: patterns and rules that match no name.
+        unused: patterns and rules without a match.
         optimizer: whether optimizer state was loaded.
         passed_over: checkpoints that should have been loaded, and why they were not.
-        notes: what else could not be taken over, in words.
+        notes: other state that could not be loaded, in words.
     """
 
     path: str
@@ -54,11 +53,11 @@ class LoadReport:
 
     @property
     def differs(self) -> bool:
-        """Whether model and checkpoint differ in more than was asked for."""
+        """Whether model and checkpoint differ in more than was requested."""
         return bool(self.missing or self.unexpected or self.wrong_shape or self.unused)
 
     def differences(self, *, strict: bool = True) -> list[str]:
-        """Return in words what does not fit; without `strict` only what never does."""
+        """Return the mismatches in words; without `strict` only those that are never allowed."""
         found = []
         if strict and self.missing:
             found.append(f"missing in the checkpoint: {outline(self.missing)}")

@@ -1,8 +1,8 @@
-"""Retention: older checkpoints of a series are removed when a new one has been published.
+"""Retention: older checkpoints of a series are removed after a new one was published.
 
-A series is what tags with the same words and another number make: `global_step100`, `global_step200`. A tag belongs to
-one if it ends in the number of steps that its checkpoint was saved after. A checkpoint whose tag does not, such as
-`best`, was named by hand: it is never removed, and saving it removes nothing.
+A series consists of tags with the same words and different numbers: `global_step100`, `global_step200`. A tag belongs
+to one if it ends in the number of steps of its checkpoint. Other checkpoints, such as `best`, were named by hand: they
+are never removed, and saving one removes nothing.
 """
 
 from __future__ import annotations
@@ -39,20 +39,17 @@ def prune(
 ) -> list[str]:
     """Remove checkpoints of a series that are neither among the newest nor at a multiple of some steps.
 
-    Never removed: the checkpoint that `latest` names, the newest whose values are finite, one that is being read or
-    written, one that is incomplete or damaged or another directory altogether, and links. What cannot be removed is
-    left for the next time.
+    Never removed: the checkpoint that `latest` names, the newest with finite values, one that is being read or written,
+    one that is incomplete or damaged, other directories, and links. Failed removals are repeated next time.
 
     Args:
-        parent: directory of checkpoints.
-        tag: the one that has just been published.
-        counters: its counters.
-        keep_last: how many of the newest stay, this one included; None: all.
-        keep_every: multiples of so many steps stay besides; None: none.
-        finite: its values are.
+        tag: of the published checkpoint.
+        keep_last: how many of the newest are kept, this one included; None: all.
+        keep_every: multiples of so many steps are kept as well; None: none.
+        finite: whether its values are finite.
 
     Returns:
-        What has been removed, and what could not be and why, in words.
+        Notes on removed checkpoints and failed removals.
     """
     own = series(tag)
     if keep_last is None or own is None or own[1] != counters.get("global_steps"):
@@ -85,7 +82,7 @@ def prune(
             else:
                 notes.append(
                     f"{os.path.join(parent, name)}: kept for now, because it is being read or written, or its "
-                    "file system has no locks to tell"
+                    "file system has no locks"
                 )
         except OSError as error:
             notes.append(f"{os.path.join(parent, name)}: cannot be removed: {error.strerror} (errno {error.errno})")
@@ -101,7 +98,6 @@ def _steps(name: str) -> int:
 
 
 def _newest_first(parent: str, words: str) -> list[str]:
-    """Return the tags of a series, the newest state first; see `shardwise.checkpoint.newest`."""
     heads = []
     for name in directory.other_tags(parent):
         found = series(name)
@@ -111,7 +107,6 @@ def _newest_first(parent: str, words: str) -> list[str]:
 
 
 def _complete(parent: str, tag: str, steps: int) -> manifest.Manifest | None:
-    """Return the manifest of a directory that holds a whole checkpoint of this tag and number of steps."""
     path = os.path.join(parent, tag)
     try:
         found = manifestfile.load(path, read_later=False)

@@ -13,7 +13,7 @@ from shardwise.errors import CheckpointError
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Return the state of all generators as values that `shardwise.checkpoint.nested_json` can write."""
+    """Return the state of all generators as values for `shardwise.checkpoint.nested_json`."""
     version, internal, gauss = random.getstate()
     return {
         "python": (version, numpy.array(internal, dtype=numpy.int64), gauss),
@@ -24,12 +24,10 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Put all generators into a state that `capture` has returned.
+    """Restore the state of all generators from `capture`.
 
-    The device's generator is left alone where the state was captured on another type of device.
-
-    Raises:
-        CheckpointError: the state is not of these generators.
+    The device's generator is unchanged if the state was captured on another type of device. Raises CheckpointError if
+    the state is not of these generators.
     """
     try:
         version, internal, gauss = state["python"]
@@ -45,7 +43,7 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
 
 
 def _checked(state: dict[str, Any]) -> dict[str, Any]:
-    """Return numpy's state if its place lies in its table: numpy reads there without looking."""
+    """Return numpy's state after checking its position, because numpy reads there without a check."""
     place, size = state["state"]["pos"], len(state["state"]["key"])
     if state["bit_generator"] != "MT19937" or size != 624 or not 0 <= operator.index(place) <= size:
         raise ValueError(f"the place {place!r} is not one in a table of 624 numbers")

@@ -1,10 +1,9 @@
-"""Files of tensors: the safetensors format, written as a stream and read by range.
+"""Files of tensors in the safetensors format, written as a stream and read by range.
 
-The format is a length, a JSON header that says where each tensor lies, and the raw bytes
-(https://github.com/huggingface/safetensors). It can be read by the safetensors library and runs no code.
-It is written and read here rather than through that library for three reasons: tensors are streamed from where
-they are, with no second copy in memory; a checksum of every block is taken on the way; and a reader takes any
-range of elements straight into its destination.
+The format is a length, a JSON header with the offset of each tensor, and the raw bytes
+(https://github.com/huggingface/safetensors). The safetensors library can read it, and it runs no code. shardwise has
+its own reader and writer for three reasons: tensors are streamed without a second copy in memory; a checksum of every
+block is computed on the way; and a range of elements is read straight into its destination.
 """
 
 from __future__ import annotations
@@ -50,30 +49,24 @@ _LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
 _STAGE = 16 << 20
-"""Bytes that are on the host at a time where values are converted, or, twice, where they go to another device: several
-threads read.
-"""
+"""Bytes on the host at a time for conversion, or, twice, for copies to another device, per thread."""
 
 STEP = 512 << 10
-"""Bytes that are verified at a time: few enough to be in the cache of a core from being read to being hashed."""
+"""Bytes that are verified at a time: few enough to stay in a core's cache between reading and hashing."""
 
 _AHEAD = 2
-"""Blocks between the one that is verified and the one that the system is asked for: disks do not wait for checksums."""
+"""Blocks of read-ahead, because disks should not wait for checksums."""
 
 Take = Callable[[int, torch.Tensor], None]
-"""Takes the place in a file and bytes that have been read from there, before memory is used for the next ones."""
+"""Called with an offset in a file and the bytes read there, whose memory is reused afterwards."""
 
 MOST_DIMENSIONS = 64
 MOST_ELEMENTS = 1 << 48
-"""Beyond these a shape is not one of a tensor, whatever a file says."""
+"""Largest number of elements that a file's shape may have."""
 
 
 def check_shape(shape: object) -> tuple[int, ...]:
-    """Return a shape that was read from a file.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return a shape that was read from a file. Raises ValueError if it is none."""
     if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
         raise ValueError(f"{shape!r:.100} is not a shape")
     count = 1
@@ -103,9 +96,9 @@ class Spec:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, writable; valid as long as the tensor lives.
+    """Return the memory of a contiguous CPU tensor, writable; valid while the tensor lives.
 
-    Not by way of `numpy()`: that would forbid for ever to resize the storage, which is how parameters are released.
+    Without `numpy()`, which would forbid resizing the storage and thus resharding parameters.
     """
     if not tensor.nbytes:
         return memoryview(b"")
@@ -114,12 +107,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 class TensorFile:
     """A file of tensors opened for reading ranges of elements.
-
-    Args:
-        path: the file.
-
-    Raises:
-        CheckpointError: it cannot be opened, or is not what its header says.
 
     >>> import tempfile, os
     >>> from shardwise.checkpoint.safetensors_writer import write_tensors
@@ -189,10 +176,8 @@ class TensorFile:
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Read `out.numel()` elements of the flattened tensor, from element `start` on, into a 1-D tensor.
 
-        Values are converted if `out` has another dtype.
-
-        Raises:
-            CheckpointError: the tensor or range does not exist, or the file cannot be read.
+        Values are converted if `out` has another dtype. Raises CheckpointError if the tensor or range does not exist,
+        or the file cannot be read.
         """
         spec = self.specs.get(name)
         if spec is None:
@@ -217,7 +202,6 @@ class TensorFile:
             values[first : first + part.numel()].copy_(part)
 
     def _convert(self, dtype: torch.dtype, place: int, out: torch.Tensor) -> None:
-        """Read values of a dtype, from a byte of the file on, into memory of the CPU."""
         if out.dtype == dtype:
             self._fill(bytes_of(out), place)
             return
@@ -226,7 +210,7 @@ class TensorFile:
         out.copy_(read)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a whole tensor on the CPU."""
+        """Return an entire tensor on the CPU."""
         if name not in self.specs:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
         spec = self.specs[name]
@@ -241,13 +225,13 @@ class TensorFile:
         take: Take | None = None,
         memory: Callable[[], torch.Tensor] | None = None,
     ) -> list[int]:
-        """Return those of some blocks whose bytes do not have the checksum that they should have.
+        """Return the blocks among some whose bytes contradict their checksums.
 
         Args:
             checksums: of all blocks.
-            blocks: which ones, in order.
-            take: is given all bytes on the way; whether they are right is known at the end.
-            memory: gives room for `STEP` bytes each time that some are read; None: they are read into the same.
+            blocks: to check, in order.
+            take: is called with all bytes on the way, before the comparison.
+            memory: allocates `STEP` bytes for each read; None: one buffer is reused.
         """
         size = os.fstat(self._descriptor).st_size
         stage = torch.empty(0 if memory else STEP, dtype=torch.uint8, device="cpu")
@@ -274,7 +258,7 @@ class TensorFile:
         return bytes(data)
 
     def _fill(self, out: memoryview, offset: int) -> None:
-        # By place and without a position of the file: several threads read at a time.
+        # Positional reads, because several threads read at a time.
         try:
             done = 0
             while done < len(out):
@@ -289,8 +273,8 @@ class TensorFile:
 
 
 def _read_ahead(descriptor: int, offset: int, count: int) -> None:
-    """Ask the system to read bytes; where it has them it would look for each page all the same, so it is probed."""
-    with contextlib.suppress(OSError, AttributeError):  # not every system and file system can be asked
+    """Start reading bytes in the background; bytes in the page cache are detected by a probe and skipped."""
+    with contextlib.suppress(OSError, AttributeError):  # not supported by every system and file system
         if os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT):
             return
     with contextlib.suppress(OSError, AttributeError):
@@ -298,13 +282,10 @@ def _read_ahead(descriptor: int, offset: int, count: int) -> None:
 
 
 def _parse_header(text: bytes) -> tuple[dict[str, Spec], dict[str, int], int]:
-    """Return the tensors of a header, where each begins, and where the last one ends.
+    """Return the tensors of a header, the offset of each, and the end of the last one.
 
-    As the format demands, tensors follow each other without gaps and do not overlap: reading all of them never takes
-    more memory than the file has bytes.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError, RecursionError: the header is not one.
+    The format allows neither gaps nor overlaps: reading all tensors never takes more memory than the file's size.
+    Raises ValueError, KeyError, TypeError, AttributeError, RecursionError if the header is invalid.
     """
     specs: dict[str, Spec] = {}
     begins: dict[str, int] = {}

@@ -12,23 +12,23 @@ import torch
 
 from shardwise.checkpoint.checksums import BlockSums, FileFacts, put
 from shardwise.checkpoint.file_writer import CachedFile, create
-from shardwise.checkpoint.protocols import Bring, at_hand
+from shardwise.checkpoint.protocols import Fetch, in_place
 from shardwise.checkpoint.safetensors_reader import DTYPE_NAMES, Spec, bytes_of
 from shardwise.device.staging import Staging, is_far
 from shardwise.errors import CheckpointError
 
 
 def file_order(specs: Mapping[str, Spec]) -> list[str]:
-    """Return the order in which tensors lie in a file: wide dtypes first, so that every tensor is aligned."""
+    """Return the order of tensors in a file: wide dtypes first, which aligns every tensor."""
     return sorted(specs, key=lambda name: -specs[name].dtype.itemsize)
 
 
 def on_host(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[memoryview]:
-    """Yield the bytes of tensors, one after the other; each piece is valid until the next is asked for.
+    """Yield the bytes of tensors, one after the other; each piece is valid until the next iteration.
 
     Args:
         tensors: any layout.
-        device: where all of them lie.
+        device: of all of them.
     """
     if not is_far(device):
         for tensor in tensors:
@@ -41,12 +41,12 @@ def on_host(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[m
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where things lie in a file.
+    """Offsets in a file.
 
     Attributes:
         header: its first bytes: length and header.
         begins: first byte of each tensor, in `file_order`.
-        size: bytes of the whole file.
+        size: bytes of the file.
     """
 
     header: bytes
@@ -55,10 +55,7 @@ class FileLayout:
 
 
 def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Return the layout of a file of some tensors.
-
-    Raises:
-        CheckpointError: a dtype has no name in the format.
+    """Return the layout of a file of some tensors. Raises CheckpointError if a dtype has no name in the format.
 
     >>> layout = layout_of({"x": Spec(torch.float32, (2, 3))})
     >>> layout.begins["x"] == len(layout.header), layout.size - layout.begins["x"]
@@ -86,19 +83,15 @@ def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = No
 
 
 class TensorWriter:
-    """Writes one file whose tensors are known beforehand by dtype and shape.
+    """Writes one file of tensors with known dtypes and shapes.
 
     Args:
         path: file to create; it must not exist.
-        specs: the tensors. They are written in `file_order` when checksums are wanted, and in any order otherwise.
+        specs: the tensors. They are written in `file_order` with checksums, and in any order without.
         metadata: strings for the header.
-        checksums: take checksums.
-        direct: write past the page cache if the file system can do that and tensors are written in order.
-        over: the file may exist, and is written over in its place.
-
-    Raises:
-        CheckpointError: a dtype has no name in the format.
-        OSError: the file cannot be created or written.
+        checksums: compute checksums.
+        direct: write past the page cache if the file system supports it and tensors are written in order.
+        over: the file may exist, and is overwritten in place.
     """
 
     def __init__(
@@ -129,12 +122,12 @@ class TensorWriter:
         self._check(name, tensor)
         self.write_part(name, 0, tensor)
 
-    def write_all(self, tensors: Mapping[str, torch.Tensor], bring: Bring = at_hand) -> None:
+    def write_all(self, tensors: Mapping[str, torch.Tensor], fetch: Fetch = in_place) -> None:
         """Write the values of all tensors (any device; dtypes and numbers of elements as announced).
 
         Args:
             tensors: by name.
-            bring: has those brought that live elsewhere.
+            fetch: makes offloaded tensors readable.
         """
 
         def write(names: Sequence[str]) -> None:
@@ -147,7 +140,7 @@ class TensorWriter:
                 for data in on_host(parts, device):
                     self._put(data)
 
-        bring([(name, tensors[name]) for name in file_order(self._specs)], write)
+        fetch([(name, tensors[name]) for name in file_order(self._specs)], write)
 
     def _check(self, name: str, tensor: torch.Tensor) -> None:
         spec = self._specs[name]
@@ -174,7 +167,7 @@ class TensorWriter:
             self._put(data)
 
     def close(self) -> FileFacts | None:
-        """Finish the file: it is on disk when this returns. Returns its facts if checksums were taken."""
+        """Finish the file, which is on disk when this returns. Return its facts if checksums were computed."""
         left = sorted(name for name, count in self._left.items() if count)
         if left:
             self.abandon()
@@ -197,13 +190,13 @@ def write_tensors(
     *,
     direct: bool = False,
     over: bool = False,
-    bring: Bring = at_hand,
+    fetch: Fetch = in_place,
 ) -> FileFacts:
     """Write a file of tensors with checksums; it is on disk when this returns. See `TensorWriter`."""
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     writer = TensorWriter(path, specs, checksums=True, direct=direct, over=over)
     try:
-        writer.write_all(tensors, bring)
+        writer.write_all(tensors, fetch)
     except BaseException:
         writer.abandon()
         raise

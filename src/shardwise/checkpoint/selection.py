@@ -1,9 +1,8 @@
-"""Which tensors are loaded, and which name each has in the model.
+"""Selection of tensors to load, and their names in the model.
 
-Names are those of a module's state dict: parameters (under every name that a tied one has), buffers, and
-`<module>._extra_state`. Rules turn names of the checkpoint into names of the model; patterns are compared with names of
-the model and with those that the checkpoint's tensors have then. So a tensor that is not wanted is neither missing in
-the checkpoint nor unexpected in it.
+Names are those of a module's state dict: parameters (under every name of a tied one), buffers, and
+`<module>._extra_state`. Rules convert names of the checkpoint to names of the model. Patterns are compared with names
+of the model and with converted names. An excluded tensor is therefore neither missing nor unexpected.
 """
 
 from __future__ import annotations
@@ -18,14 +17,15 @@ from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest
 from shardwise.errors import CheckpointError, UsageError
 
 EXTRA = "_extra_state"
-"""Last part of the name under which a state dict has what a module's `get_extra_state` returns."""
+"""Last part of the name of a module's extra state in a state dict."""
 
 Patterns = str | Iterable[str]
 """One pattern of fnmatch or several: `*` is any text, dots included, `?` one character, `[ab]` one of some."""
 
 Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
-"""{name in the checkpoint: name in the model}; or [(regular expression, replacement)], each applied to what those
-before it have left, as by `re.sub`; or a function of the name."""
+"""{name in the checkpoint: name in the model}; or [(regular expression, replacement)], applied in turn as by `re.sub`;
+or a function of the name.
+"""
 
 
 def extra_name(module: str) -> str:
@@ -35,11 +35,11 @@ def extra_name(module: str) -> str:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is loaded under which name; by default everything under its own.
+    """Names to load, and their new names; by default all, unchanged.
 
     Attributes:
         include: patterns of which a name must match one; None: every name does.
-        exclude: patterns of which it must match none. A tied parameter is wanted if one of its names is included and
+        exclude: patterns of which it must match none. A tied parameter is loaded if one of its names is included and
             none is excluded.
         rename: from names of the checkpoint to names of the model.
 
@@ -56,11 +56,7 @@ class Selection:
     def of(
         cls, include: Patterns | None = None, exclude: Patterns | None = None, rename: Rename | None = None
     ) -> Selection:
-        """Return the selection that arguments of a call ask for.
-
-        Raises:
-            UsageError: an argument is not what it should be.
-        """
+        """Return the selection for arguments of a call. Raises UsageError if an argument has a wrong type."""
         included = None if include is None else _patterns("include", include)
         return cls(included, _patterns("exclude", exclude or ()), _rules(rename))
 
@@ -70,14 +66,14 @@ class Selection:
         return self.include is None and not self.exclude
 
     def wants(self, names: Iterable[str]) -> bool:
-        """Return whether a tensor that has these names is loaded."""
+        """Return True if a tensor with these names is loaded."""
         known = tuple(names)
         if self.include is not None and not any(fnmatchcase(name, p) for p in self.include for name in known):
             return False
         return not any(fnmatchcase(name, p) for p in self.exclude for name in known)
 
     def unused_patterns(self, names: Iterable[str]) -> list[str]:
-        """Return, in words, the patterns that none of some names matches."""
+        """Return, in words, the patterns that match none of some names."""
         known = list(names)
         given = [("include", pattern) for pattern in self.include or ()] + [("exclude", p) for p in self.exclude]
         return [
@@ -92,7 +88,7 @@ class Renamed:
     """A manifest under the model's names.
 
     Attributes:
-        manifest: the manifest; slices are as they were, so that values can be read.
+        manifest: the manifest; slices are unchanged, because they refer to files.
         names: new name of every name that has changed.
         unused: rules that no name of the checkpoint matches, in words.
     """
@@ -103,11 +99,11 @@ class Renamed:
 
 
 def rename(manifest: Manifest, selection: Selection, path: str) -> Renamed:
-    """Give the tensors of a checkpoint the names that they have in the model.
+    """Rename the tensors of a checkpoint to the model's names.
 
     Raises:
         CheckpointError: two tensors would have one name.
-        UsageError: the rules fail, or return something else than a name.
+        UsageError: the rules fail, or return a value that is not a name.
     """
     if selection.rename is None:
         return Renamed(manifest)
@@ -226,7 +222,7 @@ def _compiled(given: Any) -> Iterator[tuple[re.Pattern[str], str]]:
 
 
 def names_in(manifest: Manifest) -> Iterator[str]:
-    """Yield every name that a checkpoint has for parameters, buffers and extra state."""
+    """Yield every name of a checkpoint's parameters, buffers and extra state."""
     for tensor in manifest.of_module():
         yield from (tensor.name, *tensor.aliases)
     yield from manifest.excluded

@@ -1,11 +1,11 @@
-"""Files of plain weights, under the names and in the forms that other programs look for.
+"""Files of plain weights, with the names and formats that other programs expect.
 
     hf   model.safetensors, or model-00001-of-00003.safetensors and so on with model.safetensors.index.json
     pt   pytorch_model.bin, as `torch.save` writes a state dict; in parts with pytorch_model.bin.index.json
 
-Values come in pieces and go straight to their file. Files are written into a hidden directory in the target and get
-their names when all are complete and on disk, the index last: a reader finds the old weights, the new ones, or (while
-several files are exchanged) no index, but never files of both.
+Values come in pieces and are written at once. Files are written into a hidden directory in the target and renamed when
+all are complete and on disk, the index last. A reader finds the old weights, the new ones, or (during the exchange of
+several files) no index, but never files of both.
 """
 
 from __future__ import annotations
@@ -29,21 +29,14 @@ from shardwise.errors import CheckpointError, CheckpointPathError
 from shardwise.sizes import size_in_bytes
 
 FORMATS = {"hf": "model.safetensors", "pt": "pytorch_model.bin"}
-"""Name of the only file of each format."""
+"""Name of a single file of each format."""
 
 PICKLED = (".bin", ".pt", ".pth")
-"""Endings of files that are written as `torch.save` does."""
+"""Suffixes of files in the format of `torch.save`."""
 
 
 def parse_size(size: int | str, name: str = "max_shard_size") -> int:
-    """Return a number of bytes.
-
-    Args:
-        size: a number of bytes, or text such as "5GB"; see `shardwise.sizes.size_in_bytes`.
-        name: what messages call it.
-
-    Raises:
-        CheckpointError: it is neither, or not positive.
+    """Return a number of bytes from a number or text such as "5GB" (`shardwise.sizes.size_in_bytes`).
 
     >>> parse_size("1.5KB"), parse_size("2MiB"), parse_size(7)
     (1500, 2097152, 7)
@@ -62,11 +55,11 @@ class Entry:
     """A tensor to be written.
 
     Attributes:
-        name: under which it is written.
+        name: in the file.
         spec: dtype and shape in the file.
         aliases: further names; `hf` notes them in the header, as `safetensors.torch.save_model` does, `pt` has the
             tensor under all of them.
-        source: where its values are from, for whoever writes it.
+        source: key of its values, for the caller.
     """
 
     name: str
@@ -101,13 +94,9 @@ class WeightFiles:
     Args:
         parent: the directory; created if needed.
         entries: the tensors, in the order in which they will be written.
-        name: of the file, if it is one; its ending says how it is written. Several have `-00001-of-00002` in it.
+        name: of a single file; its suffix gives the format. Several have `-00001-of-00002` in it.
         max_shard_size: bytes of tensors in one file, unless a single tensor is larger; None: one file.
-        overwrite: replace weights of this name that are there.
-
-    Raises:
-        CheckpointPathError: there are such weights, and `overwrite` is false.
-        OSError: files cannot be created.
+        overwrite: replace existing weights of this name.
     """
 
     def __init__(
@@ -130,7 +119,7 @@ class WeightFiles:
                 "(overwrite=True, --overwrite)"
             )
         self._place = {entry.name: number for number, file in enumerate(self._files) for entry in file.entries}
-        # A checkpoint may be on its way into the same directory: what belongs to it is not touched.
+        # A checkpoint may be published into the same directory: its files are not touched.
         self._draft = directory.StagingDirectory(parent, "weights", tidy=False)
         self._writer: Writer | None = None
         self._current = -1
@@ -158,17 +147,15 @@ class WeightFiles:
         return sorted(name for name in names if mine.fullmatch(name) or name == self._index)
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Write elements of one tensor, from element `start` on: tensors and their parts come in order.
-
-        Raises:
-            OSError: they cannot be written.
+        """Write elements of one tensor, from element `start` on: tensors and their pieces come in order. Raises
+        OSError if they cannot be written.
         """
         self._begin(self._place[name])
         assert self._writer is not None
         self._writer.write_part(name, start, values)
 
     def _begin(self, number: int) -> None:
-        """End the files before this one, and open it."""
+        """Finish the files before this one, and open it."""
         while self._current < number:
             if self._writer is not None:
                 self._writer.close()
@@ -184,11 +171,7 @@ class WeightFiles:
         return TensorWriter(path, specs, {**shared, "format": "pt"}, checksums=False)
 
     def finish(self) -> list[str]:
-        """End the last file and give all of them their names; return the names.
-
-        Raises:
-            OSError: it could not be done.
-        """
+        """Finish the last file and rename all of them; return their names. Raises OSError if it could not be done."""
         self._begin(len(self._files) - 1)
         assert self._writer is not None
         self._writer.close()
@@ -224,7 +207,7 @@ class WeightFiles:
         return (entry.name, *(entry.aliases if self._ending in PICKLED else ()))
 
     def abandon(self) -> None:
-        """Remove what has been written; nothing, after `finish`."""
+        """Remove everything written; nothing, after `finish`."""
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
@@ -232,11 +215,7 @@ class WeightFiles:
 
 
 def replace_file(parent: str, name: str, data: bytes) -> None:
-    """Write a small file into a directory of weights, in one step.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
+    """Write a small file into a directory of weights, atomically. Raises CheckpointError if it cannot be written."""
     temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}")
     try:
         directory.write_file(temporary, data)

@@ -1,4 +1,4 @@
-"""Waiting for a disk or for a process that writes: said after seconds, and not for ever."""
+"""Waiting for a disk or a writer process: with warnings, and a timeout."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from shardwise.utils.logging import logger
 
-TELL_S = 10.0
-"""After so many seconds somebody who waits says so for the first time; then after four times as many, and so on."""
+WARN_AFTER_S = 10.0
+"""Seconds before the first warning; each later one after four times as long."""
 
 SLOWEST = 20e6
-"""Bytes a second: a disk that is slower than this is taken for one that does not answer."""
+"""Bytes a second: a slower disk counts as not responding."""
 
 _STATES = {
     "T": "is stopped (by SIGSTOP, or a debugger)",
@@ -26,11 +26,11 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Progress:
-    """What another process of this user has done.
+    """Progress of another process of this user.
 
     Attributes:
-        state: letter by which the kernel tells what it does; "" where it cannot be told.
-        written: bytes that it has given to the system to write; 0 where it cannot be told.
+        state: letter of the process state in the kernel; "" if unknown.
+        written: bytes that it has written; 0 if unknown.
     """
 
     state: str = ""
@@ -38,7 +38,7 @@ class Progress:
 
     @classmethod
     def of(cls, pid: int) -> Progress:
-        """Ask the kernel, and no disk."""
+        """Return the progress from the kernel, without disk access."""
         state, written = "", 0
         with contextlib.suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -49,7 +49,7 @@ class Progress:
 
     @property
     def stuck(self) -> bool:
-        """Whether it does nothing, and not because it waits for others."""
+        """Whether it does nothing, except waiting for other processes."""
         return self.state in _STATES
 
     def __str__(self) -> str:
@@ -62,13 +62,13 @@ class Progress:
 
 
 @contextlib.contextmanager
-def told_if_long(what: str) -> Iterator[None]:
-    """Say in the log, from time to time, that the block has not ended yet; `what` says what is done in it."""
+def warn_if_slow(what: str) -> Iterator[None]:
+    """Log from time to time that the block has not ended yet; `what` names its action."""
     ended = threading.Event()
     began = time.monotonic()
 
     def watch() -> None:
-        after = TELL_S
+        after = WARN_AFTER_S
         while not ended.wait(after):
             waited = time.monotonic() - began
             logger.warning(
@@ -76,7 +76,7 @@ def told_if_long(what: str) -> Iterator[None]:
             )
             after = 3 * waited
 
-    threading.Thread(target=watch, name="shardwise-patience", daemon=True).start()
+    threading.Thread(target=watch, name="shardwise-slow-io", daemon=True).start()
     try:
         yield
     finally:

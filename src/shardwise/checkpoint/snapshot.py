@@ -1,13 +1,12 @@
-"""Snapshots: the bytes of a rank's file in host memory, from where another process writes them.
+"""Snapshots: the bytes of a rank's file in host memory shared with a writer process.
 
-The memory is a mapped anonymous file: pages that both processes see, that have no name, count against no limit of
-/dev/shm, and go back to the system when the last of the two has gone, however it ends. It is reused from save to save,
-so that a save costs one copy of the state into pages that are there. It holds one snapshot, not two: a save that finds
-it in use waits.
+The memory is a mapped anonymous file: both processes see its pages, it has no name, counts against no limit of
+/dev/shm, and is freed when the last of the two exits. It is reused by every save, which costs one copy of the state
+into present pages. It holds one snapshot: a save that finds it in use waits.
 
-What lies on a device is copied by a stream of its own. Training goes on at once: the device's next operations wait for
-the copies of what may change at any time, and the next writing of the rest, which only the optimizer writes, for all of
-them (`copied`). On CUDA this has not been run; tests play the stream.
+A stream of its own copies state from a device, and training continues at once. The device's next operations wait for
+the copies of state that may change at any time. The next optimizer step waits for all of them (`copied`). On CUDA this
+has not been run; tests simulate the stream.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
-from shardwise.checkpoint.protocols import Bring, at_hand
+from shardwise.checkpoint.protocols import Fetch, in_place
 from shardwise.checkpoint.safetensors_reader import Spec
 from shardwise.checkpoint.safetensors_writer import layout_of
 from shardwise.device.pinned import pin, unpin
@@ -30,26 +29,28 @@ from shardwise.memory import memory_limit
 from shardwise.utils.logging import logger
 
 _STEP = 1 << 16
-"""Sizes are multiples of this: what differs by a digit of a counter from save to save does not move the memory."""
+"""Sizes are multiples of this, because small differences between saves should not move the memory."""
 
 
 class Snapshot:
     """Memory of one rank for one snapshot at a time.
 
     Args:
-        device: where the state lives; memory is pinned for a CUDA device where the system allows it.
-        neighbours: ranks on this machine, which share its memory.
-        resized: called with the bytes by which the memory grows or shrinks.
+        device: of the state; memory is pinned for a CUDA device if the system allows it.
+        local_ranks: ranks on this machine, which share its memory.
+        resized: called with the change of the memory in bytes.
 
     Attributes:
-        descriptor: of the mapped file, to be sent to the process that writes.
-        size: bytes of memory held.
-        copied: behind the copies of the last `take`; None: they were made at once.
+        descriptor: of the mapped file, for the writer process.
+        size: bytes of memory.
+        copied: event after the copies of the last `take`; None: they were made at once.
     """
 
-    def __init__(self, device: torch.device, neighbours: int = 1, resized: Callable[[int], None] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, local_ranks: int = 1, resized: Callable[[int], None] | None = None
+    ) -> None:
         self._device = device
-        self._neighbours = neighbours
+        self._local_ranks = local_ranks
         self._resized = resized or (lambda change: None)
         self._map: mmap.mmap | None = None
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -64,22 +65,19 @@ class Snapshot:
         self,
         tensors: Mapping[str, torch.Tensor],
         later: Collection[str] = (),
-        bring: Bring = at_hand,
+        fetch: Fetch = in_place,
         room: int = 0,
     ) -> int:
-        """Copy tensors; the values may change as soon as this returns, but for those that say otherwise.
+        """Copy tensors; values not in `later` may change as soon as this returns.
 
         Args:
             tensors: of any device and layout, by name.
-            later: names of tensors that stay as they are until `copied` has been waited for.
-            bring: has those brought that live elsewhere.
+            later: names of tensors that do not change before `copied` has been waited for.
+            fetch: makes offloaded tensors readable.
             room: bytes that are kept for `add`.
 
         Returns:
-            The end of what the memory now holds, a safetensors file.
-
-        Raises:
-            CheckpointError: there is not so much memory.
+            The end of the memory's content, a safetensors file.
         """
         layout = layout_of({name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
         self.settle()
@@ -91,7 +89,7 @@ class Snapshot:
 
         def copy(names: Sequence[str]) -> None:
             if self._stream is not None:
-                self._stream.follow()  # what has been brought has just been written
+                self._stream.follow()  # fetched values have just been written
             for name in names:
                 source, begin = tensors[name].detach(), layout.begins[name]
                 self._copy(self._bytes[begin : begin + source.nbytes].view(source.dtype).view(source.shape), source)
@@ -99,7 +97,7 @@ class Snapshot:
         with torch.no_grad():
             for after in (False, True):
                 names = [name for name in layout.begins if tensors[name].nbytes and (name in later) is after]
-                bring([(name, tensors[name]) for name in names], copy)
+                fetch([(name, tensors[name]) for name in names], copy)
                 if self._stream is not None:
                     self.copied = self._stream.mark()
                     if not after:
@@ -107,13 +105,8 @@ class Snapshot:
         return layout.size
 
     def add(self, end: int, texts: Sequence[bytes]) -> list[int]:
-        """Lay texts down behind what ends there.
-
-        Returns:
-            That end, and those of the texts.
-
-        Raises:
-            CheckpointError: there is not so much memory.
+        """Append texts after `end`; return that end, and those of the texts. Raises CheckpointError if there is too
+        little memory.
         """
         ends = list(itertools.accumulate(map(len, texts), initial=end))
         self._reserve(ends[-1])
@@ -170,7 +163,7 @@ class Snapshot:
                 )
 
     def _check_room(self, more: int) -> None:
-        limit = memory_limit(torch.device("cpu"), self._neighbours)
+        limit = memory_limit(torch.device("cpu"), self._local_ranks)
         if limit is None:
             return
         room = limit.share - limit.own
@@ -186,12 +179,12 @@ class Snapshot:
         if self._pinned:
             unpin(self._pinned)
             self._pinned = 0
-        # The tensor is what keeps the mapping; there are no others of it.
+        # Only the tensor keeps the mapping.
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._map = None
 
     def close(self) -> None:
-        """Give the memory back (a process that still writes from it keeps it until it is done)."""
+        """Free the memory (a writer process keeps it while it writes)."""
         self._unmap()
         self._resized(-self.size)
         self.size = 0

@@ -1,7 +1,7 @@
-"""Weights on disk, whoever wrote them: tensors by name, read by range.
+"""Weights on disk, in any format: tensors by name, read by range.
 
-A format is a subclass of `Source` and a line in `shardwise.checkpoint.opening`; export, import and inspection then know
-it. Nothing that is read can run code.
+A format is a subclass of `Source` and a line in `shardwise.checkpoint.opening`, for export, import and inspection.
+Reading cannot run code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PIECE = 8 << 20
 """Bytes that are read, converted or sent at a time."""
 
 Progress = Callable[[int, int], None]
-"""Told of bytes that have been dealt with, and of all there are."""
+"""Called with processed bytes and total bytes."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,9 @@ class SourceTensor:
 
     Attributes:
         name: its name in the model.
-        shape: global shape.
-        dtype: dtype of the stored values.
         aliases: further names of a tied parameter.
-        kind: `parameter` or `buffer`; formats that do not tell say `parameter`.
-        trainable: whether it was trained; None where the format does not tell.
+        kind: `parameter` or `buffer`; `parameter` in formats without the distinction.
+        trainable: whether it was trained; None if the format lacks it.
     """
 
     name: str
@@ -68,7 +66,6 @@ class Source(ABC):
     """Weights opened for reading; a context manager.
 
     Attributes:
-        path: what was opened.
         what: the format in words.
         excluded: names of frozen parameters that were left out when the weights were saved.
     """
@@ -86,17 +83,13 @@ class Source(ABC):
 
     @abstractmethod
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read elements of a flattened tensor, from `start` on, into a 1-D tensor of any dtype and device.
-
-        Raises:
-            CheckpointError: they cannot be read.
+        """Read elements of a flattened tensor, from `start` on, into a 1-D tensor of any dtype and device. Raises
+        CheckpointError if they cannot be read.
         """
 
     def read_part(self, name: str, box: Region | None, start: int, out: torch.Tensor) -> None:
-        """Read elements of a part of a tensor, flattened, from `start` on; None: of the whole tensor. See `read_into`.
-
-        Raises:
-            CheckpointError: they cannot be read.
+        """Read elements of a box of a tensor, flattened, from `start` on; None: of the entire tensor. See
+        `read_into`. Raises CheckpointError if they cannot be read.
         """
         tensor = self.tensors()[name]
         if box is None:
@@ -114,9 +107,9 @@ class Source(ABC):
         return out
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, 1-D values) of a whole tensor, `PIECE` bytes at a time.
+        """Yield (first element, 1-D values) of an entire tensor, `PIECE` bytes at a time.
 
-        Values are those of the next piece after the next one has been asked for.
+        The next iteration overwrites the values.
         """
         tensor = self.tensors()[name]
         step = PIECE // tensor.dtype.itemsize
@@ -129,13 +122,8 @@ class Source(ABC):
             yield start, values
 
     def verify(self, names: Iterable[str], progress: Progress | None = None) -> bool:
-        """Compare what will be read of some tensors with its checksums.
-
-        Returns:
-            Whether there are any; most formats have none.
-
-        Raises:
-            CheckpointError: something is damaged.
+        """Compare the bytes of some tensors with their checksums; return False if there are none, as in most
+        formats. Raises CheckpointError if something is damaged.
         """
         return False
 
@@ -161,11 +149,7 @@ class Source(ABC):
 
 
 class CheckpointSource(Source):
-    """The weights of one of our checkpoints: master weights where there are any; rank 0's buffers.
-
-    Raises:
-        CheckpointError: see `Checkpoint`.
-    """
+    """The weights of a checkpoint of shardwise: master weights if there are any; rank 0's buffers."""
 
     what = "checkpoint of shardwise"
 
@@ -201,7 +185,7 @@ class CheckpointSource(Source):
 
 
 class DeepSpeedSource(CheckpointSource):
-    """The weights of a checkpoint that DeepSpeed has written: fp32 masters where it has any."""
+    """The weights of a checkpoint of DeepSpeed: fp32 masters if there are any."""
 
     what = "checkpoint of DeepSpeed"
 
@@ -217,10 +201,8 @@ def _described(tensor: StoredTensor) -> SourceTensor:
 
 
 def verify_blocks(saved: Checkpoint, blocks: list[tuple[str, int]], progress: Progress | None = None) -> None:
-    """Compare blocks of a checkpoint with their checksums, and tell how far that is.
-
-    Raises:
-        CheckpointError: a file is damaged.
+    """Compare blocks of a checkpoint with their checksums, and report progress. Raises CheckpointError if a file is
+    damaged.
     """
     for first in range(0, len(blocks), 16):
         saved.verify(blocks[first : first + 16])
@@ -229,12 +211,12 @@ def verify_blocks(saved: Checkpoint, blocks: list[tuple[str, int]], progress: Pr
 
 
 def holds_checkpoint(path: str) -> bool:
-    """Whether a directory is one of our checkpoints."""
+    """Return True if a directory is a checkpoint of shardwise."""
     return os.path.isfile(os.path.join(path, manifest.NAME))
 
 
 def looks_interrupted(path: str) -> bool:
-    """Whether a directory without a manifest has data files of ours."""
+    """Return True if a directory without a manifest has data files of shardwise."""
     try:
         return any(directory.DATA.fullmatch(name) for name in os.listdir(path)) and not holds_checkpoint(path)
     except OSError:
@@ -242,15 +224,13 @@ def looks_interrupted(path: str) -> bool:
 
 
 def find_checkpoint(path: str, tag: str | None = None) -> str | None:
-    """Return the directory of the checkpoint that a path means: itself, or one of the checkpoints of a run.
+    """Return the directory of the checkpoint at a path, or of one checkpoint of a run; None if there is none of
+    shardwise.
 
     Args:
         path: a checkpoint, or a directory of checkpoints.
-        tag: one of these. None: the first one that is complete, in the order of
-            `shardwise.checkpoint.newest.listing`; what is passed over is logged.
-
-    Returns:
-        None if there is no checkpoint of ours.
+        tag: one of these. None: the first complete one, in the order of `shardwise.checkpoint.newest.listing`; the
+            others are logged.
 
     Raises:
         CheckpointPathError: a tag is given and the path is a checkpoint itself.
@@ -266,7 +246,7 @@ def find_checkpoint(path: str, tag: str | None = None) -> str | None:
     if tag is not None:
         found = os.path.join(path, directory.check_tag(tag))
         if looks_interrupted(found):
-            manifestfile.load(found)  # says that it is incomplete
+            manifestfile.load(found)  # raises that it is incomplete
         return found if holds_checkpoint(found) else None
     if looks_interrupted(path):
         manifestfile.load(path)

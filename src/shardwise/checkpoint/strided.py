@@ -1,4 +1,4 @@
-"""Reading n-dimensional patches of files into memory, in as few reads as reasonable and with little memory."""
+"""Reading n-dimensional patches of files into memory, with few reads and little memory."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 from shardwise.boxes import Patch
 
 LIMIT = 8 << 20
-"""Bytes that are on the host at a time where values do not follow each other in the file or in memory."""
+"""Bytes on the host at a time if values are not contiguous in the file or in memory."""
 
 GAP = 4096
-"""Bytes between two runs that are read with them: the system reads whole pages, so this reads nothing more."""
+"""Bytes between two runs that are read with them, because the system reads entire pages anyway."""
 
 
 def read_patch(patch: Patch, dtype: torch.dtype, read: Callable[[int, torch.Tensor], None], out: torch.Tensor) -> None:
     """Read a patch, whose first memory is a file, into the second.
 
     Args:
-        patch: what is read, and where it lies in both.
+        patch: elements, and their place in both.
         dtype: of the values in the file.
-        read: reads elements of the file from a given one on, as they follow each other, into a 1-D tensor.
+        read: reads contiguous elements of the file from a given one on into a 1-D tensor.
         out: 1-D tensor of any dtype and device.
     """
     shape, strides, size = patch.shape, patch.source_strides, dtype.itemsize
     last = len(shape) - 1
-    # Elements of the file from the first to the last one of the dimensions from each on; of none: one element.
+    # For each dimension, elements of the file from the first to the last of the inner dimensions.
     spans = [1]
     for count, stride in zip(reversed(shape), reversed(strides), strict=True):
         spans.insert(0, spans[0] + (count - 1) * stride)
-    # Dimensions from `level` on are read together; those before are gone through.
+    # Dimensions from `level` on are read together; outer ones are iterated over.
     level = len(shape)
     while level and (strides[level - 1] - spans[level]) * size <= GAP and spans[level] * size <= LIMIT:
         level -= 1

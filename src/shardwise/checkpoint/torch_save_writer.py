@@ -1,10 +1,9 @@
-"""Writing a state dict as `torch.save` does, as a stream: no more than a piece of one tensor is in memory.
+"""Writing a state dict in the format of `torch.save`, as a stream: only a piece of one tensor is in memory.
 
-`torch.save` wants all tensors at once. Its file is a plain zip archive that is not compressed
-(https://pytorch.org/docs/stable/notes/serialization.html): `data.pkl` says what there is, and a record `data/<n>` for
-each storage holds its bytes. So `data.pkl` can be written from dtypes and shapes alone, and then the records one
-after the other. What is pickled is tensors under names and nothing else: `torch.load(weights_only=True)` reads the
-file, mapped into memory or not.
+`torch.save` needs all tensors at once. Its file is an uncompressed zip archive
+(https://pytorch.org/docs/stable/notes/serialization.html): `data.pkl` describes the objects, and a record `data/<n>`
+for each storage holds its bytes. `data.pkl` is therefore written from dtypes and shapes, and then the records in turn.
+Only tensors under names are pickled: `torch.load(weights_only=True)` reads the file, mapped into memory or not.
 """
 
 from __future__ import annotations
@@ -27,24 +26,20 @@ from shardwise.errors import CheckpointError
 
 _ROOT = "archive"
 _ALIGNMENT = 64
-"""Storages begin at multiples of this, so that a mapped file can be computed with."""
+"""Alignment of storages, for computing with a mapped file."""
 
-_DATE = (1980, 1, 1, 0, 0, 0)  # the same tensors make the same file
+_DATE = (1980, 1, 1, 0, 0, 0)  # fixed, because the same tensors should make the same file
 _PADDING = 0x4246
-"""Kind of the extra field that moves a record to its place; readers of zip files pass over kinds they do not know."""
+"""Kind of the zip extra field that aligns a record; readers skip unknown kinds."""
 
 
 class StateFileWriter:
-    """Writes one state dict whose tensors are known beforehand by dtype and shape.
+    """Writes one state dict of tensors with known dtypes and shapes.
 
     Args:
         path: file to create; it must not exist.
         specs: the tensors, in the order in which they will be written.
         aliases: further names of a tensor; they share its storage, as tied parameters do.
-
-    Raises:
-        CheckpointError: torch has no way to save a dtype.
-        OSError: the file cannot be created or written.
 
     >>> import os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "a.bin")
@@ -77,7 +72,7 @@ class StateFileWriter:
             raise
 
     def write_part(self, name: str, start: int, part: torch.Tensor) -> None:
-        """Write elements of one tensor, from element `start` on: tensors and their parts come in order."""
+        """Write elements of one tensor, from element `start` on: tensors and their pieces come in order."""
         while self._current < 0 or self._order[self._current] != name:
             self._next()
         spec = self._specs[name]
@@ -104,11 +99,10 @@ class StateFileWriter:
     def abandon(self) -> None:
         """Close without finishing; the file is incomplete."""
         for part in (self._record, self._archive, self._file):
-            with contextlib.suppress(OSError, ValueError):  # of bytes still buffered, which nobody wants any more
+            with contextlib.suppress(OSError, ValueError):  # of buffered bytes, which are dropped
                 part.close()
 
     def _next(self) -> None:
-        """End the record of the current tensor and begin that of the next."""
         if self._current >= len(self._order):
             raise CheckpointError("a tensor is written that was not announced, or not in order")
         if self._current >= 0:
@@ -130,17 +124,17 @@ class StateFileWriter:
 
 
 class _Storage:
-    """Stands for a storage: what torch's reader wants to know of it."""
+    """Pickled in place of a storage, with the attributes that torch's reader needs."""
 
     def __init__(self, identity: tuple[Any, ...]) -> None:
         self.identity = identity
 
 
 class _Values:
-    """Stands for a tensor on a storage of its own."""
+    """Pickled in place of a tensor with its own storage."""
 
     def __init__(self, key: str, spec: Spec) -> None:
-        # Torch itself says how a tensor of this dtype is put together; storage, shape and strides are replaced.
+        # torch's own reduction for this dtype; storage, shape and strides are replaced.
         function, arguments = torch.empty(0, dtype=spec.dtype, device="cpu").__reduce_ex__(2)
         strides = torch.empty(spec.shape, dtype=spec.dtype, device="meta").stride()
         if type(arguments[0]) is torch.UntypedStorage:

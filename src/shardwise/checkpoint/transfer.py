@@ -1,4 +1,4 @@
-"""Bytes that travel between ranks where no file system is shared: whole files, and small texts for everybody."""
+"""File transfer between ranks without a shared file system."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from shardwise.errors import CheckpointError
 _LABEL = "copies"
 _LEAST, _MOST = 4 << 10, 16 << 20
 _SHARE = 8
-"""Files travel in pieces of this part of the largest, so that buffers stay below what gradients take, of which none are
-held between steps."""
+"""Files are sent in pieces of 1/8 of the largest: smaller than the gradients, which are free between steps."""
 
 Hold = Callable[[torch.Tensor], None]
-"""Counts the memory of a buffer as long as it lives."""
+"""Accounts the memory of a buffer while it lives."""
 
 
 @dataclass(frozen=True)
 class FileTransfer:
-    """One file on its way from rank to rank.
+    """One file to send from rank to rank.
 
     Attributes:
         name: of the file; it is the same on both sides.
-        size: bytes.
-        src: rank that has it.
-        dst: rank that gets it; another one.
+        src: sending rank.
+        dst: receiving rank; another one.
     """
 
     name: str
@@ -41,60 +39,54 @@ class FileTransfer:
     dst: int
 
 
-def rounds(shipments: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
-    """Divide shipments into rounds in which each rank sends at most one file and receives at most one.
+def rounds(transfers: Sequence[FileTransfer]) -> list[list[FileTransfer]]:
+    """Divide transfers into rounds in which each rank sends at most one file and receives at most one.
 
     >>> files = [FileTransfer("a", 1, 0, 1), FileTransfer("b", 1, 1, 0), FileTransfer("c", 1, 0, 1)]
     >>> [len(some) for some in rounds(files)]
     [2, 1]
     """
-    left, found = list(shipments), []
+    left, found = list(transfers), []
     while left:
         sending: set[int] = set()
         receiving: set[int] = set()
         taken = []
-        for shipment in left:
-            if shipment.src not in sending and shipment.dst not in receiving:
-                sending.add(shipment.src)
-                receiving.add(shipment.dst)
-                taken.append(shipment)
-        left = [shipment for shipment in left if shipment not in taken]
+        for transfer in left:
+            if transfer.src not in sending and transfer.dst not in receiving:
+                sending.add(transfer.src)
+                receiving.add(transfer.dst)
+                taken.append(transfer)
+        left = [transfer for transfer in left if transfer not in taken]
         found.append(taken)
     return found
 
 
-def ship(
+def exchange_files(
     comm: Communicator,
     device: torch.device,
-    shipments: Sequence[FileTransfer],
+    transfers: Sequence[FileTransfer],
     source: Callable[[str], str],
     target: Callable[[str], str],
     hold: Hold,
     *,
     over: bool = False,
 ) -> None:
-    """Send files; all ranks call this together with the same shipments.
+    """Send files, with the same `transfers` on all ranks. A collective.
 
-    A rank that cannot read or write goes on taking part, so that nobody waits for it, and raises at the end.
+    A rank that cannot read or write still takes part, because others would wait for it, and raises at the end.
 
     Args:
-        comm: the ranks.
-        device: where the backend wants its tensors.
-        shipments: what travels.
-        source: gives the path of a file that this rank sends.
-        target: gives the path of a file that this rank receives; it must not exist.
-        hold: is told of the buffers.
-        over: files that are received may exist, and are written over in their place.
-
-    Raises:
-        OSError: a file of this rank cannot be read or written.
-        CheckpointError: a file of this rank is shorter than announced.
+        device: of the backend's tensors.
+        source: returns the path of a file that this rank sends.
+        target: returns the path of a file that this rank receives; it must not exist.
+        hold: accounts buffers.
+        over: received files may exist, and are overwritten in place.
     """
     failure: Exception | None = None
-    for these in rounds(shipments):
+    for these in rounds(transfers):
         sent = next((s for s in these if s.src == comm.rank), None)
         received = next((s for s in these if s.dst == comm.rank), None)
-        largest = max(shipment.size for shipment in these)
+        largest = max(transfer.size for transfer in these)
         piece = min(_MOST, max(_LEAST, -(-largest // _SHARE)))
         with (
             _Reading(sent, source, piece, device, hold) as out,
@@ -114,36 +106,36 @@ _EndT = TypeVar("_EndT", bound="_End")
 
 
 class _End:
-    """This rank's end of a shipment: its file, open while the context lasts, and a buffer of one piece."""
+    """This rank's end of a transfer: its file, open in the context, and a buffer of one piece."""
 
     def __init__(
         self,
-        shipment: FileTransfer | None,
+        transfer: FileTransfer | None,
         path: Callable[[str], str],
         piece: int,
         device: torch.device,
         hold: Hold,
     ) -> None:
-        self.shipment = shipment
+        self.transfer = transfer
         self.failure: Exception | None = None
         self._path = path
         self._piece = piece
         self._file: BinaryIO | None = None
-        self._host = torch.empty(piece if shipment else 0, dtype=torch.uint8, device="cpu")
+        self._host = torch.empty(piece if transfer else 0, dtype=torch.uint8, device="cpu")
         self._buffer = self._host if device.type == "cpu" else self._host.to(device)
-        if shipment is not None:
+        if transfer is not None:
             hold(self._buffer)
 
     def _open(self, path: str) -> BinaryIO:
         raise NotImplementedError
 
     def _count(self, begin: int) -> int:
-        return 0 if self.shipment is None else max(0, min(self._piece, self.shipment.size - begin))
+        return 0 if self.transfer is None else max(0, min(self._piece, self.transfer.size - begin))
 
     def __enter__(self: _EndT) -> _EndT:
-        if self.shipment is not None:
+        if self.transfer is not None:
             try:
-                self._file = self._open(self._path(self.shipment.name))
+                self._file = self._open(self._path(self.transfer.name))
             except OSError as error:
                 self.failure = error
         return self
@@ -166,11 +158,11 @@ class _Reading(_End):
         return cast(BinaryIO, open(path, "rb", buffering=0))
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
-        """Return the bytes to send now, and how many go to each rank."""
+        """Return the bytes to send now, and the number of bytes for each rank."""
         sizes, count = [0] * world, self._count(begin)
         if count:
-            assert self.shipment is not None
-            sizes[self.shipment.dst] = count
+            assert self.transfer is not None
+            sizes[self.transfer.dst] = count
             self._read(count)
             if self._buffer is not self._host:
                 self._buffer[:count].copy_(self._host[:count])
@@ -197,7 +189,7 @@ class _Writing(_End):
 
     def __init__(
         self,
-        shipment: FileTransfer | None,
+        transfer: FileTransfer | None,
         path: Callable[[str], str],
         piece: int,
         device: torch.device,
@@ -205,27 +197,26 @@ class _Writing(_End):
         *,
         over: bool,
     ) -> None:
-        super().__init__(shipment, path, piece, device, hold)
+        super().__init__(transfer, path, piece, device, hold)
         self._over = over
 
     def _open(self, path: str) -> BinaryIO:
         if not self._over:
             return cast(BinaryIO, open(path, "xb", buffering=0))
-        assert self.shipment is not None
+        assert self.transfer is not None
         descriptor = open_over(path)
-        os.ftruncate(descriptor, self.shipment.size)
+        os.ftruncate(descriptor, self.transfer.size)
         return cast(BinaryIO, open(descriptor, "wb", buffering=0))
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
-        """Return where the bytes that arrive now go, and how many come from each rank."""
+        """Return the buffer for arriving bytes, and the number of bytes from each rank."""
         sizes, self._taken = [0] * world, self._count(begin)
         if self._taken:
-            assert self.shipment is not None
-            sizes[self.shipment.src] = self._taken
+            assert self.transfer is not None
+            sizes[self.transfer.src] = self._taken
         return self._buffer[: self._taken], sizes
 
     def keep(self) -> None:
-        """Write what has arrived."""
         if not self._taken or self._file is None or self.failure is not None:
             return
         if self._buffer is not self._host:

@@ -1,8 +1,8 @@
-"""Checks of a manifest that was read: it may have been written by anybody.
+"""Checks of a manifest from an untrusted file.
 
-The checksum tells damage from intent, not friend from foe. What is checked here is what readers rely on: types, names
-of files that lie in the checkpoint's own directory, boxes and slices that cover a tensor once, and sizes that agree
-with each other, so that no number in the file makes a reader allocate more than the files have bytes.
+A checksum finds damage, not intent. Readers rely on these checks: types, names of files in the checkpoint's own
+directory, boxes and slices that cover a tensor once, and sizes that agree with each other. No number in the file can
+make a reader allocate more than the files' bytes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
 _LARGEST_FILE = 1 << 60
 _MOST = 1 << 53
-"""No counter gets there; up to it integers are exact in every type of number that they may be turned into."""
+"""Larger than any counter; up to it integers are exact in every number type."""
 
 
 def check(manifest: Manifest) -> None:
-    """Raise if a manifest is not one that a checkpoint can have.
+    """Raise if a manifest is invalid.
 
     Raises:
-        ValueError: it is not; the message says what.
+        ValueError: it is invalid; the message has the reason.
         CheckpointError: a value in it is nested deeper than any that was written.
     """
     _expect(isinstance(manifest.tag, str), "tag", manifest.tag)
@@ -76,7 +76,7 @@ def _check_optimizer(optimizer: dict[str, Any] | None) -> None:
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    # Manifests of many ranks have millions of slices: no message is put together here before it is needed.
+    # Manifests of many ranks have millions of slices: messages are built only for errors.
     seen: set[tuple[str, str, int | None]] = set()
     stored: dict[str, int] = {}
     for tensor in manifest.tensors:
@@ -102,7 +102,7 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def _elements(tensor: StoredTensor, part: Slice) -> int:
-    """Return the number of elements of a slice's box, which must be one of the tensor."""
+    """Return the number of elements of a slice's box, which must be inside of the tensor."""
     box = part.box or ()
     numbers = all(_natural(index) for ends in boxes.ranges(box) for pair in ends for index in pair)
     if not (numbers and boxes.is_within(box, tensor.shape) and _as_written(box)):
@@ -114,7 +114,7 @@ def _elements(tensor: StoredTensor, part: Slice) -> int:
 
 
 def _as_written(box: boxes.Region) -> bool:
-    """Whether several ranges of a dimension are as `boxes.region` makes them."""
+    """Return True if several ranges of a dimension are as `boxes.region` makes them."""
     try:
         return all(map(boxes.is_range, box)) or boxes.region(box) == box
     except ValueError:
@@ -133,7 +133,7 @@ def _check_tensor(tensor: StoredTensor) -> None:
 
 
 def _check_trees(manifest: Manifest) -> None:
-    """Every tensor belongs to one place: a file's bytes cannot be asked for again and again."""
+    """Raise if two references have the same tensor, because a file could have its bytes read again and again."""
     used = {(part.file, part.key) for tensor in manifest.tensors for part in tensor.slices}
     _expect(len(used) == sum(len(tensor.slices) for tensor in manifest.tensors), "a tensor of a file", "used twice")
     for reference in nested_json.references(trees(manifest)):

@@ -1,9 +1,8 @@
-"""Plain weights: whole values under the names of the user's module, for anything that reads a PyTorch state dict.
+"""Plain weights: unsharded values under the names of the user's module, as a PyTorch state dict.
 
-Parameters are gathered unit by unit, so that no more than one unit is whole at a time; what is kept of it is up to the
-caller. Where ranks have different tensors, or parts of them, each part is sent when its unit is gathered, to all ranks
-or to the first, if only that wants it, and put together there. Every name of a tied parameter appears, because
-`load_state_dict` of a plain module wants them all.
+Parameters are unsharded unit by unit, and only one unit at a time; the caller decides what to keep. If ranks have
+different tensors, or boxes of them, each box is sent when its unit is unsharded, to all ranks or to the first only, and
+joined there. Every name of a tied parameter is included, because `load_state_dict` of a plain module requires them all.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from shardwise import boxes
-from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import dtype_of, name_of, outline
 from shardwise.checkpoint.protocols import CheckpointedModel
@@ -29,13 +28,11 @@ from shardwise.registry import HeldPart, cut, paste
 
 
 @dataclass(frozen=True)
-class WholeTensor:
-    """A parameter as all ranks have it together.
+class UnshardedTensor:
+    """An unsharded parameter.
 
     Attributes:
-        name: of the tensor.
         aliases: further names of it.
-        shape: of the whole tensor.
         dtype: in which modules compute with it.
     """
 
@@ -45,30 +42,23 @@ class WholeTensor:
     dtype: torch.dtype
 
 
-def whole_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> dict[str, WholeTensor]:
-    """Return the parameters whose whole values are wanted, of all ranks, by name; all ranks call this together.
+def unsharded_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> dict[str, UnshardedTensor]:
+    """Return the parameters of all ranks to unshard, by name, in the order of the units. A collective.
 
-    They are in the order in which they are whole when units are gathered one after the other.
-
-    Args:
-        model: the sharded model.
-        exclude_frozen: leave out those that do not require a gradient on any rank.
-
-    Raises:
-        CheckpointError: some elements are on no rank.
+    `exclude_frozen` leaves out those that do not require a gradient on any rank.
     """
     pairs = [pair for unit in model.units for pair in zip(unit.tensors, unit.parameters, strict=True)]
     own = [tensor for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen]
     if not is_divided(model):
-        return {t.name: WholeTensor(t.name, t.aliases, t.global_shape, t.dtype) for t in own}
-    with phase(model.comm, "gathering whole weights") as told:
-        told.said = [tensor.name for tensor in own]
-    wanted = {name for names in told.heard for name in names}
-    found: dict[str, WholeTensor] = {}
+        return {t.name: UnshardedTensor(t.name, t.aliases, t.global_shape, t.dtype) for t in own}
+    with collective_step(model.comm, "gathering whole weights") as step:
+        step.local = [tensor.name for tensor in own]
+    wanted = {name for names in step.gathered for name in names}
+    found: dict[str, UnshardedTensor] = {}
     parts: dict[str, dict[boxes.Region, None]] = {}
     for part in (part for some in _new_parts(model) for part in some):
         if part.name in wanted:
-            known = found.pop(part.name, WholeTensor(part.name, (), part.shape, part.dtype))
+            known = found.pop(part.name, UnshardedTensor(part.name, (), part.shape, part.dtype))
             aliases = dict.fromkeys((*known.aliases, *part.aliases))
             found[part.name] = replace(known, aliases=tuple(aliases))
             parts.setdefault(part.name, {})[part.box] = None
@@ -83,12 +73,12 @@ def whole_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> dict[
 
 
 def is_divided(model: CheckpointedModel) -> bool:
-    """Whether ranks have different tensors, or parts of them: the same on all ranks."""
+    """Return True if ranks have different tensors, or boxes of them; the same on all ranks."""
     return any(model.parts_of(tensor.index) for tensor in model.registry)
 
 
 def _new_parts(model: CheckpointedModel) -> Iterator[list[HeldPart]]:
-    """Yield for each parameter, unit by unit, the parts at its place that have not been at one before."""
+    """Yield for each parameter, unit by unit, the boxes at its position that are new."""
     seen: set[tuple[str, boxes.Region]] = set()
     for unit in model.units:
         for tensor in unit.tensors:
@@ -99,19 +89,18 @@ def _new_parts(model: CheckpointedModel) -> Iterator[list[HeldPart]]:
 
 
 def gathered_parameters(
-    model: CheckpointedModel, wanted: Mapping[str, WholeTensor], *, to_first: bool = False
-) -> Iterator[tuple[WholeTensor, torch.Tensor]]:
-    """Yield parameters with their whole values, unit by unit; all ranks iterate to the end together.
+    model: CheckpointedModel, wanted: Mapping[str, UnshardedTensor], *, to_first: bool = False
+) -> Iterator[tuple[UnshardedTensor, torch.Tensor]]:
+    """Yield parameters with their unsharded values, unit by unit. A collective; iterate to the end.
 
-    Whoever keeps a value keeps the memory of its whole unit: drop it before the next one is asked for.
+    A value keeps the memory of its unit alive: drop it before the next iteration.
 
     Args:
-        model: the sharded model.
-        wanted: which ones, by name, as `whole_parameters` returns them; the same on all ranks.
-        to_first: the first rank gets the values, and the others take part only; the same on all ranks.
+        wanted: by name, from `unsharded_parameters`; the same on all ranks.
+        to_first: only the first rank gets the values; the same on all ranks.
     """
     keep = not to_first or model.comm.rank == 0
-    waiting: dict[str, tuple[torch.Tensor, int]] = {}  # with the number of elements that are still to come
+    waiting: dict[str, tuple[torch.Tensor, int]] = {}  # with the number of missing elements
     divided, new = is_divided(model), _new_parts(model)
     for unit in model.units:
         parts = [[part for part in next(new) if part.name in wanted] for _ in unit.tensors]
@@ -136,7 +125,7 @@ def gathered_parameters(
 
 
 def _received(model: CheckpointedModel, part: HeldPart, own: torch.Tensor, *, to_first: bool) -> torch.Tensor | None:
-    """Return a part that some ranks have, on all ranks or on the first alone; the first of those sends it."""
+    """Return a box that some ranks have, on all ranks or on the first only; the first owner sends it."""
     comm, sender = model.comm, part.ranks[0]
     wanted = not to_first or comm.rank == 0
     if 0 in part.ranks if to_first else len(part.ranks) == comm.world:
@@ -155,7 +144,7 @@ def _received(model: CheckpointedModel, part: HeldPart, own: torch.Tensor, *, to
 
 
 def _put(waiting: dict[str, tuple[torch.Tensor, int]], part: HeldPart, values: torch.Tensor) -> torch.Tensor:
-    """Put a part into the tensor that waits for it, which is taken out when it has all; return it."""
+    """Copy a box into its pending tensor; remove and return the tensor when it is complete."""
     whole, left = waiting.pop(part.name, (None, 0))
     if whole is None:
         whole = torch.empty(part.shape, dtype=part.dtype, device=values.device)
@@ -167,19 +156,18 @@ def _put(waiting: dict[str, tuple[torch.Tensor, int]], part: HeldPart, values: t
 
 
 def names_of_all(model: CheckpointedModel) -> set[str]:
-    """Return the names of what ranks have, under all that they have; all ranks call this together.
-
-    There are none where all ranks have the same.
+    """Return all names of ranks' parameters, buffers and extra state; empty if all ranks have the same. A
+    collective.
     """
     parts = [part for tensor in model.registry for part in model.parts_of(tensor.index)]
     found = {name for part in parts for name in (part.name, *part.aliases)}
-    for said in _elsewhere(model):
-        found.update(said["buffers"], map(extra_name, said["extra"]))
+    for entry in _elsewhere(model):
+        found.update(entry["buffers"], map(extra_name, entry["extra"]))
     return found
 
 
 def all_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the persistent buffers of a module under every name that its state dict has."""
+    """Yield the persistent buffers of a module under every name of its state dict."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         for key, buffer in child._buffers.items():
             if buffer is not None and key not in child._non_persistent_buffers_set:
@@ -187,15 +175,14 @@ def all_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def state_dict(model: CheckpointedModel, *, exclude_frozen: bool = False, to_first: bool = False) -> dict[str, Any]:
-    """Return the module's whole state dict on the CPU; all ranks call this together.
+    """Return the module's unsharded state dict on the CPU. A collective.
 
     Args:
-        model: the sharded model.
         exclude_frozen: leave out parameters that do not require a gradient.
-        to_first: for the first rank alone; the others take part, and get an empty dictionary.
+        to_first: only for the first rank; others get an empty dictionary.
     """
     found: dict[str, Any] = {}
-    wanted = whole_parameters(model, exclude_frozen=exclude_frozen)
+    wanted = unsharded_parameters(model, exclude_frozen=exclude_frozen)
     for tensor, values in gathered_parameters(model, wanted, to_first=to_first):
         copied = values.cpu() if values.device.type != "cpu" else values.clone()
         found.update(dict.fromkeys((tensor.name, *tensor.aliases), copied))
@@ -209,9 +196,8 @@ def state_dict(model: CheckpointedModel, *, exclude_frozen: bool = False, to_fir
 
 
 def _in_order(module: nn.Module, found: Iterable[str]) -> list[str]:
-    """Return names in the order of a plain module's state dict; those of other ranks behind what they were found after.
-
-    These are experts, or layers, beside those that this rank has.
+    """Return names in the order of a plain module's state dict; those of other ranks (experts, layers) after their
+    predecessors.
     """
     known = dict.fromkeys(_names(module))
     behind: dict[str | None, list[str]] = {}
@@ -230,28 +216,26 @@ def _in_order(module: nn.Module, found: Iterable[str]) -> list[str]:
 
 
 def gathered_buffers(model: CheckpointedModel) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers of the module, and those that only other ranks have; all ranks call this together.
-
-    Raises:
-        CheckpointError: modules that not all ranks have define `get_extra_state`, which cannot be sent.
+    """Return the persistent buffers of the module, and those of other ranks only. A collective. Raises
+    CheckpointError if modules that only some ranks have define `get_extra_state`, which cannot be sent.
     """
     found = dict(all_buffers(model.module))
-    told = _elsewhere(model)
+    gathered = _elsewhere(model)
     homes: dict[str, tuple[int, Any]] = {}
     extra: dict[str, int] = {}
-    for rank, said in enumerate(told):
-        for name, facts in said["buffers"].items():
+    for rank, entry in enumerate(gathered):
+        for name, facts in entry["buffers"].items():
             homes.setdefault(name, (rank, facts))
-        for name in said["extra"]:
+        for name in entry["extra"]:
             extra.setdefault(name, rank)
-    lacking = [name for name in extra if not all(name in said["extra"] for said in told)]
+    lacking = [name for name in extra if not all(name in entry["extra"] for entry in gathered)]
     if lacking:
         raise CheckpointError(
             f"extra state of modules that not all ranks have cannot be gathered: {outline(lacking)} (on rank "
             f"{extra[lacking[0]]}); save a checkpoint, and export that"
         )
     for name, (rank, (dtype, shape)) in homes.items():
-        if all(name in said["buffers"] for said in told):
+        if all(name in entry["buffers"] for entry in gathered):
             continue
         if model.comm.rank == rank:
             values = found[name].detach().contiguous()
@@ -263,13 +247,13 @@ def gathered_buffers(model: CheckpointedModel) -> dict[str, torch.Tensor]:
 
 
 def _elsewhere(model: CheckpointedModel) -> list[dict[str, Any]]:
-    """Return what each rank has besides parameters, where ranks may have different modules; all ranks call together."""
+    """Return each rank's buffers and extra state, if ranks may have different modules. A collective."""
     if not is_divided(model):
         return []
-    with phase(model.comm, "comparing modules") as told:
+    with collective_step(model.comm, "comparing modules") as step:
         held = {name: [name_of(buffer.dtype), list(buffer.shape)] for name, buffer in all_buffers(model.module)}
-        told.said = {"buffers": held, "extra": [name for name, _ in extra_states(model.module)]}
-    return told.heard
+        step.local = {"buffers": held, "extra": [name for name, _ in extra_states(model.module)]}
+    return step.gathered
 
 
 def _names(module: nn.Module) -> Iterator[str]:
@@ -279,10 +263,8 @@ def _names(module: nn.Module) -> Iterator[str]:
 
 
 def check_file_name(name: str) -> str:
-    """Return the name of a file of weights.
-
-    Raises:
-        CheckpointPathError: it is not a plain name, or its ending does not say how the file is to be written.
+    """Return the name of a file of weights. Raises CheckpointPathError if it is not a plain name, or its suffix
+    gives no format.
     """
     if not name.endswith((".safetensors", *PICKLED)) or os.path.basename(name) != name or name.startswith("."):
         raise CheckpointPathError(
@@ -295,15 +277,12 @@ def check_file_name(name: str) -> str:
 def write_weights(
     model: CheckpointedModel, parent: str, name: str, *, exclude_frozen: bool = False, max_shard_size: int | None = None
 ) -> None:
-    """Write whole weights, in the dtype the module computes with, under all names.
+    """Write unsharded weights, in the dtype the module computes with, under all names. A collective.
 
-    Rank 0 writes while units are gathered one after the other; all ranks call this together. The file appears whole or
-    not at all; one that is there is replaced.
+    Rank 0 writes while units are unsharded in turn. The file appears atomically and replaces an existing one.
 
     Args:
-        model: the sharded model.
-        parent: directory.
-        name: of the file; its ending says how it is written.
+        name: of the file; its suffix gives the format.
         exclude_frozen: leave out parameters that do not require a gradient.
         max_shard_size: bytes of tensors in one file (see `WeightFiles`); None: one file.
 
@@ -312,7 +291,7 @@ def write_weights(
     """
     rank = model.comm.rank
     what = f"saving weights to {os.path.join(parent, name)}"
-    wanted = whole_parameters(model, exclude_frozen=exclude_frozen)
+    wanted = unsharded_parameters(model, exclude_frozen=exclude_frozen)
     entries: list[Entry] = []
     for tensor in wanted.values():
         entries += _entries(tensor, once=name.endswith(PICKLED))
@@ -321,11 +300,11 @@ def write_weights(
     files: WeightFiles | None = None
     failure: Exception | None = None
     try:
-        with phase(model.comm, what):
+        with collective_step(model.comm, what):
             if rank == 0:
                 files = WeightFiles(parent, entries, name, max_shard_size=max_shard_size, overwrite=True)
         for tensor, values in gathered_parameters(model, wanted, to_first=True):
-            # A full disk must not end the loop on rank 0 alone: the others gather with it.
+            # A full disk must not end the loop on rank 0 only, because the others take part in its all-gathers.
             if files is not None and failure is None:
                 try:
                     for entry in _entries(tensor, once=name.endswith(PICKLED)):
@@ -333,7 +312,7 @@ def write_weights(
                 except (OSError, CheckpointError) as error:
                     failure = error
             del values
-        with phase(model.comm, what):
+        with collective_step(model.comm, what):
             if failure is not None:
                 raise failure
             if files is not None:
@@ -345,8 +324,8 @@ def write_weights(
             files.abandon()
 
 
-def _entries(tensor: WholeTensor, *, once: bool) -> list[Entry]:
-    """Return what is written of a parameter: it under each of its names, or once for all."""
+def _entries(tensor: UnshardedTensor, *, once: bool) -> list[Entry]:
+    """Return the entries of a parameter: one for each of its names, or one for all."""
     spec = Spec(tensor.dtype, tensor.shape)
     if once:
         return [Entry(tensor.name, spec, tensor.aliases)]
@@ -356,26 +335,24 @@ def _entries(tensor: WholeTensor, *, once: bool) -> list[Entry]:
 def load_state_dict(
     model: CheckpointedModel, values: Mapping[str, Any], *, strict: bool = True, may_lack: frozenset[str] = frozenset()
 ) -> None:
-    """Take over a state dict of the plain module; all ranks call this together with the same values.
+    """Load a state dict of the plain module, the same on all ranks. A collective.
 
-    Master weights are set to the given values, with all their digits.
+    Master weights are set to the given values, in full precision.
 
     Args:
-        model: the model to be loaded.
-        values: the state dict.
         strict: names must be the same.
-        may_lack: names that may be missing all the same.
+        may_lack: names that may be missing nevertheless.
 
     Raises:
-        CheckpointError: names (if `strict`) or shapes do not fit; nothing has been changed then.
+        CheckpointError: names (if `strict`) or shapes do not match; nothing has changed then.
     """
     elsewhere = names_of_all(model)
-    with phase(model.comm, "loading a state dict"):
+    with collective_step(model.comm, "loading a state dict"):
         found, plain = _match(model, values, strict, may_lack, elsewhere)
     model.finish_gathers()
     with torch.no_grad():
         runs = model.value_runs()
-        for indices in model.lent_in_turn():
+        for indices in model.iter_resident():
             for index in found.keys() & set(indices):
                 box, flat = model.box_of(model.registry[index]), found[index].detach()
                 flat = (flat if box is None else cut(flat, box)).reshape(-1)

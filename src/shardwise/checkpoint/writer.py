@@ -1,16 +1,16 @@
-"""The process that writes a rank's checkpoints while training goes on. It runs without torch, and starts in 0.1 s.
+"""The writer process of asynchronous saves. It runs without torch, and starts in 0.1 s.
 
-Started by `shardwise.checkpoint.background` with a socket. Every message is one save: where to write, and where in the
-shared memory the bytes are. Each rank's process writes its own file and then a small one with the facts about it; rank
-0's waits for the facts of all, and publishes. So nobody needs the ranks themselves, which are busy training.
+`shardwise.checkpoint.background` starts it with a socket. Every message is one save: the target, and the offsets in the
+shared memory. Each rank's process writes its own file and a sidecar file with its part of the manifest. Rank 0's waits
+for the sidecars of all, and publishes. The training ranks take no part.
 
-What may go wrong, and who notices:
+Failures, and their detection:
 
-    a file cannot be written     its process leaves a file that says so, instead of the facts
-    a process is killed          it holds the lock of a file until it has left one of the two; rank 0's tries that lock.
-                                 Where locks do not reach other machines, a sign of life every few seconds is missed
-    rank 0's process is killed   nothing is published; the lock of the draft is gone, so the next save removes it
-    the rank is killed           its process sees that it has another parent now, and ends at once
+    a file cannot be written     its process writes the reason in place of the sidecar
+    a process is killed          it holds the lock of a file until it has written one of the two; rank 0's tries that
+                                 lock. If locks do not reach other machines, heartbeats stop
+    rank 0's process is killed   nothing is published; the staging directory is unlocked, and the next save removes it
+    the rank is killed           its process sees another parent, and exits at once
     the directory vanishes       the next file cannot be created in it; rank 0's process cannot list it
 """
 
@@ -31,29 +31,39 @@ from dataclasses import asdict, dataclass, field
 
 from shardwise.checkpoint import directory
 from shardwise.checkpoint.checksums import in_words, write_bytes
-from shardwise.checkpoint.publish import FACTS, FAILURE, LOCK, Whole, beside, file_name, publish, unwritable
+from shardwise.checkpoint.publish import (
+    FACTS,
+    FAILURE,
+    LOCK,
+    CheckpointHeader,
+    file_name,
+    publish,
+    sidecar_path,
+    unwritable,
+)
 from shardwise.errors import CheckpointError
 
 LIMIT = 1 << 17
 """Bytes of one message."""
 
 _MOST_WORDS = 8000
-"""Characters of a failure that are passed on; paths may be long, a message must not be."""
+"""Maximum characters of a failure's text, because paths may be long."""
 
 _MOST_NOTES, _MOST_NOTED = 10, 1000
-"""Notes on older checkpoints, and characters of each."""
+"""Maximum number of notes on older checkpoints, and characters of each."""
 
 SILENCE_S = 180.0
-"""How long a process that cannot be seen by its lock may give no sign of life. File systems that machines share may
-show a change of another machine a minute late."""
+"""Seconds without a heartbeat after which an invisible process is dead. Shared file systems may show another machine's
+change a minute late.
+"""
 
 _BEAT_S = 5.0
 _PARENT_S = 0.1
 _POLL_S, _LONGEST_POLL_S = 0.02, 1.0
-_TELL_S = 1.0
+_NOTIFY_S = 1.0
 _NICENESS = 5
 NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that are sent to a whole group or session and mean the rank, which then waits for what is being written."""
+"""Signals for a group or session, which are meant for the rank; the rank waits for the save."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +71,12 @@ class WriteJob:
     """One save, for the process of one rank.
 
     Attributes:
-        rank: the rank.
-        world: number of ranks that write.
-        parent, tag, token: they name the draft; see `shardwise.checkpoint.directory.StagingDirectory`.
-        ends: in the shared memory: of this rank's file, with which it begins; of its part as JSON; on rank 0 of what is
-            known of the whole as JSON.
+        parent, tag, token: identify the staging directory; see `shardwise.checkpoint.directory.StagingDirectory`.
+        ends: offsets in the shared memory: end of this rank's file, which is first; of its part as JSON; on rank 0 of
+            the header as JSON.
         memory: bytes of the shared memory.
         unseen: ranks whose locks rank 0 does not see.
-        direct: write past the page cache where the file system can do that.
+        direct: write past the page cache if the file system supports it.
     """
 
     rank: int
@@ -83,25 +91,25 @@ class WriteJob:
 
     @property
     def path(self) -> str:
-        """Directory of the draft."""
+        """The staging directory."""
         return directory.StagingDirectory.taken_over(self.parent, self.tag, self.token, None).path
 
     def file(self, rank: int, ending: str) -> str:
-        """Return the path of a file that a rank leaves in the draft."""
-        return os.path.join(self.path, beside(file_name(rank, self.world, self.token), ending))
+        """Return the path of a rank's file in the staging directory."""
+        return os.path.join(self.path, sidecar_path(file_name(rank, self.world, self.token), ending))
 
 
 @dataclass
 class Outcome:
-    """What has become of one save.
+    """Outcome of one save.
 
     Attributes:
-        token: which one.
-        error: why it failed; None: this rank's part is written, and on rank 0 the checkpoint stands.
+        token: of the save.
+        error: why it failed; None: this rank's part is written, and on rank 0 the checkpoint is published.
         origin: the rank where it failed.
-        notes: what there is to tell about older checkpoints.
+        notes: notes on older checkpoints.
         size: bytes of this rank's file.
-        seconds: from the snapshot until this was known.
+        seconds: since the snapshot.
     """
 
     token: str
@@ -117,44 +125,42 @@ def perform(
     memory: memoryview,
     part_lock: int | None,
     draft_lock: int | None,
-    life: Life,
-    await_told: Callable[[list[int]], object] = lambda ranks: None,
+    watchdog: ParentWatchdog,
+    on_waiting: Callable[[list[int]], object] = lambda ranks: None,
 ) -> Outcome:
     """Write this rank's part, and on rank 0 publish when all have done so.
 
     Args:
-        job: what to do.
-        memory: the shared memory.
         part_lock: descriptor of this rank's lock; closed as soon as its part is written or has failed.
-        draft_lock: rank 0: descriptor of the draft's lock.
-        life: gives signs of life.
-        await_told: called about every second with ranks whose parts are waited for.
+        draft_lock: rank 0: descriptor of the staging directory's lock.
+        watchdog: sends heartbeats.
+        on_waiting: called about every second with ranks whose parts are missing.
     """
     begun = time.monotonic()
     outcome = Outcome(job.token, origin=job.rank, size=job.ends[0])
-    life.beat_on(job.file(job.rank, LOCK))
+    watchdog.beat_on(job.file(job.rank, LOCK))
     try:
         _write_part(job, memory)
     except Exception as error:
         outcome.error = _words(error)
         _leave_failure(job, outcome.error)
     finally:
-        life.beat_on(None)
+        watchdog.beat_on(None)
         if part_lock is not None:
             os.close(part_lock)
     if job.rank == 0:
         draft = directory.StagingDirectory.taken_over(job.parent, job.tag, job.token, draft_lock)
         try:
-            failed = _await_parts(job, await_told)
+            failed = _await_parts(job, on_waiting)
             if outcome.error is None and failed is not None:
                 outcome.origin, outcome.error = failed
             if outcome.error is None:
-                notes = publish(draft, Whole(**json.loads(bytes(memory[job.ends[1] : job.ends[2]]))))
+                notes = publish(draft, CheckpointHeader(**json.loads(bytes(memory[job.ends[1] : job.ends[2]]))))
                 outcome.notes = [note[:_MOST_NOTED] for note in notes[:_MOST_NOTES]]
         except Exception as error:
             outcome.error = _words(error)
         finally:
-            draft.discard()  # what is published is no draft any more
+            draft.discard()  # already published
     outcome.seconds = time.monotonic() - begun
     return outcome
 
@@ -163,7 +169,7 @@ def _write_part(job: WriteJob, memory: memoryview) -> None:
     file = file_name(job.rank, job.world, job.token)
     try:
         facts = write_bytes(os.path.join(job.path, file), memory[: job.ends[0]], direct=job.direct)
-        # One more entry in the JSON object of the part, which may be large and need not be parsed for it.
+        # Appended to the JSON text of the part, because parsing a large one is slow.
         known = json.dumps({"facts": [facts.size, list(facts.checksums)]}).encode()
         _leave(job.file(job.rank, FACTS), known[:-1] + b"," + bytes(memory[job.ends[0] + 1 : job.ends[1]]))
     except OSError as error:
@@ -171,7 +177,6 @@ def _write_part(job: WriteJob, memory: memoryview) -> None:
 
 
 def _leave(path: str, text: bytes) -> None:
-    """Let a file appear, whole."""
     directory.write_file(f"{path}.new", text)
     os.rename(f"{path}.new", path)
 
@@ -181,19 +186,19 @@ def _leave_failure(job: WriteJob, words: str) -> None:
     try:
         _leave(path, words.encode())
     except OSError:
-        # On a full disk there may still be room for a name. If not, the lock that is given up says it.
+        # On a full disk there may still be room for a name. If not, the free lock shows the failure.
         with contextlib.suppress(OSError), open(path, "xb"):
             pass
 
 
 def _await_parts(
-    job: WriteJob, await_told: Callable[[list[int]], object] = lambda ranks: None
+    job: WriteJob, on_waiting: Callable[[list[int]], object] = lambda ranks: None
 ) -> tuple[int, str] | None:
     """Wait until every other rank's process has done its part; return the first failure: rank and words."""
     waiting = set(range(1, job.world))
     failed: tuple[int, str] | None = None
     signs: dict[int, tuple[int, float]] = {}
-    last, told = time.monotonic(), False
+    last, waited = time.monotonic(), False
     while waiting:
         try:
             names = set(os.listdir(job.path))
@@ -213,24 +218,23 @@ def _await_parts(
             if failure is not None:
                 waiting.discard(rank)
                 failed = failed or (rank, failure)
-        if waiting and time.monotonic() - last >= _TELL_S:
+        if waiting and time.monotonic() - last >= _NOTIFY_S:
             last = time.monotonic()
-            await_told(sorted(waiting)[:_MOST_NOTES])
-            told = True
-        if waiting:  # many are asked less often: each costs the file system a few calls
+            on_waiting(sorted(waiting)[:_MOST_NOTES])
+            waited = True
+        if waiting:  # many are checked less often, because each check is a few calls of the file system
             time.sleep(min(_LONGEST_POLL_S, _POLL_S * len(waiting)))
-    if told:
-        await_told([])
+    if waited:
+        on_waiting([])
     return failed
 
 
 def _has_left_something(job: WriteJob, rank: int) -> bool:
-    """Whether a rank has ended its part between the look at the directory and the look at its lock."""
+    """Return True if a rank has finished between the looks at the directory and at its lock."""
     return any(os.path.exists(job.file(rank, ending)) for ending in (FACTS, FAILURE))
 
 
 def _silence(job: WriteJob, rank: int, signs: dict[int, tuple[int, float]]) -> str | None:
-    """Return why a process that cannot be seen by its lock is given up, or None if it is not."""
     with contextlib.suppress(FileNotFoundError):
         seen = os.stat(job.file(rank, LOCK)).st_mtime_ns
         if signs.get(rank, (None, 0.0))[0] != seen:
@@ -247,20 +251,20 @@ def _words(error: BaseException) -> str:
     return in_words(error)[:_MOST_WORDS]
 
 
-class Life(threading.Thread):
-    """Ends this process when its parent has gone, and gives signs of life while it writes.
+class ParentWatchdog(threading.Thread):
+    """Ends this process after its parent, and sends heartbeats while it writes.
 
-    The parent is asked for rather than waited for: a signal of the kernel (PR_SET_PDEATHSIG) would come when the thread
-    ends that has started this process, and the end of a socket not as long as a child of the parent has inherited it.
+    The parent is polled. The kernel's signal (PR_SET_PDEATHSIG) would come when the thread exits that has started this
+    process. A socket stays open while another child of the parent has inherited it.
     """
 
     def __init__(self, parent: int) -> None:
-        super().__init__(name="shardwise-life", daemon=True)
+        super().__init__(name="shardwise-parent-watchdog", daemon=True)
         self._parent = parent
         self._path: str | None = None
 
     def beat_on(self, path: str | None) -> None:
-        """Touch a file from time to time; None: no more."""
+        """Touch a file from time to time; None: stop."""
         self._path = path
 
     def run(self) -> None:
@@ -276,8 +280,8 @@ class Life(threading.Thread):
         os._exit(1)
 
 
-def serve(channel: socket.socket, life: Life) -> None:
-    """Do one job after the other until the socket is closed at the other end."""
+def serve(channel: socket.socket, watchdog: ParentWatchdog) -> None:
+    """Run one job after the other until the other end closes the socket."""
     memory: mmap.mmap | None = None
     held = -1
     while True:
@@ -292,11 +296,11 @@ def serve(channel: socket.socket, life: Life) -> None:
         if "memory" in given or memory is None or len(memory) != job.memory:
             memory = mmap.mmap(held, job.memory, access=mmap.ACCESS_READ)
 
-        def await_told(ranks: list[int]) -> None:
+        def on_waiting(ranks: list[int]) -> None:
             channel.send(json.dumps({"awaits": ranks}).encode())
 
         with memoryview(memory) as view:
-            outcome = perform(job, view, given.get("part"), given.get("draft"), life, await_told)
+            outcome = perform(job, view, given.get("part"), given.get("draft"), watchdog, on_waiting)
         channel.send(json.dumps(asdict(outcome)).encode())
 
 
@@ -305,9 +309,9 @@ def main() -> None:
     descriptor, parent = int(sys.argv[2]), int(sys.argv[3])
     for number in NOT_FOR_US:
         signal.signal(number, signal.SIG_IGN)
-    life = Life(parent)
-    life.start()
+    watchdog = ParentWatchdog(parent)
+    watchdog.start()
     with contextlib.suppress(OSError):
         os.nice(_NICENESS)
     with socket.socket(fileno=descriptor) as channel, contextlib.suppress(ConnectionError):
-        serve(channel, life)
+        serve(channel, watchdog)

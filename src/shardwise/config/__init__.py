@@ -1,9 +1,8 @@
-"""The configuration: reading it, checking it, and filling in what it leaves open.
+"""The configuration: schema, reading, checking, and resolving "auto".
 
-One strict schema (`Config`) describes every key. A configuration goes through `resolve`, which either returns
-a `Resolution` with every value settled and a reason for each that the user did not write, or raises one error
-that lists everything that is wrong. Nothing here imports torch unless an optimizer or schedule of torch has
-to be looked up.
+One strict schema (`Config`) describes every key. `resolve` returns a `Resolution`, with a reason for each value that
+the user did not write, or raises one error that lists all problems. torch is imported only to look up one of its
+optimizers or schedules.
 """
 
 from .arguments import CONFIG_ARGUMENTS, config_arguments, config_path, config_source

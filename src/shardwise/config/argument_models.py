@@ -1,4 +1,4 @@
-"""Arguments checked by their models: those in a configuration, and those of constructors that a script calls."""
+"""Checks of arguments by pydantic models: those in a configuration and those of constructors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ Model = TypeVar("Model", bound=Arguments)
 def check(
     model: type[Model], values: Mapping[str, Any], at: str, name: str, later: Collection[str] = ()
 ) -> Model | list[Problem]:
-    """Return the arguments with defaults filled in, or what is wrong with them.
+    """Return the arguments with defaults filled in, or the problems.
 
     Args:
-        model: describes the arguments.
-        values: what is given, by name.
-        at: where an argument stands, with {} for its name.
+        at: template of an argument's path, with {} for its name.
         name: the class, in messages.
-        later: required arguments that need not be there yet.
+        later: required arguments that may still be absent.
     """
     keys = keys_of(model)
     wrong: dict[str, Problem] = {}
@@ -38,7 +36,7 @@ def check(
         if key not in keys and key == "max_grad_norm":
             wrong[key] = Problem(here, CLIPPING)
         elif key not in keys and not takes_any_key(model):
-            # Looking for what was meant takes long; the message does not show more.
+            # Nearest names are slow to find, and the message lists no more.
             close = nearest(str(key), list(keys), 0.8) if len(wrong) < LISTED else None
             advice = f"did you mean `{at.format(close)}`?" if close else _advice(model, str(key), keys)
             wrong[key] = Problem(here, f"{name} has no such argument; {advice}")
@@ -59,7 +57,6 @@ def check(
 
 
 def _advice(model: type[Arguments], name: str, keys: Collection[str]) -> str:
-    """Return which other class of the same kind has an argument, and the arguments of this class."""
     others = [other.called() for other in NATIVE_SCHEDULES.values() if other is not model and name in keys_of(other)]
     is_schedule = model in NATIVE_SCHEDULES.values()
     owner = f"it belongs to {' and '.join(others)}; " if others and is_schedule else ""
@@ -70,13 +67,12 @@ def checked(model: type[Model], values: Mapping[str, Any], at: str = "", name: s
     """Return the arguments with defaults filled in.
 
     Args:
-        model: describes the arguments.
-        values: what is given, by name.
-        at: where an argument stands, with {} for its name; empty: in a call of the class.
+        model, values: as for `check`.
+        at: as for `check`; empty: in a call of the class.
         name: the class, in messages; empty: that of the model.
 
     Raises:
-        ConfigError: something is wrong with them; the message tells where, what, and the fix.
+        ConfigError: an argument is wrong; the message gives path, problem and fix.
 
     >>> from shardwise.config.schema.schedules import WarmupLRArguments
     >>> checked(WarmupLRArguments, {"warmup_num_steps": 1e2}).warmup_num_steps
@@ -97,5 +93,5 @@ def checked(model: type[Model], values: Mapping[str, Any], at: str = "", name: s
 
 
 def called(model: type[Model], given: Mapping[str, Any], at: str = "", name: str = "") -> Model:
-    """Return the arguments of a constructor; `given` may have more names, such as `locals()` has. Else as `checked`."""
+    """Return the arguments of a constructor, as `checked`; `given` may have further names, as `locals()` has."""
     return checked(model, {key: given[key] for key in keys_of(model) if key in given}, at, name)

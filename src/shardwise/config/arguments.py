@@ -1,4 +1,4 @@
-"""Which configuration file the parsed arguments of a script name."""
+"""The configuration that a script's parsed arguments name."""
 
 from __future__ import annotations
 
@@ -7,25 +7,18 @@ from typing import Any
 from shardwise.errors import ConfigError
 
 CONFIG_ARGUMENTS = ("shardwise_config", "deepspeed_config", "deepscale_config")
-"""Attributes by which a namespace of parsed arguments names the file; they mean the same."""
+"""Attributes of parsed arguments that name the configuration; synonyms."""
 
 
 def config_arguments(args: object) -> dict[str, Any]:
-    """Return the arguments that give a configuration, each with the file, or the dictionary that a script has made."""
+    """Return the arguments that give a configuration, each with its path or dictionary."""
     return {name: value for name in CONFIG_ARGUMENTS if (value := getattr(args, name, None)) is not None}
 
 
 def config_path(args: object) -> Any:
-    """Return the configuration that parsed arguments name, whichever of the three spellings was used.
+    """Return the path or dictionary that parsed arguments name, in any of the three spellings; None if none does.
 
-    Args:
-        args: what `parse_args` returned; attributes that it lacks count as not given.
-
-    Returns:
-        The path, or the dictionary that a script has put there; None if no argument names one.
-
-    Raises:
-        ConfigError: two spellings name different configurations.
+    Raises ConfigError if two spellings name different configurations.
     """
     given = config_arguments(args)
     first = next(iter(given.values()), None)
@@ -36,11 +29,7 @@ def config_path(args: object) -> Any:
 
 
 def config_source(args: object, config: Any, config_params: Any) -> Any:
-    """Return the one configuration that the arguments of `initialize` give.
-
-    Raises:
-        ConfigError: there is none, or there are two.
-    """
+    """Return the configuration among the arguments of `initialize`. Raises ConfigError if none is given, or two are."""
     given = {"config": config, "config_params": config_params}
     named = config_path(args)
     if named is not None:

@@ -1,8 +1,7 @@
-"""Choosing a value for every "auto", from facts where there are any, and remembering the reason.
+"""Choosing a value for every "auto", with the reason.
 
-"auto" may stand for any single value of the schema and for any argument of the optimizer or the schedule. A
-value that nothing is known about falls back to its default; a required one without a default is an error that
-says which fact is missing.
+"auto" may stand for any single value of the schema and for any argument of the optimizer or the schedule. A value is
+chosen from facts, else it is the default. Without facts a required value is an error that names the missing fact.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ RULES: dict[str, Callable[[Facts], Choice]] = {
     "fp16.enabled": _precision("fp16"),
     "bf16.enabled": _precision("bf16"),
 }
-"""Keys that facts bear on. Everything else takes its default."""
+"""Keys whose value is chosen from facts; other keys take their default."""
 
 _SIZED = "units have the size of the model's blocks; no number is needed"
 REASONS: dict[str, str] = dict.fromkeys(
@@ -53,11 +52,11 @@ REASONS: dict[str, str] = dict.fromkeys(
     ),
     _SIZED,
 )
-"""Keys whose default is better than any number derived from a width (trainers use hidden_size^2, less than a block)."""
+"""Keys whose default is better than a number derived from the width (trainers use hidden_size^2, less than a block)."""
 
 
 class _Chosen(NamedTuple):
-    """A value with its reason; `write` is false where leaving the key out has the same meaning."""
+    """A value with its reason; `write` is False if the key may as well be absent."""
 
     value: Any
     reason: str
@@ -65,10 +64,10 @@ class _Chosen(NamedTuple):
 
 
 def resolve_autos(found: Scan, facts: Facts) -> tuple[list[Note], list[Problem]]:
-    """Put a value in the place of every "auto" of `found.data`; the batch keys are left to `batch`."""
+    """Replace every "auto" of `found.data`, except for the batch keys, which `batch` resolves."""
     notes: list[Note] = []
     problems: list[Problem] = []
-    # The optimizer comes first because the schedule's peak is the optimizer's learning rate.
+    # The optimizer is first, because the schedule's peak is the optimizer's learning rate.
     for path in sorted(found.autos, key=lambda item: (item[0] == "scheduler", tuple(map(str, item)))):
         if path in [(name,) for name in _BATCH]:
             continue
@@ -85,19 +84,17 @@ def resolve_autos(found: Scan, facts: Facts) -> tuple[list[Note], list[Problem]]
 
 
 def _value(path: Path, key: Key, facts: Facts) -> _Chosen:
-    """Choose a value of the schema."""
     rule = RULES.get(dotted(path))
     choice = rule(facts) if rule is not None else None
     if choice is not None:
         return _Chosen(*choice)
-    unknown = "the default; the caller has not said" if rule is not None else "the default"
+    unknown = "the default; the caller gave no value" if rule is not None else "the default"
     reason = REASONS.get(dotted(path), unknown)
-    # Not written, so that it does not look like the user's own choice of a number.
+    # Not written, because a number would look like the user's choice.
     return _Chosen(key.default, reason, write=False)
 
 
 def _argument(path: Path, found: Scan, facts: Facts) -> _Chosen | str:
-    """Choose an argument of the optimizer, of the schedule or of the compression, or say why there is none."""
     section, name = str(path[0]), str(path[-1])
     if path[1] != "params" or section not in ("optimizer", "scheduler", "compression"):
         return '"auto" has no meaning here: these arguments belong to another library; write a value'
@@ -105,7 +102,7 @@ def _argument(path: Path, found: Scan, facts: Facts) -> _Chosen | str:
     if arguments is None:
         return _Chosen(AUTO, "the type is unknown", write=False)
     if name not in arguments:
-        # Written back so that the check of arguments reports it with the nearest name.
+        # Kept, so that the check of arguments reports the name with the nearest known one.
         return _Chosen(AUTO, "no such argument")
     if name in Facts.__dataclass_fields__ and getattr(facts, name) is not None:
         return _Chosen(getattr(facts, name), f"the caller's {name}")
@@ -119,7 +116,7 @@ def _argument(path: Path, found: Scan, facts: Facts) -> _Chosen | str:
 
 
 def _arguments(section: str, found: Scan) -> dict[str, Key] | None:
-    """Arguments of the configured class; None if its name is absent or unknown, which other checks report."""
+    """Return the arguments of the configured class; None if its name is unknown, which other checks report."""
     kind = found.data[section].get("type")
     if not isinstance(kind, str):
         return None
@@ -133,7 +130,6 @@ def _arguments(section: str, found: Scan) -> dict[str, Key] | None:
 
 
 def _peak(found: Scan, facts: Facts) -> _Chosen:
-    """The learning rate that a warm-up leads to: the optimizer's own."""
     optimizer = found.data.get("optimizer")
     params = optimizer.get("params") if isinstance(optimizer, dict) else None
     lr = params.get("lr") if isinstance(params, dict) else None

@@ -1,7 +1,7 @@
 """The batch equation: train_batch_size = micro-batch x accumulation steps x data-parallel ranks.
 
-Any sufficient part of it determines the rest. Nothing is rounded: numbers that do not fit are refused, with a
-proposal that does.
+Any sufficient subset determines the rest. Numbers that contradict each other are refused, with a proposal; nothing is
+rounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STEPS = "gradient_accumulation_steps"
 
 @dataclass(frozen=True)
 class ResolvedBatch:
-    """A solved batch equation; `reasons` says where each number that the user did not write came from."""
+    """A solved batch equation; `reasons` has the source of each number that the user did not write."""
 
     train: int
     micro: int
@@ -33,15 +33,10 @@ class ResolvedBatch:
 
 
 def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: Document) -> ResolvedBatch | Problem:
-    """Fill in what is missing of the three batch keys, or say why it cannot be done.
+    """Fill in the missing batch keys of a validated configuration, or return the problem.
 
-    Args:
-        config: validated configuration; "auto" and absent keys are None.
-        world_size: number of data-parallel ranks.
-        facts: micro-batch size and accumulation steps of the caller stand in for keys that are absent or
-            "auto".
-        found: the scan, for spelling and for which keys were "auto".
-        document: where the configuration and its keys came from, for messages.
+    `facts` has the caller's micro-batch size and accumulation steps, for keys that are absent or "auto". `found` and
+    `document` are for messages.
     """
     train, micro, steps = (
         config.train_batch_size,
@@ -53,7 +48,7 @@ def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: 
         for name, value in ((TRAIN, train), (MICRO, micro), (STEPS, steps))
         if value is not None
     }
-    # The caller's numbers only stand in for what the configuration leaves open; they never overrule it.
+    # The caller's numbers only replace absent keys and never overrule the configuration.
     open_steps = steps is None and (STEPS,) in found.autos and (train is None or micro is None)
     if open_steps and facts.gradient_accumulation_steps is not None:
         steps, sources[STEPS] = facts.gradient_accumulation_steps, "the caller"
@@ -78,7 +73,7 @@ def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: 
 
 
 def _fill(train: int | None, micro: int | None, steps: int | None, world: int) -> tuple[int, int, int] | None:
-    """Solve for what is None; the caller checks that the equation holds."""
+    """Solve for None values; the caller checks the equation."""
     if train is None:
         if micro is None:
             return None
@@ -115,21 +110,20 @@ def _nothing_given(found: Scan, document: Document) -> str:
         else f"neither `{TRAIN}` nor `{MICRO}` given"
     )
     return (
-        f"the batch size is unknown: {which}, and the caller has not said how many samples a rank gets. The Trainer "
+        f"the batch size is unknown: {which}, and the caller gave no micro-batch size. The Trainer "
         'and Accelerate write it in the place of "auto"; Lightning and mmengine add the key. '
         f'In a script of your own write for example "{MICRO}": 1'
     ) + _left_out(document)
 
 
 def _left_out(document: Document) -> str:
-    """Name the keys that were left out of the configuration, one of which may have been meant."""
+    """Return a message that names keys without effect, because one of them may be a misspelled batch key."""
     names = [f"`{note.path}`" for note in document.ignored]
     shown = ", ".join(names[:LISTED]) + (", ..." if len(names) > LISTED else "")
     return f". Keys without effect in {document.origin}: {shown}" if names else ""
 
 
 def _contradiction(train: int | None, micro: int | None, steps: int | None, world: int, sources: dict[str, str]) -> str:
-    """Explain with numbers, where they came from, and a solution."""
     known = {TRAIN: train, MICRO: micro, STEPS: steps}
     numbers = [f"{name} = {value} ({sources[name]})" for name, value in known.items() if value is not None]
     lines = [
@@ -155,7 +149,7 @@ def _equation(train: int | None, micro: int | None, steps: int | None, world: in
 
 
 def _proposals(train: int | None, micro: int | None, steps: int | None, world: int) -> list[str]:
-    """Numbers that fit: keep the batch if it can be kept, else the nearest batch that fits."""
+    """Return numbers that fit: the same batch if possible, else the nearest."""
     proposals = []
     assert train is not None
     if micro is not None and steps is not None:

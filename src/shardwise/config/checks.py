@@ -1,4 +1,4 @@
-"""Checks that need more than one key: combinations that contradict each other. Each names both sides."""
+"""Checks of combinations of keys that contradict each other. Each message names both keys."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _masters(config: Config, found: Scan) -> Iterator[Problem]:
         yield Problem("bf16.rounding", message, ConflictError)
     if bf16.bf16_optimizer_states and not without:
         message = (
-            'needs `bf16.bf16_master_weights_and_grads` to be true, or `bf16.master_weights` to be "none"; beside fp32 '
+            'needs `bf16.bf16_master_weights_and_grads` to be true, or `bf16.master_weights` to be "none"; with fp32 '
             "master weights write `optimizer.params.fp32_optimizer_states` = false"
         )
         yield Problem("bf16.bf16_optimizer_states", message, ConflictError)
@@ -174,12 +174,12 @@ def _zero(config: Config) -> Iterator[Problem]:
 def _zeropp(config: Config, world_size: int) -> Iterator[Problem]:
     zero = config.zero_optimization
     second, node = zero.zero_hpz_partition_size, zero.zero_node_size
-    for name, asked, what in (
+    for name, requested, what in (
         ("zero_quantized_weights", zero.zero_quantized_weights, "gathers of sharded parameters"),
         ("zero_hpz_partition_size", second > 1, "gathers of sharded parameters"),
         ("zero_quantized_gradients", zero.zero_quantized_gradients, "ZeRO++; `compression` is for the other stages"),
     ):
-        if asked and zero.stage != 3:
+        if requested and zero.stage != 3:
             message = f"is for `zero_optimization.stage` 3 ({what}), found {zero.stage}; remove the key or use stage 3"
             yield Problem(f"zero_optimization.{name}", message, ConflictError)
     hops = zero.zero_quantized_gradients or zero.mics_hierarchical_params_gather
@@ -223,7 +223,7 @@ def not_in_groups(config: Config) -> Iterator[tuple[str, str]]:
     zero = config.zero_optimization
     exchange = "it exchanges gradients among all ranks at once"
     if zero.zero_hpz_partition_size > 1:
-        yield "zero_optimization.zero_hpz_partition_size", "groups of ranks have whole copies of the parameters already"
+        yield "zero_optimization.zero_hpz_partition_size", "each group of ranks has all parameters already"
     if zero.zero_quantized_gradients:
         yield "zero_optimization.zero_quantized_gradients", exchange
     if zero.zero_quantized_weights and zero.mics_hierarchical_params_gather:
@@ -246,7 +246,6 @@ def _gradients(config: Config) -> Iterator[Problem]:
 
 
 def _onebit(config: Config) -> Iterator[Problem]:
-    """Optimizers that communicate themselves."""
     name = config.optimizer.type
     if name is None or name.lower() not in names.ONEBIT_OPTIMIZERS:
         return
@@ -262,20 +261,20 @@ def _onebit(config: Config) -> Iterator[Problem]:
 
 
 def _checkpoint(config: Config) -> Iterator[Problem]:
-    asked = config.checkpoint.on_signal
-    if asked is None:
+    options = config.checkpoint.on_signal
+    if options is None:
         return
-    if asked.save_dir is None:
+    if options.save_dir is None:
         message = "is missing; name the directory in which checkpoints are saved when a signal comes"
         yield Problem("checkpoint.on_signal.save_dir", message)
-    both = sorted(set(asked.exit_on) & set(asked.save_on))
+    both = sorted(set(options.exit_on) & set(options.save_on))
     if both:
         message = (
             f"has {both[0]}, and so has `checkpoint.on_signal.save_on`; the job cannot both end and go on after a "
             "signal, so leave it in one of them"
         )
         yield Problem("checkpoint.on_signal.exit_on", message, ConflictError)
-    if not asked.exit_on and not asked.save_on:
+    if not options.exit_on and not options.save_on:
         message = "names no signal in `exit_on` and none in `save_on`; name one, or remove the section"
         yield Problem("checkpoint.on_signal", message)
 
@@ -315,7 +314,7 @@ def _checkpoints(config: Config, found: Scan) -> Iterator[Problem]:
     saving = config.checkpoint
     if saving.keep_every is not None and saving.keep_last is None:
         message = (
-            f"is {saving.keep_every} and says which checkpoints stay besides the newest, but without "
+            f"is {saving.keep_every} and keeps checkpoints in addition to the newest, but without "
             "`checkpoint.keep_last` all stay; add it or remove this key"
         )
         yield Problem("checkpoint.keep_every", message, ConflictError)

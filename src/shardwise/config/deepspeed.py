@@ -1,9 +1,8 @@
 """Reading configurations that were written for DeepSpeed.
 
-DeepSpeed ignores unknown keys at the top level and, by version, in other sections; it does not read what does not
-belong to the stage or to a section that is switched off. `accept` leaves such keys out, with the reason for each, so
-that the strict checks see only what has an effect. A key that is one edit away from a known key of its section stays,
-and is refused as a misspelling.
+DeepSpeed ignores unknown keys at the top level and, by version, in other sections. It does not read keys of another
+stage or of a section that is switched off. `accept` removes such keys, with the reason for each, and the strict checks
+see the rest. A key one edit away from a known key of its section stays, and is refused as a misspelling.
 """
 
 from __future__ import annotations
@@ -23,23 +22,16 @@ from .schema.zero import ZeroConfig
 from .schema_index import Key, keys_of, known_reason, nearest, place_of, takes_any_key
 
 _SHORTEST = 4
-"""Letters of the longer of two names from which on one edit is a misspelling."""
+"""Least length of the longer name for one edit to count as a misspelling."""
 _SIMILAR = 0.75
-"""Ratio of similarity from which on a warning names a known key."""
+"""Least ratio of similarity at which a warning names a known key."""
 
 
 def accept(source: Any) -> Document:
-    """Read a configuration as DeepSpeed does: leave out the keys that it ignores.
+    """Read a configuration as DeepSpeed does: remove the keys that it ignores.
 
-    Args:
-        source: anything that `load` accepts.
-
-    Returns:
-        The document without these keys. `Document.written` is the configuration as it was; `Document.ignored` lists
-        what was left out, or read as another value, with the reason.
-
-    Raises:
-        ConfigError: the source cannot be read.
+    `Document.written` is the configuration as it was; `Document.ignored` lists the keys that were removed, or read as
+    another value, with the reason. Raises ConfigError if the source cannot be read.
 
     >>> document = accept({"train_batch_size": 8, "seed": 1})
     >>> document.data, document.ignored[0].path
@@ -77,7 +69,6 @@ def warning(origin: str, ignored: list[Note]) -> str:
 def _section(
     values: dict[Any, Any], model: type[ConfigSection], path: Path, off: bool, ignored: list[Note]
 ) -> dict[Any, Any]:
-    """Return a section without the keys that have no effect."""
     keys = keys_of(model)
     kept: dict[Any, Any] = {}
     for name, value in values.items():
@@ -102,14 +93,14 @@ def _section(
         elif (reason := known_reason(path, name)) is not None:
             ignored.append(Note(dotted(here), value, reason))
         elif any(_one_edit(name, known) for known in keys):
-            kept[name] = value  # the strict check names what was meant
+            kept[name] = value  # the strict check names the key that was meant
         else:
             ignored.append(Note(dotted(here), value, _place(name, keys)))
     return kept
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name of the top level is a path that `scan` takes to its place."""
+    """Return True if a name of the top level is a path, which `scan` resolves."""
     section, dot, _ = name.partition(".")
     return bool(dot) and section in keys_of(Config)
 
@@ -123,7 +114,7 @@ def _place(name: str, keys: Iterable[str]) -> str:
 
 
 def _is_off(key: Key, values: dict[Any, Any]) -> bool:
-    """Return whether a section is switched off. One that holds although it is off does not count as off."""
+    """Return True if a section is switched off, except for sections that have an effect although off."""
     assert key.child is not None
     keys = keys_of(key.child)
     if key.name == "tensor_parallel" and "enabled" not in values:
@@ -137,7 +128,6 @@ def _is_off(key: Key, values: dict[Any, Any]) -> bool:
 
 
 def _fits(key: Key, value: Any) -> bool:
-    """Return whether the schema takes a value for a key."""
     if value is None or (value == AUTO and key.kind == "value"):
         return True
     try:
@@ -148,7 +138,7 @@ def _fits(key: Key, value: Any) -> bool:
 
 
 def _one_edit(name: str, known: str) -> bool:
-    """Return whether one letter more, less, exchanged for another, or two letters in turn make the names equal.
+    """Return True if one letter more, less or exchanged, or two letters swapped, make the names equal.
 
     >>> _one_edit("gradient_clipp1ng", "gradient_clipping"), _one_edit("Train-Batch-Size", "train_batch_size")
     (True, True)
@@ -225,7 +215,7 @@ _READ_AS: dict[str, tuple[Callable[[Any], bool], Any, str]] = {
     "vocabulary_size": (_not_positive, None, "read as null"),
     "activation_checkpointing.number_checkpoints": (_not_positive, None, "read as null"),
 }
-"""Values that DeepSpeed takes and the schema refuses, by key: which they are, the value that is read, and its words."""
+"""Values that DeepSpeed accepts and the schema refuses, by key: predicate, the value that replaces it, and its text."""
 
 
 def _read_values(data: dict[str, Any], ignored: list[Note]) -> None:
@@ -239,7 +229,6 @@ def _read_values(data: dict[str, Any], ignored: list[Note]) -> None:
 
 
 def _find(data: dict[str, Any], path: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the section of a key in a configuration, or None, and the spelling of the key that is used there."""
     model: type[ConfigSection] = Config
     *above, last = path.split(".")
     place: Any = data
@@ -262,7 +251,6 @@ _STAGE_3 = (
 
 
 def _drop_other_stages(data: dict[str, Any], ignored: list[Note]) -> None:
-    """Leave out the keys of `zero_optimization` that belong to another stage."""
     zero = data.get("zero_optimization")
     stage = zero.get("stage", 0) if isinstance(zero, dict) else None
     stage = 0 if stage in (None, AUTO) else stage
@@ -307,7 +295,6 @@ def _device_is_none(value: Any) -> bool:
 
 
 def _drop_without_type(data: dict[str, Any], ignored: list[Note]) -> None:
-    """Leave out arguments of an optimizer or schedule that has no type."""
     for name in ("optimizer", "scheduler"):
         section = data.get(name)
         if isinstance(section, dict) and section.get("type") is None and section.get("params"):

@@ -1,4 +1,4 @@
-"""Showing a configuration to people and tools: JSON Schema, effective values, and a table of choices."""
+"""Showing a configuration: JSON Schema, effective values, and a table of choices."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .schema.root import Config
 from .schema_index import Key, keys_of, raw_json_schema, walk
 
 _PASSWORD = re.compile(r"(://)[^/@\s]*:[^/@\s]*@")
-"""User and password in an address, as `mlflow.tracking_uri` may have them."""
+"""User and password in an address, such as `mlflow.tracking_uri`."""
 
 
 class KeyRow(NamedTuple):
-    """One line of `describe`: a key, its value, the default, and where the value came from."""
+    """One line of `describe`: a key, its value, the default, and the source of the value."""
 
     path: str
     value: Any
@@ -31,9 +31,9 @@ class KeyRow(NamedTuple):
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of a configuration as users write it.
 
-    Besides the canonical keys it knows every other spelling, "auto" for any single value, null for a section,
-    and the boolean form of `zero_optimization`. Editors use it for completion and checking: save it to a file
-    and name that file in the configuration under `"$schema"`.
+    It also accepts every other spelling of a key, "auto" for any single value, null for a section, and the boolean form
+    of `zero_optimization`. For completion in editors, save it to a file and name the file in the configuration under
+    `"$schema"`.
 
     >>> json_schema()["properties"]["train_batch_size"]["description"]
     'Samples per optimizer step over all ranks.'
@@ -53,7 +53,6 @@ def json_schema() -> dict[str, Any]:
 
 
 def _parameters(name: str, method: type[ConfigSection]) -> dict[str, Any]:
-    """Say that `compression.params` are those of a method where `type` is its name, in any case."""
     params = raw_json_schema(method)
     _open_up(params, method)
     spelled = "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in name)
@@ -62,13 +61,12 @@ def _parameters(name: str, method: type[ConfigSection]) -> dict[str, Any]:
 
 
 def _sections(model: type[ConfigSection]) -> list[type[ConfigSection]]:
-    """Every section class of the schema once, the root first."""
+    """Return every section class of the schema once, the root first."""
     children = [key.child for _, key in walk(model) if key.child is not None]
     return list(dict.fromkeys([model, *children]))
 
 
 def _open_up(target: dict[str, Any], model: type[ConfigSection]) -> None:
-    """Let one object of the schema accept what the reader accepts beyond the canonical form."""
     properties = target.get("properties", {})
     for spelling, key in keys_of(model).items():
         if spelling == key.name:
@@ -94,7 +92,7 @@ def _property(schema: dict[str, Any], key: Key) -> dict[str, Any]:
     if options is None:
         options = [schema]
     elif schema:
-        # Bounds beside a union hold for its numbers; inside an option they cannot touch "auto".
+        # Next to a union, bounds apply to its numbers; inside an option they would also apply to "auto".
         options = [{**option, **schema} if option.get("type") != "null" else option for option in options]
     return {**about, "anyOf": [*options, extra]}
 
@@ -103,10 +101,10 @@ _ABOUT = ("description", "default", "deprecated", "title")
 
 
 def effective(resolution: Resolution) -> dict[str, Any]:
-    """Return every value that the run uses, as a plain dictionary that is itself a valid configuration.
+    """Return every value that the run uses, as a dictionary that is itself a valid configuration.
 
-    It is what is saved beside checkpoints: resolving it again gives the same values, also in a version with
-    other defaults. Infinity, which JSON does not have, becomes null where it means "never". Secrets are masked.
+    It is saved with checkpoints: resolved again it gives the same values, also in a version with other defaults. An
+    infinity, which JSON lacks, becomes null where null means "never". Secrets are masked.
     """
     values = without_secrets(_without_deprecated(resolution.config.model_dump(), Config))
     steps = values.get("steps_per_print")
@@ -132,11 +130,7 @@ def _without_deprecated(values: dict[str, Any], model: type[ConfigSection]) -> d
 
 
 def without_secrets(values: Mapping[str, Any], model: type[ConfigSection] = Config) -> dict[str, Any]:
-    """Return values of a configuration as they may be seen: `***` for secrets, and for passwords in addresses.
-
-    Args:
-        values: as they were given, or all.
-        model: the section that they are of.
+    """Return values of a section with `***` for secrets and for passwords in addresses.
 
     >>> without_secrets({"train_batch_size": 8, "comet": {"enabled": True, "api_key": "k3y"}})
     {'train_batch_size': 8, 'comet': {'enabled': True, 'api_key': '***'}}
@@ -152,7 +146,6 @@ def without_secrets(values: Mapping[str, Any], model: type[ConfigSection] = Conf
 
 
 def _shown(key: Key, value: Any) -> Any:
-    """Return a value as it may be seen: no secret, and no password in an address."""
     if key.secret:
         return value and MASK
     return _PASSWORD.sub(rf"\1{MASK}@", value) if isinstance(value, str) else value
@@ -161,8 +154,8 @@ def _shown(key: Key, value: Any) -> Any:
 def describe(resolution: Resolution) -> list[KeyRow]:
     """Return one row for every value that the user wrote or the library chose, in the order of the schema.
 
-    `source` is `given`, `auto` (the user wrote "auto"), `derived` (the user wrote nothing, it follows from
-    other keys) or `forwarded` (from a deprecated key).
+    `source` is `given`, `auto` (the user wrote "auto"), `derived` (from other keys, the user wrote nothing) or
+    `forwarded` (from a deprecated key).
     """
     reasons = {note.path: note.reason for note in resolution.notes}
     rows: list[KeyRow] = []

@@ -1,4 +1,4 @@
-"""Checks of `compression`: known method, known parameters, and what it cannot be combined with."""
+"""Checks of `compression`: method, parameters, and keys that it cannot be combined with."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ _SENDING_VALUES = ("topk", "dgc")
 
 
 def method_name(config: Config) -> str | None:
-    """Return the configured method as `METHODS` spells it, or None if compression is off.
-
-    A name that is not there is returned as it is written.
-    """
+    """Return the method as `METHODS` spells it, or None if compression is off. An unknown name is unchanged."""
     written = config.compression.type
     if written is None or written.lower() == "none":
         return None
@@ -37,19 +34,19 @@ def method_parameters(config: Config) -> ConfigSection | None:
     >>> from shardwise.config import resolve
     >>> config = {"train_batch_size": 2, "compression": {"type": "TOPK", "params": {"ratio": 0.1}}}
     >>> method_parameters(resolve(config).config)
-    TopK(ratio=0.1, start_compressing_after_step=0, use_error_feedback=True)
+    TopKOptions(ratio=0.1, start_compressing_after_step=0, use_error_feedback=True)
     """
     name = method_name(config)
     return None if name is None else METHODS[name].model_validate(_canonical(METHODS[name], config.compression.params))
 
 
 def sends_values(config: Config) -> bool:
-    """Whether the configured method sends entries of what it has kept, in the type of the wire."""
+    """Return True if the configured method sends selected entries, in the communication dtype."""
     return method_name(config) in _SENDING_VALUES
 
 
 def check_compression(config: Config, found: Scan) -> list[Problem]:
-    """Return what is wrong with the method's name and parameters, and with its company."""
+    """Return the problems of the method's name and parameters, and of keys that contradict it."""
     name, params = method_name(config), config.compression.params
     if name is None:
         off = config.compression.type is not None or not params
@@ -68,7 +65,7 @@ def doubtful_compression(config: Config) -> list[str]:
     if isinstance(method, TopKOptions | DGCOptions) and method.ratio >= 0.5:
         return [
             f"compression.params.ratio: an entry that is sent takes its value and 4 bytes for its position, so "
-            f"{method.ratio:g} of them are no fewer bytes than the whole gradient"
+            f"{method.ratio:g} of them are no fewer bytes than the gradient"
         ]
     return []
 
@@ -99,7 +96,6 @@ def _parameters(section: type[ConfigSection], params: dict[str, Any], found: Sca
 
 
 def _company(config: Config, name: str) -> Iterator[Problem]:
-    """What a method cannot be combined with, and why."""
     zero = config.zero_optimization
     if zero.zero_quantized_gradients:
         other = "`zero_optimization.zero_quantized_gradients`"

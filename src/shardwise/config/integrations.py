@@ -1,7 +1,7 @@
-"""What client libraries do with a configuration themselves: what they fill in for "auto", and what they read.
+"""What client libraries do with a configuration: the values they write for "auto", and the keys they read.
 
-The Trainer (transformers), Accelerate, Lightning and TRL share the file with the engine. A key that means nothing to
-the engine may decide what one of them does, so it must not be called harmless.
+The Trainer (transformers), Accelerate, Lightning and TRL share the file with the engine. A key without effect on the
+engine may control one of them, and must not be called harmless.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from .problems import Note, dotted
 
 
 class Fill(NamedTuple):
-    """What clients write in the place of an "auto".
+    """A value that clients write in the place of an "auto".
 
     Attributes:
-        value: what the Trainer writes if it is not told otherwise; None: it depends on the model or the data.
-        said: by whom, and from what.
+        value: the Trainer's default; None: it depends on the model or the data.
+        source: which client writes it, and from which argument.
         sent: values that the clients really send, for the tests.
     """
 
     value: Any
-    said: str
+    source: str
     sent: tuple[Any, ...]
 
 
@@ -58,7 +58,7 @@ FILLS: dict[str, Fill] = {
         (0, 1, 100),
     ),
     "scheduler.params.total_num_steps": Fill(
-        None, "Trainer: number of training steps, 0 for evaluation alone; Accelerate: that of DummyScheduler", (0, 1000)
+        None, "Trainer: number of training steps, 0 for evaluation only; Accelerate: that of DummyScheduler", (0, 1000)
     ),
     "fp16.enabled": Fill(False, "Trainer: fp16 (default false); Accelerate: mixed_precision", (False, True)),
     "bf16.enabled": Fill(False, "Trainer: bf16 (default false); Accelerate: mixed_precision", (False, True)),
@@ -85,7 +85,7 @@ FILLS: dict[str, Fill] = {
         None, "Accelerate, and with it the Trainer: offload_param_nvme_path (default none)", ("none", None)
     ),
 }
-"""By key; keys that are not here keep their "auto", and the engine chooses."""
+"""By key; for other keys the clients keep "auto", and the engine chooses."""
 
 READ: dict[str, str] = {
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
@@ -103,19 +103,19 @@ READ: dict[str, str] = {
     "steps_per_print": "Accelerate, and with it the Trainer: it is replaced by infinity, which means never",
     "communication_data_type": "Accelerate: on ROCm it writes fp32 there if the key is not given",
 }
-"""Keys that a client acts upon, whatever they mean here."""
+"""Keys that a client acts upon, whether or not the engine does."""
 
 
 def read_by_clients(found: Scan) -> dict[str, str]:
-    """Return the keys of a configuration that clients act upon, by their canonical path, with what is done."""
+    """Return the keys of a configuration that clients act upon, by canonical path, with the clients' action."""
     given = {dotted(path) for path in found.given}
-    return {path: said for path, said in READ.items() if path in given}
+    return {path: source for path, source in READ.items() if path in given}
 
 
 def fills(found: Scan) -> list[Note]:
-    """Return a note on each "auto" that clients fill in, with what the Trainer writes if it is not told otherwise."""
+    """Return a note on each "auto" that clients replace, with the Trainer's default."""
     return [
-        Note(dotted(found.given[path]), fill.value, f"filled by the client. {fill.said}")
+        Note(dotted(found.given[path]), fill.value, f"filled by the client. {fill.source}")
         for path in found.autos
         if (fill := FILLS.get(dotted(path))) is not None
     ]

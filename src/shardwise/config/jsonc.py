@@ -1,13 +1,13 @@
-"""A reader of JSON as people write it in configuration files.
+"""A reader of JSON with the extensions that people use in configuration files.
 
-It accepts standard JSON, the numbers Infinity and NaN, which Python's own json module writes, and the notation of
-Hjson (hjson.github.io): comments (`//`, `#`, `/* */`), trailing commas, line ends instead of commas, names and strings
-without quotes or with single ones, an object without braces around it. It tells which of these a text has, because
-other readers refuse them. It knows the line of every key and refuses a key that appears twice in the same object: the
-standard library keeps the last one in silence.
+It accepts standard JSON, the numbers Infinity and NaN, which Python's own json module writes, and the notation of Hjson
+(hjson.github.io): comments (`//`, `#`, `/* */`), trailing commas, line ends instead of commas, names and strings
+without quotes or with single ones, a top-level object without braces. It reports the extensions that a text uses,
+because other readers refuse them. It knows the line of every key. A key that appears twice in an object is refused,
+where the standard library keeps the last one in silence.
 
-A string without quotes goes to the end of its line in Hjson, whatever follows. Here it is refused where that is hardly
-meant: with a comma, a bracket, a double quote or a comment in it. What is accepted is read as Hjson reads it.
+In Hjson a string without quotes ends with its line. Here a comma, a bracket, a double quote or a comment in it is an
+error, because it is hardly meant. Every accepted text is read as Hjson reads it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SINGLE = re.compile(r"'(?:[^'\\\n]|\\.)*'")
 _NAME = re.compile(r"[^\s{}\[\],:\"'#/][^\s{}\[\],:]*")
 _LITERAL_END = re.compile(r"[ \t\r]*(?:[,}\]\n#]|//|/\*|\Z)")
 _NOT_MEANT = re.compile(r'[{}\[\]",]|(?:^|\s)(?:#|//)|/\*')
-"""What in a string without quotes shows that it was not meant to go on to the end of its line."""
+"""Characters that a string without quotes must not have, because it ends with its line."""
 _WORDS = {"true": True, "false": False, "null": None}
 DEEPEST = 64
 _LONGEST_NUMBER = 1000
@@ -38,22 +38,19 @@ class JSONSyntaxError(ValueError):
 
 @dataclass
 class Parsed:
-    """A JSON value with the line of each key, the paths that were given twice, and what standard JSON does not have.
+    """A JSON value with the line of each key, duplicate paths, and the extensions of JSON in the text.
 
-    `beyond` has the line in which each such thing is found first.
+    `extensions` maps each to the line of its first use.
     """
 
     value: Any
     lines: dict[Path, int] = field(default_factory=dict)
     duplicates: list[str] = field(default_factory=list)
-    beyond: dict[str, int] = field(default_factory=dict)
+    extensions: dict[str, int] = field(default_factory=dict)
 
 
 def parse(text: str) -> Parsed:
-    """Read JSON or Hjson.
-
-    Raises:
-        JSONSyntaxError: with line and column of the first place that cannot be read.
+    """Read JSON or Hjson. Raises JSONSyntaxError with line and column of the first error.
 
     >>> parse('{"a": 1,  // one\\n "b": [2, 3,],}').value
     {'a': 1, 'b': [2, 3]}
@@ -63,7 +60,7 @@ def parse(text: str) -> Parsed:
     reader = _Reader(text)
     reader.skip_space()
     if reader.is_member():
-        reader.note("no braces around the whole")
+        reader.note("no braces around the top level")
         value: Any = reader.read_members((), "")
     else:
         value = reader.read_value(())
@@ -90,18 +87,17 @@ class _Reader:
             self.position = match.end()
 
     def note(self, what: str) -> None:
-        """Remember where something was found that standard JSON does not have."""
-        if what not in self.result.beyond:
-            self.result.beyond[what] = self.line()
+        if what not in self.result.extensions:
+            self.result.extensions[what] = self.line()
 
     def is_member(self) -> bool:
-        """Whether the text goes on with a name and a colon."""
+        """Return True if a name and a colon follow."""
         name = _NAME.match(self.text, self.position) or _STRING.match(self.text, self.position)
         after = None if name is None else _SPACE.match(self.text, name.end())
         return after is not None and self.text[after.end() : after.end() + 1] == ":"
 
     def line(self) -> int:
-        # The text is read from the beginning to the end, so the last count goes on.
+        # Positions only grow, so counting goes on from the last one.
         self._lines += self.text.count("\n", self._counted, self.position)
         self._counted = self.position
         return self._lines
@@ -203,7 +199,7 @@ class _Reader:
         return self.read_members(path, "}")
 
     def read_members(self, path: Path, closing: str) -> dict[str, Any]:
-        """Read names and values up to the closing brace, or to the end of the text if there is none."""
+        """Read names and values up to the closing brace, or to the end of the text if `closing` is empty."""
         values: dict[str, Any] = {}
         while True:
             self.skip_space()
@@ -240,7 +236,6 @@ class _Reader:
         return match.group()
 
     def _expect_comma_before(self, closing: str) -> None:
-        """Go past a comma, or past a line end in its place."""
         if self.peek() != ",":
             if "\n" not in self.text[self._value_end : self.position] or not self.peek():
                 raise self.error(f'expected "," or "{closing}"')

@@ -1,6 +1,6 @@
-"""Names of optimizers and learning-rate schedules: what exists, and the model of its arguments.
+"""Names of optimizers and learning-rate schedules, and the models of their arguments.
 
-The classes themselves live elsewhere. torch is imported only when a class of torch.optim has to be looked at.
+torch is imported only to look up a class of torch.optim.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .schema_index import nearest
 from .validate import show
 
 ONEBIT_STAGES = {"onebitadam": 1, "onebitlamb": 1, "zerooneadam": 0}
-"""The highest ZeRO stage of each."""
+"""Highest ZeRO stage of each optimizer."""
 
 ONEBIT_STAGE_REASONS = (
     "stage 0: between averages ranks have parameters of their own, so that none can be divided",
-    "stage 0 or 1: every rank compresses a momentum with its own whole gradient, which higher stages divide",
+    "stage 0 or 1: every rank compresses a momentum with its own unsharded gradient, which higher stages shard",
 )
-"""Why, by the highest stage."""
+"""Reasons, by the highest stage."""
 
 MUP_OPTIMIZERS = frozenset({"muadam", "muadamw", "musgd"})
-"""Names, in lower case, of optimizers that the package mup makes, whose arguments only that package knows."""
+"""Lower-case names of the optimizers of the package mup, which checks their arguments itself."""
 
 UNUSABLE_OPTIMIZERS: dict[str, str] = {
     "LBFGS": "it takes inner products over all parameters and evaluates the loss several times per step; use an "
@@ -36,7 +36,7 @@ UNUSABLE_OPTIMIZERS: dict[str, str] = {
     "SparseAdam": "it takes sparse gradients only, and reduced gradients are dense; use Adam",
     "Optimizer": "it is the base class of optimizers",
 }
-"""Classes of torch.optim that no engine step can drive, with the reason."""
+"""Classes of torch.optim that an engine cannot step, with the reason."""
 
 UNUSABLE_SCHEDULES: dict[str, str] = {
     "ReduceLROnPlateau": "it needs a metric at every step; build it in the script and step it there",
@@ -50,14 +50,14 @@ UNUSABLE_SCHEDULES: dict[str, str] = {
 
 
 def torch_optimizers() -> dict[str, type]:
-    """Optimizer classes of the installed torch by name."""
+    """Return the optimizer classes of the installed torch by name."""
     import torch
 
     return _classes(torch.optim, torch.optim.Optimizer)
 
 
 def torch_schedules() -> dict[str, type]:
-    """Learning-rate schedules of the installed torch by name."""
+    """Return the learning-rate schedules of the installed torch by name."""
     import torch
 
     return _classes(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
@@ -69,19 +69,19 @@ def _classes(module: Any, base: type) -> dict[str, type]:
 
 
 def optimizer_model(name: str) -> type[Arguments] | None:
-    """The model of an optimizer's arguments by its configured name, or None if there is no such optimizer."""
+    """Return the model of an optimizer's arguments by its configured name, or None if the name is unknown."""
     if name.lower() in MUP_OPTIMIZERS:
         return Mup
     return NATIVE_OPTIMIZERS.get(name.lower()) or _model_of(torch_optimizers().get(canonical_optimizer(name)))
 
 
 def schedule_model(name: str) -> type[Arguments] | None:
-    """The model of a schedule's arguments by its configured name, or None if there is no such schedule."""
+    """Return the model of a schedule's arguments by its configured name, or None if the name is unknown."""
     return NATIVE_SCHEDULES.get(name) or _model_of(torch_schedules().get(name))
 
 
 def unknown_optimizer(name: str) -> str:
-    """Say that there is no optimizer of a name, and what may be meant."""
+    """Return the message for an unknown optimizer, with the nearest names."""
     return _unknown(
         "optimizer",
         name,
@@ -91,7 +91,7 @@ def unknown_optimizer(name: str) -> str:
 
 
 def unknown_schedule(name: str) -> str:
-    """Say that there is no schedule of a name, and what may be meant."""
+    """Return the message for an unknown schedule, with the nearest names."""
     return _unknown(
         "schedule",
         name,
@@ -109,9 +109,9 @@ def _unknown(kind: str, name: str, usable: set[str], module: str) -> str:
 
 
 def canonical_optimizer(name: str) -> str:
-    """The name under which the code knows an optimizer: our own in lower case, else torch's spelling.
+    """Return the canonical name of an optimizer: this library's in lower case, else torch's spelling.
 
-    A name that matches nothing is returned unchanged.
+    An unknown name is returned unchanged.
 
     >>> canonical_optimizer("AdamW"), canonical_optimizer("rmsprop"), canonical_optimizer("SGD")
     ('adamw', 'RMSprop', 'SGD')
@@ -130,7 +130,7 @@ _AT_LEAST_ZERO = ("lr", "eps", "weight_decay", "momentum")
 
 @cache
 def _model_of(found: type | None) -> type[Arguments] | None:
-    """The model of a class of torch: its arguments but for what the engine passes, with the types of their defaults."""
+    """Return the model of a class of torch: its arguments except the engine's, with the types of their defaults."""
     if found is None:
         return None
     parameters = [
@@ -144,7 +144,6 @@ def _model_of(found: type | None) -> type[Arguments] | None:
 
 
 def _type(name: str, default: Any) -> Any:
-    """What an argument of torch takes, as far as its name and its default tell."""
     if name == "betas":
         return Betas
     if isinstance(default, bool):

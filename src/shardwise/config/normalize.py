@@ -1,8 +1,8 @@
-"""The first pass over a configuration as written: names.
+"""First pass over a configuration as written: names.
 
-Every key is looked up in the schema. Unknown ones are reported with the nearest known name, other spellings
-become the canonical one, deprecated keys move to their replacement, and values that are "auto" are taken out
-and remembered, so that what is left can be checked for types and values.
+Every key is looked up in the schema. Unknown keys are reported with the nearest known name. Other spellings become
+canonical, deprecated keys move to their replacement. Every "auto" is taken out and recorded, because the next pass
+checks types and values.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _OFFLOAD_FLAGS = ("zero_optimization.cpu_offload", "zero_optimization.cpu_offloa
 
 @dataclass
 class Scan:
-    """A configuration with canonical names, and what was found on the way.
+    """A configuration with canonical names.
 
     Attributes:
-        data: the cleaned configuration, ready for type checks.
+        data: the configuration, ready for type checks.
         given: canonical path -> path as the user spelled it, for every key in the source.
         autos: canonical path -> key (None inside free-form dictionaries) of every value that is "auto".
         forwarded: (old path, new path, value) of every deprecated key.
-        unfolded: what to say of keys that were written with dots.
-        problems: unknown and doubled keys.
+        unfolded: notes on keys that were written as dotted paths.
+        problems: unknown and duplicate keys.
     """
 
     data: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Scan:
 
 
 def scan(raw: dict[str, Any]) -> Scan:
-    """Go through a configuration once; see `Scan`. The argument is not changed."""
+    """Return the scan of a configuration, which is not changed."""
     result = Scan()
     source = dict(raw)
     pointer = source.pop("$schema", None)
@@ -49,7 +49,7 @@ def scan(raw: dict[str, Any]) -> Scan:
         result.problems.append(Problem("$schema", f"expected the address of a JSON Schema, found {pointer!r}"))
     zero = source.get("zero_optimization")
     if isinstance(zero, bool):
-        # The oldest form: a bare true meant stage 1, with the gather size at top level.
+        # The oldest form: true means stage 1, with the gather size at top level.
         source["zero_optimization"] = {"stage": int(zero)}
         result.forwarded.append(("zero_optimization", "zero_optimization.stage", int(zero)))
     _unfold(source, result)
@@ -59,10 +59,10 @@ def scan(raw: dict[str, Any]) -> Scan:
 
 
 def _unfold(source: dict[str, Any], result: Scan) -> None:
-    """Take keys of the top level that are paths (`zero_optimization.reduce_bucket_size`) to their places.
+    """Move keys of the top level that are paths (`zero_optimization.reduce_bucket_size`) into their sections.
 
-    TRL writes such keys for models that are only evaluated, from the width of the model and without rounding. What the
-    section itself says counts more.
+    TRL writes such keys for models that are only evaluated, from the width of the model and without rounding. A value
+    in the section itself has precedence.
     """
     for name in [name for name in source if isinstance(name, str) and "." in name]:
         try:
@@ -81,22 +81,21 @@ def _unfold(source: dict[str, Any], result: Scan) -> None:
             value = source.pop(name)
             if isinstance(value, float) and math.isfinite(value) and expected(key).startswith("an integer"):
                 value = math.floor(value)
-            said = f"{name} = {value!r}: written at the top level as one key with dots"
+            note = f"{name} = {value!r}: written at the top level as one key with dots"
             spellings = [spelling for spelling in key.spellings if place.get(spelling) not in (None, AUTO)]
             if spellings:
-                said += f", and not used: section `{dotted(tuple(above))}` says {place[spellings[0]]!r}"
+                note += f", and not used: section `{dotted(tuple(above))}` says {place[spellings[0]]!r}"
             else:
                 for spelling in key.spellings:
                     place.pop(spelling, None)
                 place[last] = value
-                said += f"; taken as `{last}` of section `{dotted(tuple(above))}`, where it should be written"
-            result.unfolded.append(said)
+                note += f"; taken as `{last}` of section `{dotted(tuple(above))}`, where it should be written"
+            result.unfolded.append(note)
 
 
 def _scan_section(
     raw: dict[str, Any], section: type[ConfigSection], path: Path, spelled: Path, result: Scan
 ) -> dict[str, Any]:
-    """Return a copy of one section with canonical names, recursing into subsections."""
     keys = keys_of(section)
     clean: dict[str, Any] = {}
     for name, value in raw.items():
@@ -108,7 +107,7 @@ def _scan_section(
                 clean[name] = value
                 result.given[here] = as_written
             else:
-                # Looking for what was meant takes long; the message does not show more.
+                # Nearest names are slow to find, and the message lists no more.
                 few = len(result.problems) < LISTED
                 message = f"unknown key; {advise(section, spelled, str(name))}" if few else "unknown key"
                 result.problems.append(Problem(dotted((*spelled, str(name))), message))
@@ -138,7 +137,6 @@ def _scan_section(
 
 
 def _scan_value(value: Any, key: Key, path: Path, spelled: Path, result: Scan) -> Any:
-    """Return a copy of one value, recursing where sections are below it."""
     if key.kind == "section" and key.child is not None and isinstance(value, dict):
         return _scan_section(value, key.child, path, spelled, result)
     if key.kind == "map" and key.child is not None and isinstance(value, dict):
@@ -164,7 +162,7 @@ def _scan_value(value: Any, key: Key, path: Path, spelled: Path, result: Scan) -
 
 
 def _scan_free(value: dict[Any, Any], path: Path, spelled: Path, result: Scan) -> dict[Any, Any]:
-    """Copy a free-form dictionary and take out what is "auto" at its first level."""
+    """Copy a free-form dictionary; take out each "auto" at its first level."""
     clean: dict[Any, Any] = {}
     for name, item in value.items():
         here = (*path, name)
@@ -177,7 +175,6 @@ def _scan_free(value: dict[Any, Any], path: Path, spelled: Path, result: Scan) -
 
 
 def _forward_deprecated(result: Scan) -> None:
-    """Move the value of every deprecated key to the key that replaced it."""
     for old, key in walk():
         if not key.replacement or old not in result.given:
             continue
@@ -206,10 +203,7 @@ def _parent(data: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | Non
 
 
 def put(data: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a value at a path, making the sections above it.
-
-    Something else in the place of a section is left alone: the check of types reports it.
-    """
+    """Set a value at a path, making the sections above it; a section of another type is left to the check of types."""
     place: Any = data
     for part in path[:-1]:
         if isinstance(place, dict) and place.get(part) is None:

@@ -1,4 +1,4 @@
-"""Checks of `optimizer` and `scheduler`: known name, known arguments, sensible values."""
+"""Checks of `optimizer` and `scheduler`: name, arguments and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .schema.root import Config
 
 
 def check_optimizer(config: Config, found: Scan) -> list[Problem]:
-    """Return what is wrong with the optimizer's name and arguments."""
+    """Return the problems of the optimizer's name and arguments."""
     name, params = config.optimizer.type, config.optimizer.params
     if name is None:
         if params:
@@ -30,7 +30,7 @@ def check_optimizer(config: Config, found: Scan) -> list[Problem]:
 
 
 def check_scheduler(config: Config, found: Scan) -> list[Problem]:
-    """Return what is wrong with the schedule's name and arguments."""
+    """Return the problems of the schedule's name and arguments."""
     name, params = config.scheduler.type, config.scheduler.params
     if name is None:
         if params:
@@ -47,7 +47,7 @@ def check_scheduler(config: Config, found: Scan) -> list[Problem]:
 
 
 def settle(config: Config) -> None:
-    """Write true for 1 where that is meant, and 1000 for 1e3."""
+    """Convert 1 to true where the argument is a flag, and 1e3 to 1000 where it is an integer."""
     for section, model_of in ((config.optimizer, names.optimizer_model), (config.scheduler, names.schedule_model)):
         model = model_of(section.type) if section.type is not None else None
         if model is not None:

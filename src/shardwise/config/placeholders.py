@@ -1,8 +1,7 @@
-"""Looking at a configuration without the trainer that fills it in.
+"""Checking a configuration without the trainer that fills it in.
 
-Trainers write their own values in the place of "auto" before an engine sees the file. Here those are taken that the
-Trainer writes if it is not told otherwise; where there is no such value and a configuration cannot be judged without
-one, a stand-in. Each is said.
+Trainers replace "auto" before an engine sees the file. Here the Trainer's defaults replace it, or a placeholder where
+the Trainer has no default and the check needs a value. A note lists each.
 """
 
 from __future__ import annotations
@@ -21,15 +20,10 @@ _STEPS = 1000
 
 
 def assume(source: Any) -> tuple[Facts, list[Note]]:
-    """Return stand-ins for what the file leaves to a trainer, and a note on each "auto" that one fills in.
+    """Return placeholders for values that a trainer writes, and a note on each "auto" that a trainer replaces.
 
-    The note's value is None where nothing is assumed, because nothing here depends on it.
-
-    Args:
-        source: anything that `load` accepts.
-
-    Raises:
-        ConfigError: it cannot be read.
+    The note's value is None if no value is assumed, because no check depends on it. Raises ConfigError if the source
+    cannot be read.
 
     >>> facts, (note,) = assume({"train_batch_size": 8, "gradient_clipping": "auto"})
     >>> note.path, note.value, facts.max_grad_norm
@@ -42,10 +36,10 @@ def assume(source: Any) -> tuple[Facts, list[Note]]:
     notes = {note.path: note for note in fills(found)}
     known = {dotted(path) for path in found.autos}
 
-    def stand_in(path: tuple[str, ...], value: Any, said: str) -> None:
+    def stand_in(path: tuple[str, ...], value: Any, text: str) -> None:
         written = dotted(found.given.get(path, path))
         before = f"{notes[written].reason}; " if written in notes else ""
-        notes[written] = Note(written, value, f"{before}{said} is assumed here")
+        notes[written] = Note(written, value, f"{before}{text} is assumed here")
 
     micro = total = None
     open_batch = [name for name in (TRAIN, MICRO) if (name,) in found.autos]
@@ -53,7 +47,7 @@ def assume(source: Any) -> tuple[Facts, list[Note]]:
         if open_batch:
             micro = _BATCH
             stand_in((open_batch[-1],), _BATCH, f"{_BATCH} sample for each rank")
-        elif document.written is not None:  # DeepSpeed itself refuses it, and so it is for a framework
+        elif document.written is not None:  # DeepSpeed itself refuses the file, which is therefore for a framework
             micro = _BATCH
             stand_in((MICRO,), _BATCH, f"absent, and filled in by Lightning or mmengine; {_BATCH} sample for each rank")
     steps = ("scheduler", "params", "total_num_steps")

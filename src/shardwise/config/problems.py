@@ -1,8 +1,4 @@
-"""Collecting what is wrong with a configuration, so that everything is reported in one error.
-
-A configuration file is edited by hand and tried on a cluster; a message that names one mistake at a time
-costs a round trip per mistake.
-"""
+"""Collecting the problems of a configuration, to report them in one error."""
 
 from __future__ import annotations
 
@@ -17,13 +13,13 @@ Path = tuple[str | int, ...]
 
 
 LISTED = 20
-"""Problems that a message describes; a file that is no configuration at all has thousands."""
+"""Number of problems that a message describes, because a wrong file may have thousands."""
 _LONGEST = 300
-"""Characters of a name that a message shows."""
+"""Number of characters of a name that a message shows."""
 
 
 def dotted(path: Path) -> str:
-    """Write a path the way people do.
+    """Return a path as people write it.
 
     >>> dotted(("tensor_parallel", "partition_config", "layer_specs", 0, "patterns"))
     'tensor_parallel.partition_config.layer_specs[0].patterns'
@@ -39,7 +35,7 @@ def dotted(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: where it is, what is wrong and the fix, which error stands for it, its line if in a file."""
+    """One mistake: its path, the problem and the fix, the class of its error, and its line in a file."""
 
     path: str
     message: str
@@ -53,7 +49,7 @@ class Problem:
 
 
 class Note(NamedTuple):
-    """A value that the user did not write, or wrote elsewhere, and why it is what it is."""
+    """A value that the user did not write, or wrote under another key, and the reason."""
 
     path: str
     value: Any
@@ -61,9 +57,9 @@ class Note(NamedTuple):
 
 
 def raise_problems(problems: Iterable[Problem], origin: str) -> None:
-    """Raise one error that lists the problems, the first `LISTED` of them in words; do nothing if there is none.
+    """Raise one error that lists the problems, the first `LISTED` of them described; do nothing without problems.
 
-    The class is that of the problems if they agree, otherwise `ConfigError`.
+    Its class is that of the problems if they agree, otherwise `ConfigError`.
     """
     found = list(dict.fromkeys(problems))
     if not found:

@@ -1,6 +1,6 @@
-"""Getting a configuration from wherever the user keeps it: a dictionary, a file, JSON text, or base64.
+"""Reading a configuration from a dictionary, a file, JSON text, or base64.
 
-Invariant: the user's object is never changed; what is handed on is a copy.
+Invariant: the user's object is never changed; the result is a copy.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from .jsonc import DEEPEST, JSONSyntaxError, parse
 from .problems import Note, Path, Problem, dotted, raise_problems
 
 _MOST_BITS = 1023
-"""Of an integer that can still be converted to a floating-point number."""
+"""Most bits of an integer that can be converted to a float."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A configuration as written, with where it came from.
+    """A configuration as written, with its origin.
 
     Attributes:
         data: the JSON object.
-        origin: words for messages, such as `ds_config.json` or `the config dict`.
+        origin: name for messages, such as `ds_config.json` or `the config dict`.
         lines: line of each key, empty for a dictionary.
-        beyond: what standard JSON does not have and where, in words; None if there is nothing.
-        written: the JSON object as it was before keys without effect were left out; None: nothing was left out.
-        ignored: what was left out or read as another value, with the reason.
+        extensions: uses of extensions of standard JSON, in words; None if there are none.
+        written: the JSON object before keys without effect were removed; None: none was removed.
+        ignored: keys that were removed or read as another value, with the reason.
     """
 
     data: dict[str, Any]
     origin: str
     lines: dict[Path, int] = field(default_factory=dict)
-    beyond: str | None = None
+    extensions: str | None = None
     written: dict[str, Any] | None = None
     ignored: tuple[Note, ...] = ()
 
@@ -47,11 +47,11 @@ def load(source: Any) -> dict[str, Any]:
     """Read a configuration and return it as a new dictionary, exactly as written.
 
     Args:
-        source: a dictionary; the path of a JSON or Hjson file (`str` or `os.PathLike`); JSON text; or JSON text
-            encoded in URL-safe base64. Files and text may have comments and trailing commas.
+        source: a dictionary; the path of a JSON or Hjson file (`str` or `os.PathLike`); JSON text; or JSON text encoded
+            in URL-safe base64. Files and text may have comments and trailing commas.
 
     Raises:
-        ConfigError: the file is missing or is none, the text is not JSON (with line and column), a key is given
+        ConfigError: the file is missing or not a file, the text is not JSON (with line and column), a key is given
             twice, a dictionary contains itself, or a number is beyond the range of floating-point numbers.
 
     >>> load('{"train_batch_size": 8, /* samples */}')
@@ -61,7 +61,7 @@ def load(source: Any) -> dict[str, Any]:
 
 
 def read(source: Any) -> Document:
-    """Like `load`, but also says where the configuration and each of its keys came from."""
+    """Read a configuration as `load` does; return it with its origin and the lines of its keys."""
     if isinstance(source, Document):
         return source
     if isinstance(source, dict):
@@ -77,7 +77,7 @@ def read(source: Any) -> Document:
 
 
 def _checked(value: Any, origin: str) -> Any:
-    """Return a copy. Raises `ConfigError` for what no later check could go through."""
+    """Return a copy; raise `ConfigError` for values that later checks cannot handle."""
     problems: list[Problem] = []
     copied = _copy(value, (), (), problems)
     raise_problems(problems, origin)
@@ -85,13 +85,9 @@ def _checked(value: Any, origin: str) -> Any:
 
 
 def _copy(value: Any, path: Path, around: tuple[int, ...], problems: list[Problem]) -> Any:
-    """Copy the containers and keep the leaves: a dictionary may hold objects that cannot be copied.
+    """Copy containers and keep leaves, because a dictionary may hold objects that cannot be copied.
 
-    Args:
-        value: to copy.
-        path: to it.
-        around: the identities of the containers that it is in.
-        problems: what is found is added.
+    `around` has the identities of the enclosing containers; problems are appended.
     """
     if isinstance(value, dict | list):
         if id(value) in around:
@@ -102,7 +98,7 @@ def _copy(value: Any, path: Path, around: tuple[int, ...], problems: list[Proble
             return None
         around = (*around, id(value))
     if isinstance(value, dict):
-        # Keys may be anything in a dictionary; those that are no strings are reported later.
+        # A dictionary may have any keys; keys that are not strings are reported later.
         return {name: _copy(item, (*path, str(name)), around, problems) for name, item in value.items()}
     if isinstance(value, list):
         return [_copy(item, (*path, index), around, problems) for index, item in enumerate(value)]
@@ -134,7 +130,7 @@ def _is_file(name: str) -> bool:
 
 
 def _decode_base64(text: str) -> str | None:
-    """Decode URL-safe or plain base64 if it holds a JSON object, else None."""
+    """Decode URL-safe or plain base64 if it holds a JSON object, else return None."""
     compact = "".join(text.split()).replace("+", "-").replace("/", "_")
     compact += "=" * (-len(compact) % 4)
     try:
@@ -167,5 +163,5 @@ def _from_text(text: str, origin: str) -> Document:
     raise_problems((Problem(where, "this key is given twice; keep one of them") for where in parsed.duplicates), origin)
     if not isinstance(parsed.value, dict):
         raise ConfigError(f"{origin} must hold a JSON object {{...}}, found {type(parsed.value).__name__}")
-    beyond = ", ".join(f"{what} (line {line})" for what, line in parsed.beyond.items())
-    return Document(_checked(parsed.value, origin), origin, parsed.lines, beyond or None)
+    extensions = ", ".join(f"{what} (line {line})" for what, line in parsed.extensions.items())
+    return Document(_checked(parsed.value, origin), origin, parsed.lines, extensions or None)

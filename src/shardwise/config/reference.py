@@ -28,7 +28,7 @@ _MODELS: dict[str, Mapping[str, type[ConfigSection]]] = {
     "scheduler": NATIVE_SCHEDULES,
     "compression": METHODS,
 }
-_PARAMETERS = ("aio", "compression_training", "data_efficiency")  # sections whose keys matter to such features only
+_PARAMETERS = ("aio", "compression_training", "data_efficiency")  # sections whose keys only matter to such features
 _TYPES = (
     (r" \(other usual names of these types work too\)", ""),
     (r'one of "fp32", "fp16", "bf16"', "dtype"),
@@ -45,7 +45,7 @@ _TYPES = (
 
 
 def table() -> str:
-    """Return Markdown: keys that act, by section; then the keys of features that this version does not have."""
+    """Return Markdown: keys with an effect, by section; then the keys of features that this version lacks."""
     parts: list[str] = []
     for name, keys in _groups(unbuilt=False).items():
         parts.append(f"### {f'`{name}`' if name else 'Top level'}\n")
@@ -60,7 +60,7 @@ def table() -> str:
             parts.extend((f"#### `{name}.params` of {', '.join(kinds)}\n", _HEAD, *rows, ""))
     parts.append("## Keys of features that this version does not have\n")
     parts.append(
-        "Values after the colon, the default after the last `=`. A value that asks for the feature is refused. "
+        "Values after the colon, the default after the last `=`. A value that requests the feature is refused. "
         "`shardwise schema` describes each key.\n"
     )
     parts.append("```text")
@@ -85,7 +85,6 @@ def _group(path: tuple[str, ...]) -> str:
 
 
 def _names(path: tuple[str, ...], key: Key, skip: int) -> tuple[str, list[str]]:
-    """The key's path below its section, and its other spellings."""
     return ".".join(path[skip:]).replace(".[]", "[]").replace("*", "<name>"), list(key.spellings[1:])
 
 
@@ -108,7 +107,7 @@ def _row(path: tuple[str, ...], key: Key, skip: int) -> str:
 
 
 def _type(key: Key) -> str:
-    """The values that a key accepts, in short; that a key whose default is null accepts null is not repeated."""
+    """Return the values that a key accepts, in short; "or null" is left out if null is the default."""
     text = expected(key)
     if not key.field.is_required() and key.default is None:
         text = text.removesuffix(" or null")
@@ -130,7 +129,7 @@ def _default(key: Key) -> str:
 
 
 def _unbuilt(path: tuple[str, ...]) -> bool:
-    """Whether the key, or the switch of its section, asks for something that this version does not have."""
+    """Return True if the key, or the switch of its section, requests a feature that this version lacks."""
     dots = ".".join(path)
     sections = [entry.path.removesuffix(".enabled").removesuffix(".deepcompile") for entry in UNSUPPORTED]
     sections += _PARAMETERS
@@ -138,19 +137,15 @@ def _unbuilt(path: tuple[str, ...]) -> bool:
 
 
 def update(text: str) -> str:
-    """Return a page with the table between the markers replaced.
-
-    Raises:
-        ValueError: the page does not have both markers in this order.
+    """Return a page with the table between the markers replaced. Raises ValueError if the page does not have both
+    markers in this order.
     """
     return fill(text, table(), BEGIN, END)
 
 
 def fill(text: str, content: str, begin: str, end: str) -> str:
-    """Return a page with what is between two markers replaced.
-
-    Raises:
-        ValueError: the page does not have both markers in this order.
+    """Return a page with the text between two markers replaced. Raises ValueError if the page does not have both
+    markers in this order.
     """
     before, first, rest = text.partition(begin)
     _, second, after = rest.partition(end)

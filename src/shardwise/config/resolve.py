@@ -1,9 +1,8 @@
-"""From a configuration as written to one that the engine can run: names, autos, types, combinations, batch
-sizes.
+"""Resolving a configuration: names, "auto", types, combinations, batch sizes.
 
-The passes run in this order because each needs the one before: names find the keys, "auto" needs the keys'
-defaults and facts, types need the chosen values, combinations and the batch equation need typed values. Every
-pass adds to one list of problems, and the list is raised at the end.
+The passes run in this order, because each needs the previous one. Names find the keys, "auto" needs defaults and facts,
+types need the chosen values, combinations and the batch equation need typed values. Every pass adds to one list of
+problems, which is raised at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .problems import Note, Path, Problem, dotted, raise_problems
 from .read import read
 from .runtime_facts import Facts
 from .schema.root import Config
-from .unsupported import check_built, unheard, value_at
+from .unsupported import check_built, ignored_features, value_at
 from .unused_keys import without_effect
 from .validate import validate
 
@@ -34,22 +33,22 @@ _BATCH_KEYS = (TRAIN, MICRO, STEPS)
 
 @dataclass
 class Resolution:
-    """A configuration that is ready to run, and how it came to be.
+    """A configuration that is ready to run, with its history.
 
     Attributes:
         config: validated; batch sizes solved, every "auto" replaced.
         raw: the configuration that was checked.
-        written: the configuration as the user wrote it, with keys that `accept` has left out.
+        written: the configuration as the user wrote it, with keys that `accept` has removed.
         notes: every value that was chosen, derived or moved from another key, with the reason.
         warnings: deprecated keys and settings that are probably not meant, one sentence each.
-        ignored: what `accept` has left out or read as another value, and what is not done, with the reason; empty for a
-            configuration that `accept` has not read.
-        no_effect: keys that were given, are accepted, and change nothing here, with the reason.
-        read_by_clients: keys that were given and that the Trainer, Accelerate or Lightning act upon, with what they
-            do, and with what the engine does if that is nothing.
-        origin: where the configuration came from, such as a file name.
+        ignored: keys that `accept` has removed or read as another value, and features that are not done, with the
+            reason; empty without `accept`.
+        no_effect: given keys that are accepted and change nothing, with the reason.
+        read_by_clients: given keys that the Trainer, Accelerate or Lightning act upon, with their action and the
+            engine's.
+        origin: name of the source, such as a file name.
         given: dotted paths (canonical names) of the keys that the user wrote.
-        beyond: what the file has that standard JSON has not, and other readers refuse, in words; None if nothing.
+        extensions: uses of extensions of standard JSON, which other readers refuse, in words; None if there are none.
     """
 
     config: Config
@@ -62,25 +61,25 @@ class Resolution:
     read_by_clients: list[Note] = field(default_factory=list)
     origin: str = "the config dict"
     given: frozenset[str] = frozenset()
-    beyond: str | None = None
+    extensions: str | None = None
 
     def log_messages(self) -> list[str]:
-        """Return the warnings, after one text that lists every key without effect if any is in `ignored`."""
+        """Return the warnings; the first lists every key without effect if `ignored` has any."""
         return [*([warning(self.origin, [*self.ignored, *self.no_effect])] if self.ignored else []), *self.warnings]
 
 
 def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> Resolution:
-    """Check a configuration completely and fill in what it leaves open.
+    """Check a configuration completely and fill in missing values.
 
     Args:
         source: anything that `load` accepts.
-        world_size: number of ranks; fewer get different samples where some share a sequence.
-        facts: what the caller knows about model and training, for values that are "auto".
+        world_size: number of ranks, counted once for ranks that share a sequence.
+        facts: the caller's knowledge of model and training, for values that are "auto".
 
     Raises:
         ConfigError: unknown keys, wrong values, contradictions; all of them listed with path and fix.
-        NotBuiltError: nothing is wrong, but a feature is asked for that this version does not have.
-        BatchSizeError: nothing else is wrong, but the batch sizes contradict each other.
+        NotBuiltError: there is no other problem, but this version lacks a requested feature.
+        BatchSizeError: there is no other problem, but the batch sizes contradict each other.
 
     >>> found = resolve({"train_batch_size": 16, "gradient_accumulation_steps": 2}, world_size=4)
     >>> found.config.train_micro_batch_size_per_gpu
@@ -124,18 +123,18 @@ def resolve(source: Any, *, world_size: int = 1, facts: Facts | None = None) -> 
         written=document.data if document.written is None else document.written,
         notes=notes,
         warnings=[
-            *(f"{note.path}: {note.reason}" for note in unheard(config, found) if document.written is None),
+            *(f"{note.path}: {note.reason}" for note in ignored_features(config, found) if document.written is None),
             *_deprecations(found),
             *found.unfolded,
             *check_worth_a_warning(config),
             *doubtful_compression(config),
         ],
-        ignored=[*document.ignored, *(unheard(config, found) if document.written is not None else ())],
+        ignored=[*document.ignored, *(ignored_features(config, found) if document.written is not None else ())],
         no_effect=no_effect,
         read_by_clients=read_by_clients,
         origin=document.origin,
         given=frozenset(dotted(path) for path in found.given),
-        beyond=document.beyond,
+        extensions=document.extensions,
     )
 
 
@@ -143,14 +142,14 @@ _TENSOR = "tensor_parallel.autotp_size"
 
 
 def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple[int, list[Problem]]:
-    """Settle how many ranks share a model or a sequence; return how many groups of them get different samples."""
-    for path, now, asked in (
+    """Resolve the tensor- and sequence-parallel sizes; return the number of data-parallel groups."""
+    for path, now, argument in (
         ("sequence_parallel_size", config.sequence_parallel_size, facts.sequence_parallel_size),
         (_TENSOR, config.tensor_parallel.size, facts.tensor_parallel_size),
     ):
         given = tuple(path.split(".")) in found.given
-        if asked is not None and given and asked != now:
-            message = f"is {now}, but the arguments of initialize() say {asked}; remove one"
+        if argument is not None and given and argument != now:
+            message = f"is {now}, but the arguments of initialize() give {argument}; remove one"
             return world_size, [Problem(path, message, ConflictError)]
     sequence = config.sequence_parallel_size = facts.sequence_parallel_size or config.sequence_parallel_size
     tensor = config.tensor_parallel.autotp_size = facts.tensor_parallel_size or config.tensor_parallel.size
@@ -159,8 +158,8 @@ def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple
     if world_size % share:
         product = f" x sequence_parallel_size {sequence} = {share}" if 1 not in (tensor, sequence) else ""
         message = (
-            f"is {tensor if tensor > 1 else sequence}{product}, but there are {world_size} ranks, which are not whole "
-            f"groups of {share}; choose a divisor of {world_size}, or start a multiple of {share} ranks"
+            f"is {tensor if tensor > 1 else sequence}{product}, but there are {world_size} ranks, not a multiple "
+            f"of {share}; choose a divisor of {world_size}, or start a multiple of {share} ranks"
         )
         return world_size, [Problem(path, message, ConflictError)]
     copies, wanted = world_size // share, config.data_parallel_size
@@ -172,12 +171,11 @@ def _copies(config: Config, found: Scan, world_size: int, facts: Facts) -> tuple
 
 
 def _explained(problems: list[Problem]) -> bool:
-    """Whether another problem already involves a batch key, so that the equation cannot be judged."""
+    """Return True if another problem involves a batch key, and the equation cannot be judged."""
     return any(key in problem.path or f"`{key}`" in problem.message for problem in problems for key in _BATCH_KEYS)
 
 
 def _with_lines(problems: list[Problem], lines: dict[Path, int]) -> list[Problem]:
-    """Add the line in the file to each problem where it is known."""
     by_path = {dotted(path): line for path, line in lines.items()}
     return [replace(problem, line=by_path.get(problem.path)) for problem in problems]
 
@@ -190,7 +188,6 @@ def _fill_batch(config: Config, batch: ResolvedBatch) -> list[Note]:
 
 
 def _settle(config: Config) -> list[Note]:
-    """Give the remaining open values their final form, so that readers need not know what was written."""
     notes: list[Note] = []
     zero = config.zero_optimization
     if zero.overlap_comm is None:
@@ -216,7 +213,7 @@ def _settle(config: Config) -> list[Note]:
 
 
 _WRITTEN_BY_CLIENTS = ("aio.thread_count", 1)
-"""A deprecated key with its default, which Lightning puts into every configuration."""
+"""A deprecated key with its default, which Lightning writes into every configuration."""
 
 
 def _deprecations(found: Scan) -> list[str]:

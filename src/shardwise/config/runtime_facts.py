@@ -1,4 +1,4 @@
-"""What the engine or a trainer knows and a configuration file does not: the input to resolving "auto"."""
+"""Facts that the engine or a trainer knows and a configuration file does not: the input to resolving "auto"."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts that "auto" values are derived from. Anything left at None is unknown.
+    """Facts for "auto" values; None is unknown.
 
     Attributes:
-        lr: learning rate.
-        betas: Adam's two decay rates.
-        eps: Adam's epsilon.
-        weight_decay: weight decay.
+        lr, betas, eps, weight_decay: arguments of Adam.
         max_grad_norm: norm to which gradients are clipped, 0 for none.
         micro_batch_size: samples per rank and forward pass.
         gradient_accumulation_steps: micro-batches per step.
-        total_num_steps: optimizer steps of the whole run.
+        total_num_steps: optimizer steps of the training.
         warmup_num_steps: optimizer steps of the warm-up.
-        sequence_parallel_size: ranks that share a sequence, by what is not in the configuration (arguments of
-            `initialize`).
-        tensor_parallel_size: ranks that have a copy of the model among them, likewise.
-        precision: the type that the caller trains in.
+        sequence_parallel_size: from the arguments of `initialize`.
+        tensor_parallel_size: from the arguments of `initialize`.
+        precision: dtype in which the caller trains.
     """
 
     lr: float | None = None

@@ -1,4 +1,4 @@
-"""The schema seen as a tree of keys: spellings, children, what a value may be, and the nearest known name."""
+"""Index of the schema: spellings, children, accepted values, and nearest known names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REMOVED_KEYS: dict[str, str] = {
     "bf16.check_overflow": "the key is called `bf16.check_grad_overflow`",
     "zero_optimization.stage3_prefetch_bucket_elements": "the key is called `stage3_prefetch_bucket_size`",
 }
-"""Published keys that never were, or no longer are, part of the schema, with what to do."""
+"""Published keys that never were, or no longer are, part of the schema, with the fix."""
 
 
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -40,12 +40,10 @@ class Key:
     """One key of the schema.
 
     Attributes:
-        name: its canonical name.
         field: pydantic's record of it.
-        owner: the section that it belongs to.
-        kind: `value` (a leaf), `section`, `map` (dict of sections), `list` (list of sections) or `free` (any
-            dict).
-        child: the section class below it, if there is one.
+        owner: its section.
+        kind: `value` (a leaf), `section`, `map` (dict of sections), `list` (list of sections) or `free` (any dict).
+        child: the section class below it, if any.
     """
 
     name: str
@@ -56,7 +54,7 @@ class Key:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the schema says beyond the type (other names, replacement, no effect, note on the default)."""
+        """Extra data of the schema (other names, replacement, no effect, note on the default)."""
         return self.field.json_schema_extra if isinstance(self.field.json_schema_extra, dict) else {}
 
     @property
@@ -76,7 +74,7 @@ class Key:
 
     @property
     def secret(self) -> bool:
-        """Whether the value is not to be shown."""
+        """Whether the value is masked in output."""
         return bool(self.extra.get(SECRET))
 
     @property
@@ -97,7 +95,6 @@ def _has_auto(annotation: Any) -> bool:
 
 
 def _shape(annotation: Any) -> tuple[str, type[ConfigSection] | None]:
-    """Find the section class inside `X | None`, `Annotated[X, ...]`, `dict[str, X]` or `list[X]`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     # In Python 3.10 list[int] counts as a class, so the origin is looked at first.
     if origin is None and isinstance(annotation, type) and issubclass(annotation, ConfigSection):
@@ -118,7 +115,7 @@ def _shape(annotation: Any) -> tuple[str, type[ConfigSection] | None]:
 
 @cache
 def keys_of(section: type[ConfigSection]) -> dict[str, Key]:
-    """Every accepted spelling in a section -> its key."""
+    """Return the keys of a section by every accepted spelling."""
     table: dict[str, Key] = {}
     for name, info in section.model_fields.items():
         kind, child = _shape(info.annotation)
@@ -132,7 +129,7 @@ def keys_of(section: type[ConfigSection]) -> dict[str, Key]:
 
 
 def takes_any_key(section: type[ConfigSection]) -> bool:
-    """Whether a section passes unknown keys on to somebody else's library."""
+    """Return True if a section passes unknown keys on to another library."""
     return section.model_config.get("extra") == "allow"
 
 
@@ -149,7 +146,7 @@ def walk(section: type[ConfigSection] = Config, path: tuple[str, ...] = ()) -> I
 
 
 def lookup(path: str) -> Key:
-    """The key at a dotted path of canonical names. Raises `KeyError` if the schema has none."""
+    """Return the key at a dotted path of canonical names. Raises `KeyError` if the schema has none."""
     section: type[ConfigSection] | None = Config
     key: Key | None = None
     for name in path.split("."):
@@ -163,7 +160,6 @@ def lookup(path: str) -> Key:
 
 @cache
 def _places() -> dict[str, tuple[str, ...]]:
-    """Comparable spelling -> dotted paths of all keys spelled so."""
     table: dict[str, list[str]] = {}
     for path, key in walk():
         for spelling in key.spellings:
@@ -176,11 +172,11 @@ def _comparable(name: str) -> str:
 
 
 _LONGEST_NAME = 100
-"""Beyond this nothing can be meant, and comparing would take long."""
+"""A longer name resembles no key, and comparing it would be slow."""
 
 
 def nearest(name: str, candidates: list[str], cutoff: float = 0.6) -> str | None:
-    """The candidate most like a name, compared without regard to case and hyphens, or None."""
+    """Return the candidate most like a name, compared without regard to case and hyphens, or None."""
     if len(name) > _LONGEST_NAME:
         return None
     table = {_comparable(candidate): candidate for candidate in reversed(candidates)}
@@ -189,7 +185,7 @@ def nearest(name: str, candidates: list[str], cutoff: float = 0.6) -> str | None
 
 
 def advise(section: type[ConfigSection], path: Path, name: str) -> str:
-    """Say what the user may have meant by an unknown key."""
+    """Return advice on an unknown key: the keys that may be meant."""
     known = known_reason(path, name)
     if known is not None:
         return known
@@ -212,11 +208,10 @@ def advise(section: type[ConfigSection], path: Path, name: str) -> str:
 
 
 _LONG_NAME = 5
-"""Letters from which on a part of a name says what is meant."""
+"""Least length at which a component of a name identifies a key."""
 
 
 def _belongs(paths: tuple[str, ...]) -> str:
-    """Say which section a key belongs to."""
     shown = _shown(paths)
     names = " or ".join(f"`{path}`" for path in shown)
     if len(shown) == 1:
@@ -230,7 +225,7 @@ def _shown(paths: tuple[str, ...]) -> list[str]:
 
 
 def place_of(name: str) -> str:
-    """Return the paths of the keys of a name, in words; an empty string if there is no such key."""
+    """Return the paths of the keys of a name, in words; empty if the name is unknown."""
     return " or ".join(f"`{path}`" for path in _shown(_elsewhere(name)))
 
 
@@ -253,11 +248,11 @@ _GENERAL = frozenset(
         "dtype",
     ]
 )
-"""Names of keys that say nothing of what a script means by them."""
+"""Names too general to identify a key."""
 
 
 def _elsewhere(name: str) -> tuple[str, ...]:
-    """Return the paths of all keys of a name, unless the name is one that anything may have."""
+    """Return the paths of all keys of a name, unless it is in `_GENERAL`."""
     comparable = _comparable(name)
     return () if comparable in _GENERAL else _places().get(comparable, ())
 
@@ -281,17 +276,17 @@ _OWN_ACCELERATE: dict[str, str] = {
     "deepspeed_exclusion_filter": "",
     "deepspeed_moe_layer_cls_names": "",
 }
-"""Keys of the file that `accelerate config` writes, and the key of a configuration that says the same."""
+"""Keys of the file that `accelerate config` writes, and the equivalent configuration key."""
 _OF_SCRIPTS = {
     "zero": "ZeRO is set by `zero_optimization`: write that",
     "mixed_precision": "precision is set by the sections `bf16` and `fp16`: write one of them",
     "gradient_checkpointing": "the model calls activation checkpointing; `activation_checkpointing` sets its options",
 }
-"""Keys of the top level that scripts read themselves, and what to write."""
+"""Keys of the top level that scripts read themselves, and the equivalent."""
 
 
 def known_reason(path: Path, name: str) -> str | None:
-    """Say why a key that often stands at a path is not read there, and what to write; None if nothing is known."""
+    """Return why a key that is often written at a path is not read there, and the fix; None if unknown."""
     retired = REMOVED_KEYS.get(dotted((*path, name)))
     if retired:
         return retired
@@ -316,7 +311,6 @@ def known_reason(path: Path, name: str) -> str | None:
 
 @cache
 def _arguments(section: str) -> frozenset[str]:
-    """Return the names of the arguments of all optimizers, or of all schedules."""
     models = NATIVE_OPTIMIZERS if section == "optimizer" else NATIVE_SCHEDULES
     return frozenset(name for model in models.values() for name in model.model_fields)
 
@@ -328,13 +322,13 @@ def _properties(section: type[ConfigSection]) -> tuple[dict[str, Any], dict[str,
 
 
 def raw_json_schema(section: type[ConfigSection]) -> dict[str, Any]:
-    """The JSON Schema of a section in canonical form."""
+    """Return the JSON Schema of a section in canonical form."""
     schema: dict[str, Any] = _standard(section.model_json_schema())
     return schema
 
 
 def _standard(schema: Any) -> Any:
-    """Give bounds their standard names: pydantic writes its own beside types that have a converter."""
+    """Give bounds their standard names, because pydantic writes its own next to types with a converter."""
     if isinstance(schema, list):
         return [_standard(item) for item in schema]
     if not isinstance(schema, dict):
@@ -352,7 +346,6 @@ def expected(key: Key) -> str:
 
 
 def _plural(words: str) -> str:
-    """Write "a number >= 0" as "numbers >= 0"."""
     return re.sub(r"\ban? (\w+)", r"\1s", words).removesuffix(" {...}")
 
 

@@ -1,14 +1,13 @@
-"""Two tables of keys whose features this version does not have.
+"""Two tables of keys whose features this version lacks.
 
-`UNSUPPORTED`: without the feature the run would be another one, or would lack its purpose. A configuration that asks
-for such a feature is refused, and the message says what to do instead. A section that is present but switched off, or
-holds only defaults, is accepted. Where only the speed would differ, the reader for DeepSpeed's files (`accept`) lets
-the key pass with a warning.
+`UNSUPPORTED`: without the feature the run would differ, or lack its purpose. A configuration that requests it is
+refused, and the message has an alternative. A section that is switched off, or holds only defaults, is accepted. If
+only the speed differs, the reader for DeepSpeed's files (`accept`) accepts the key with a warning.
 
 `IGNORED`: without the feature the run is the same; it prints less, or differs in speed. Such a key is accepted with a
 warning.
 
-A later version that builds a feature removes its line here and changes nothing else.
+Building a feature removes its line here and changes nothing else.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from .schema.root import Config
 
 @dataclass(frozen=True)
 class Unsupported:
-    """One feature: the key that asks for it, what it is, when a value asks for it, and what to do now.
+    """One feature: its key, its name, the predicate of values that request it, and the alternative.
 
-    `within` are switches that have to be on as well. `instead` may depend on the rest of the configuration.
-    `speed_only`: results are the same without the feature.
+    `within` are switches that must be on as well. `instead` may depend on other keys. `speed_only`: results are the
+    same without the feature.
     """
 
     path: str
     feature: str
-    asks: Callable[[Any], bool]
+    requests: Callable[[Any], bool]
     instead: str | Callable[[Config], str]
     within: tuple[str, ...] = ()
     speed_only: bool = False
@@ -42,10 +41,10 @@ class Unsupported:
 
 @dataclass(frozen=True)
 class Ignored:
-    """One key that is accepted and does nothing yet: when a value asks for it, and what is missing."""
+    """One key that is accepted without effect: the predicate of values that request it, and the missing feature."""
 
     path: str
-    asks: Callable[[Any], bool]
+    requests: Callable[[Any], bool]
     missing: str
 
 
@@ -142,7 +141,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "tensor_parallel.tp.tp_group",
         "a process group inside of the configuration",
         _given,
-        "write the number of ranks as `tensor_parallel.autotp_size`: neighbours have one copy of the model; or pass "
+        "write the number of ranks as `tensor_parallel.autotp_size`: adjacent ranks form a group; or pass "
         "shardwise.initialize(mpu=...)",
     ),
     Unsupported("pipeline.enabled", "pipeline parallelism", _on, f"remove the section; {_SHARD}"),
@@ -151,12 +150,12 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         Unsupported(
             f"expert_parallel.{name}",
             what,
-            asks,
+            requests,
             instead,
             within=("expert_parallel.enabled",),
             speed_only=name == "comm_backend",
         )
-        for name, what, asks, instead in (
+        for name, what, requests, instead in (
             ("route_norm", "routers of its own", _given, _ROUTES),
             ("route_scale", "routers of its own", lambda value: value != 1, _ROUTES),
             (
@@ -208,7 +207,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         "progressive_layer_drop.enabled",
         "progressive layer dropping",
         _on,
-        "switch it off; the model is then not told to skip layers",
+        "switch it off; the model then gets no layers to skip",
     ),
     *(
         Unsupported(f"compression_training.{name}.shared_parameters.enabled", "model compression", _on, _COMPRESSED)
@@ -271,7 +270,7 @@ IGNORED: tuple[Ignored, ...] = (
 
 
 def value_at(config: Config, path: str) -> Any:
-    """The value at a dotted path, None where a section on the way is absent."""
+    """Return the value at a dotted path, None if a section on the way is absent."""
     place: Any = config
     for name in path.split("."):
         place = getattr(place, name) if place is not None else None
@@ -279,38 +278,35 @@ def value_at(config: Config, path: str) -> Any:
 
 
 def check_built(config: Config, found: Scan, lenient: bool) -> list[Problem]:
-    """Return one problem for each requested feature that this version does not have.
+    """Return one problem for each requested feature that this version lacks.
 
-    Args:
-        config: the validated configuration.
-        found: the scan, for spelling.
-        lenient: the file was read by `accept`, so that features that change only the speed are no problem.
+    With `lenient` (the file was read by `accept`) features that change only the speed are no problem.
     """
     return [
         Problem(_as_written(entry.path, found), f"{_missing(entry)}; {_instead(entry, config)}", NotBuiltError)
         for entry in UNSUPPORTED
-        if _asked(entry, config) and not (lenient and entry.speed_only)
+        if _is_requested(entry, config) and not (lenient and entry.speed_only)
     ]
 
 
-def unheard(config: Config, found: Scan) -> list[Note]:
-    """Return a note on each key that asks for something that is not done, and without which all is the same."""
+def ignored_features(config: Config, found: Scan) -> list[Note]:
+    """Return a note on each key of `IGNORED` that requests its feature."""
     ignored = [
         Note(_as_written(entry.path, found), value, f"accepted, and changes nothing: {entry.missing}")
         for entry in IGNORED
-        if entry.asks(value := value_at(config, entry.path))
+        if entry.requests(value := value_at(config, entry.path))
     ]
     slower = [
         Note(_as_written(entry.path, found), value_at(config, entry.path), f"{_missing(entry)}; results are the same")
         for entry in UNSUPPORTED
-        if entry.speed_only and _asked(entry, config)
+        if entry.speed_only and _is_requested(entry, config)
     ]
     return ignored + slower
 
 
-def _asked(entry: Unsupported, config: Config) -> bool:
+def _is_requested(entry: Unsupported, config: Config) -> bool:
     on = all(value_at(config, switch) for switch in entry.within)
-    return on and entry.asks(value_at(config, entry.path))
+    return on and entry.requests(value_at(config, entry.path))
 
 
 def _missing(entry: Unsupported) -> str:
@@ -322,7 +318,7 @@ def _instead(entry: Unsupported, config: Config) -> str:
 
 
 def _as_written(path: str, found: Scan) -> str:
-    """The user's spelling of a key, or of the first key below it (a deprecated key may stand for a section)."""
+    """Return the user's spelling of a key, or of the first key below it (a deprecated key may stand for a section)."""
     parts = tuple(path.split("."))
     below = (written for given, written in found.given.items() if given[: len(parts)] == parts)
     return dotted(found.given.get(parts) or next(below, parts))

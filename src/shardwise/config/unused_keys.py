@@ -1,9 +1,8 @@
-"""Which of the user's keys change nothing in this run, and why.
+"""Keys of the user that change nothing in this run, and why.
 
-Five kinds: hints for mechanisms that other libraries have and this one does not need; keys of a section that is
-switched off; keys of one ZeRO stage under another; compression where nothing travels; keys that another key overrules.
-They are accepted, because published configurations are full of them, and listed, because a key that does nothing must
-not look like one that does.
+Five kinds: hints for mechanisms of other libraries; keys of a section that is switched off; keys of one ZeRO stage
+under another; compression without communication; keys that another key overrules. Published configurations are full of
+them, hence they are accepted and listed.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ _ZEROPP = (
 
 
 def without_effect(config: Config, found: Scan, world_size: int = 1) -> tuple[list[Note], list[Note]]:
-    """List the keys that the user gave and that change nothing, with the reason; a section is listed as a whole.
+    """Return notes on the given keys that change nothing, with the reason; a section is one note.
 
     Returns:
-        Those that nobody acts upon; those that a client library does, whether they change anything here or not.
+        Notes on keys that nothing acts upon; notes on keys that a client library acts upon.
     """
     notes: list[Note] = []
     clients = read_by_clients(found)
@@ -50,15 +49,15 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> tuple[li
         if reason:
             listed.add(path)
         if client is not None:
-            said = f"{client}. No effect on the engine: {reason}" if reason else client
-            read.append(Note(dotted(found.given[path]), _plain(value), said))
+            text = f"{client}. No effect on the engine: {reason}" if reason else client
+            read.append(Note(dotted(found.given[path]), _plain(value), text))
         elif reason:
             notes.append(Note(dotted(found.given[path]), _plain(value), reason))
     return [*notes, *_of_optimizer(config, found)], read
 
 
 def _of_optimizer(config: Config, found: Scan) -> list[Note]:
-    """Arguments of optimizers that only other libraries need."""
+    """Return arguments of optimizers that only other libraries need."""
     model = optimizer_model(config.optimizer.type) if config.optimizer.type is not None else None
     where = dotted(found.given.get(("optimizer", "params"), ("optimizer", "params")))
     keys = keys_of(model) if model is not None else {}
@@ -67,7 +66,7 @@ def _of_optimizer(config: Config, found: Scan) -> list[Note]:
 
 
 def _switched_off(key: Key, value: Any) -> str:
-    """Why a section that has more than its switch does nothing; empty if it is on."""
+    """Return why a switched-off section has no effect; empty if it is on."""
     if key.kind != "section" or key.child is None or value is None:
         return ""
     if key.name == "compile":
@@ -83,7 +82,7 @@ def _switched_off(key: Key, value: Any) -> str:
 
 
 def _holds_anyway(path: tuple[str, ...], config: Config) -> bool:
-    """Whether keys of a section hold although it is switched off."""
+    """Return True if keys of a section have an effect although it is switched off."""
     if path == ("activation_offload",):
         return config.activation_checkpointing.cpu_checkpointing
     if path == ("anomaly_watch",):  # the limit of rewinds
@@ -110,7 +109,7 @@ def _nothing_travels(path: tuple[str, ...], config: Config, world_size: int) -> 
 
 
 def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
-    """Keys that mean nothing beside the value of another."""
+    """Return why another key overrules a key; empty if none does."""
     zero, sparse = config.zero_optimization, config.sparse_attention
     if path == ("aio",) and "nvme" not in _offloaded(config):
         return "nothing is offloaded to disk"
@@ -124,8 +123,8 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
         return "`prescale_gradients` divides by the number of ranks before the sum, so nothing is left to divide"
     if path == ("zero_optimization", "mics_hierarchical_params_gather") and zero.mics_shard_size < 1:
         return "it belongs to `zero_optimization.mics_shard_size`, which is not set"
-    whole = zero.mics_shard_size == world_size and not zero.mics_hierarchical_params_gather
-    if path == ("zero_optimization", "mics_shard_size") and whole:
+    all_ranks = zero.mics_shard_size == world_size and not zero.mics_hierarchical_params_gather
+    if path == ("zero_optimization", "mics_shard_size") and all_ranks:
         return "it is the number of ranks: one group of all"
     if path == ("zero_optimization", "optimizer_over_replicas") and zero.stage == 0:
         return "stage 0 divides no optimizer state"
@@ -143,15 +142,14 @@ def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
     if path == ("anomaly_watch", "trace_steps") and watch.enabled and watch.trace != "after":
         return f'it belongs to `anomaly_watch.trace` "after", which is "{watch.trace}"'
     if path == ("anomaly_watch", "max_rewinds"):
-        asking = {config.non_finite, watch.loss_spike, watch.grad_norm_spike} if watch.enabled else {config.non_finite}
-        return "" if "rewind" in asking else 'nothing asks for "rewind"'
+        actions = {config.non_finite, watch.loss_spike, watch.grad_norm_spike} if watch.enabled else {config.non_finite}
+        return "" if "rewind" in actions else 'no key requests "rewind"'
     if path == ("sparse_attention",) and sparse is not None and sparse.mode == "dense":
         return 'the mode "dense" is ordinary attention'
     return ""
 
 
 def _offloaded(config: Config) -> set[str]:
-    """Where state is moved to."""
     zero = config.zero_optimization
     return {section.device for section in (zero.offload_param, zero.offload_optimizer) if section is not None}
 

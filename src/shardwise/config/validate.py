@@ -1,7 +1,7 @@
-"""The second pass over a configuration: types and values, with messages for the people who write it.
+"""Second pass over a configuration: types and values.
 
-The schema is strict. A value that it refuses, but that says without a doubt what is meant, is read as that, and noted:
-0 and 1 and words for booleans, numbers in quotes, null for a key that is left out.
+The schema is strict. A refused value with an unambiguous meaning is converted and noted: 0 and 1 and words for
+booleans, numbers in quotes, null for an absent key.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .schema_index import Key, expected, keys_of, nearest
 
 
 def validate(found: Scan) -> tuple[Config, list[Note], list[Problem]]:
-    """Build the `Config`, leaving out and reporting every value that does not fit its key.
+    """Build the `Config`; report every value that does not fit its key.
 
-    Values that are wrong fall back to their default so that the checks after this one can still report more.
+    A wrong value falls back to its default, so that later checks can report more.
 
     Returns:
-        The configuration; a note on each value that was read as another one; what is wrong.
+        The configuration; a note on each converted value; the problems.
     """
     problems: list[Problem] = []
     data: Any = found.data
@@ -67,7 +67,7 @@ _FALSE = ("false", "f", "no", "n", "off", "0")
 
 
 def _meant(key: Key, value: Any) -> Any:
-    """What a value of another type stands for: None for a key that is left out, `_NOTHING` if it is not clear."""
+    """Return the converted value: None for an absent key, `_NOTHING` if the meaning is ambiguous."""
     if value is None:
         return _NOTHING if key.field.is_required() or key.kind != "value" else None
     words = expected(key)
@@ -87,7 +87,7 @@ def _meant(key: Key, value: Any) -> Any:
 
 
 def _place(loc: tuple[int | str, ...]) -> Path:
-    """Cut pydantic's location at the key: what follows are alternatives of a union or indices in a list."""
+    """Cut pydantic's location at the key, before alternatives of a union or indices of a list."""
     path: list[int | str] = []
     section: type[ConfigSection] | None = Config
     parts = iter(loc)
@@ -129,7 +129,7 @@ def _take(data: Any, path: Path) -> Any:
 
 
 def message(key: Key, value: Any) -> str:
-    """Say what a key accepts and what was found instead, with advice where what was meant can be guessed."""
+    """Return a message of expected and found value, with advice if the meaning can be guessed."""
     words = "an object {...}" if key.kind == "list" and not isinstance(value, list) else expected(key)
     text = f"expected {words}, found {show(value)}"
     advice = _advice(key, value)
@@ -141,7 +141,7 @@ _SHOWN = 80
 
 
 def _shortened(value: Any, depth: int = 3) -> Any:
-    """A value with no more of it than can be shown, so that showing a huge one costs nothing."""
+    """Return a value shortened for messages, because a huge one is slow to print."""
     if isinstance(value, str):
         return value[:_SHOWN]
     if isinstance(value, int) and value.bit_length() > 8 * _SHOWN:
@@ -155,7 +155,7 @@ def _shortened(value: Any, depth: int = 3) -> Any:
 
 
 def show(value: Any) -> str:
-    """Print a value as JSON with its type, shortened."""
+    """Return a value as JSON with its type, shortened."""
     kinds = {
         bool: "true or false",
         int: "integer",

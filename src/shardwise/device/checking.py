@@ -216,7 +216,7 @@ class _Player:
         self.reached: set[int] = set()
         self.ended: set[tuple[str, int]] = set()
         self.parked: int | None = None
-        self.asked: set[tuple[int, int]] = set()
+        self.queried: set[tuple[int, int]] = set()
         self.versions: dict[int, int] = {}
         self.waits: Event | None = None
         self.answers: list[tuple[_Player, int]] | None = None
@@ -257,7 +257,7 @@ class _Player:
             number, place = event.numbers
             for player in players:
                 if player is not self:
-                    player.asked.add((number, place))
+                    player.queried.add((number, place))
         elif event.name == "fetch":
             (version,) = event.numbers
             peers = [player for player in players if player is not self]
@@ -294,7 +294,7 @@ class _Player:
         if self.parked is None or self.waits is None:
             return False
         moved = False
-        for number, place in sorted(one for one in self.asked if one[0] == self.parked):
+        for number, place in sorted(one for one in self.queried if one[0] == self.parked):
             early: list[Event] = []
             for bracket in _brackets(self.events):
                 if bracket[0].numbers[0] == number and bracket[0].numbers[1] <= place:

@@ -54,11 +54,11 @@ def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[An
     """
     if profiler_active():
         shown = torch.profiler.record_function(f"shardwise::{what} {unit}".rstrip())
-        return _together([shown, *_heard(what, unit, size)])
-    return _together(_heard(what, unit, size)) if _listeners else _NOTHING
+        return _together([shown, *_notified(what, unit, size)])
+    return _together(_notified(what, unit, size)) if _listeners else _NOTHING
 
 
-def _heard(what: str, unit: str, size: int) -> list[AbstractContextManager[Any]]:
+def _notified(what: str, unit: str, size: int) -> list[AbstractContextManager[Any]]:
     wanted = [listener for listener in _listeners if listener.ranges is None or what in listener.ranges]
     return [listener.around(what, unit, size) for listener in wanted]
 

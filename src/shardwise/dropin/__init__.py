@@ -1,8 +1,8 @@
-"""`import deepspeed` gives shardwise: DeepSpeed's module paths and names, served by what they stand for here.
+"""`import deepspeed` gives shardwise: DeepSpeed's module paths and names, mapped to this library.
 
-`table` says which name is what, `modules` makes modules of it when they are imported, `install` puts them in the place
-of the package `deepspeed` for one process, and `adapters` has the few objects whose form differs. The distribution in
-the directory `dropin/` of the repository does nothing but call `become_root`.
+`table` maps every name, `modules` creates modules of it on import, `install` registers them as the package `deepspeed`
+of one process. `adapters` has the objects whose interface differs. The distribution in the directory `dropin/` of the
+repository only calls `become_root`.
 """
 
 from shardwise.dropin.install import become_root, install_as_deepspeed

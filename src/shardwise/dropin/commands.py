@@ -1,4 +1,4 @@
-"""The command `ds_report`, which is `shardwise doctor` and a list of operators."""
+"""The command `ds_report`: `shardwise doctor` and a list of operators."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import argparse
 
 
 def report(args: list[str] | None = None) -> int:
-    """Run the command, and return its exit code.
-
-    Args:
-        args: the arguments after the program's name; None takes those of this process.
-    """
+    """Run the command, and return its exit code; `args` default to those of this process."""
     from shardwise.launch.commands.doctor import show
 
     parser = argparse.ArgumentParser(prog="ds_report", description="Show what is installed, by `shardwise doctor`.")
@@ -23,7 +19,6 @@ def report(args: list[str] | None = None) -> int:
 
 
 def _operators(reasons: bool) -> None:
-    """List what there is of DeepSpeed's compiled operators; nothing is compiled here."""
     from shardwise.dropin.adapters.operators import ALL_OPS
 
     print("operators   none are compiled: what one is for is done in plain torch, or not built")

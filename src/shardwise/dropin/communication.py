@@ -1,7 +1,6 @@
-"""The command `ds_bench`: its options, given to `shardwise bench comm`.
+"""The command `ds_bench`: its options, passed to `shardwise bench comm`.
 
-What an option asks for is measured, or the option is refused with the reason; one that changes nothing here says so in
-a line.
+Every option is measured, refused with the reason, or reported to have no effect.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def bench_of(arguments: list[str]) -> CommWanted:
-    """Return what a command line of `ds_bench` asks for.
+    """Return the benchmark that a command line of `ds_bench` requests.
 
     Raises:
         CommandLineError: an option is unknown, or has a wrong value.
-        NotBuiltError: an option asks for something that this version does not have.
+        NotBuiltError: this version does not support an option.
 
     >>> wanted = bench_of(["--scan", "--all-reduce", "--maxsize", "16"])
     >>> wanted.ops, wanted.sizes
@@ -105,11 +104,7 @@ def _share(text: str) -> float:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run `ds_bench` and exit with its code.
-
-    Args:
-        args: the arguments after the program's name; None takes those of this process.
-    """
+    """Run `ds_bench` and exit with its code; `args` default to those of this process."""
     try:
         code = run(bench_of(sys.argv[1:] if args is None else args))
     except ShardwiseError as error:

@@ -1,7 +1,6 @@
-"""The commands `ds_io` and `ds_nvme_tune`: their options, given to `shardwise bench io`.
+"""The commands `ds_io` and `ds_nvme_tune`: their options, passed to `shardwise bench io`.
 
-What an option asks for is measured, or the option is refused with the reason; one that changes nothing here says so in
-a line.
+Every option is measured, refused with the reason, or reported to have no effect.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ def _parser(name: str, description: str, refused: dict[str, str], without: dict[
 
 
 def _settle(given: argparse.Namespace, refused: dict[str, str], without: dict[str, str]) -> None:
-    """Refuse options, and name those that change nothing."""
     for option, why in refused.items():
         if getattr(given, option) is not None:
             raise NotBuiltError(f"--{option}: {why}.")
@@ -79,11 +77,11 @@ def _settle(given: argparse.Namespace, refused: dict[str, str], without: dict[st
 
 
 def io_of(arguments: list[str]) -> Wanted:
-    """Return what a command line of `ds_io` asks for.
+    """Return the benchmark that a command line of `ds_io` requests.
 
     Raises:
         CommandLineError: an option is unknown, missing, or has a wrong value.
-        NotBuiltError: an option asks for something that this version does not have.
+        NotBuiltError: this version does not support an option.
 
     >>> io_of(["--folder", "/disk", "--read", "--io_size", "64M", "--queue_depth", "16"]).depths
     (16,)
@@ -120,11 +118,11 @@ def io_of(arguments: list[str]) -> Wanted:
 
 
 def tune_of(arguments: list[str]) -> Wanted:
-    """Return what a command line of `ds_nvme_tune` asks for.
+    """Return the benchmark that a command line of `ds_nvme_tune` requests.
 
     Raises:
         CommandLineError: an option is unknown, missing, or has a wrong value.
-        NotBuiltError: an option asks for something that this version does not have.
+        NotBuiltError: this version does not support an option.
 
     >>> tune_of(["--nvme_dir", "/disk", "--no_write", "--loops", "5"]).rounds
     5
@@ -158,7 +156,6 @@ def tune_of(arguments: list[str]) -> Wanted:
 
 
 def _read_sweep(path: str) -> dict[str, Any]:
-    """Return the settings that a file of lists asks for."""
     name = f"--sweep_config {path}"
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -188,20 +185,12 @@ def _read_sweep(path: str) -> dict[str, Any]:
 
 
 def measure_one(args: list[str] | None = None) -> NoReturn:
-    """Run `ds_io` and exit with its code.
-
-    Args:
-        args: the arguments after the program's name; None takes those of this process.
-    """
+    """Run `ds_io` and exit with its code; `args` default to those of this process."""
     _main("ds_io", io_of, args)
 
 
 def tune(args: list[str] | None = None) -> NoReturn:
-    """Run `ds_nvme_tune` and exit with its code.
-
-    Args:
-        args: the arguments after the program's name; None takes those of this process.
-    """
+    """Run `ds_nvme_tune` and exit with its code; `args` default to those of this process."""
     _main("ds_nvme_tune", tune_of, args)
 
 

@@ -1,4 +1,4 @@
-"""The words of the table: what a name of DeepSpeed's is here."""
+"""Kinds of entries of the table."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Kind = Literal["class", "exception", "function", "value", "module", "member"]
 
 @dataclass(frozen=True)
 class Alias:
-    """A name that is there.
+    """A name that is served.
 
     Attributes:
-        kind: what it is.
-        target: `package.module:attribute` of shardwise; for a module, the drop-in module of which it is another name;
-            for a member, nothing: it is looked up in its class.
-        signature: arguments that scripts may rely on, as in a `def`; "..." for a default stands for any. None: not
-            declared. What the target takes beyond them is its own.
+        kind: its kind.
+        target: `package.module:attribute` of shardwise; of a module, its path in the drop-in; of a member empty,
+            because it is looked up in its class.
+        signature: arguments that scripts may rely on, as in a `def`; "..." for a default means any. None: not declared.
+            The target may take further arguments.
     """
 
     kind: Kind
@@ -29,11 +29,9 @@ class Alias:
 
 @dataclass(frozen=True)
 class Stub:
-    """A name that can be imported, passed on and derived from, and raises when it is used.
+    """A name that can be imported, passed on and derived from, and raises when used.
 
-    Attributes:
-        kind: what stands in for it: a class, an exception, a function or a value.
-        reason: why there is nothing behind it; the end of a sentence that begins with the name.
+    `reason` is why it is not served; the end of a sentence that begins with the name.
     """
 
     kind: Kind
@@ -42,23 +40,21 @@ class Stub:
 
 @dataclass(frozen=True)
 class Missing:
-    """A name that is not there: importing it is an ImportError, reading it an AttributeError.
+    """A name that is absent: importing it is an ImportError, reading it an AttributeError.
 
-    Attributes:
-        reason: why; the end of a sentence that begins with the name.
-        asked: who takes the error for an answer, so that a stand-in would mislead; empty for members of classes, which
-            are always asked for in this way.
+    `reason` is as for `Stub`. `probed_by` are callers that test for the name by the error, hence no stub; empty for
+    members of classes, which are always tested in this way.
     """
 
     reason: str
-    asked: str = ""
+    probed_by: str = ""
 
 
 Entry = Alias | Stub | Missing
 Entries = Mapping[str, Entry]
 
 _KINDS: tuple[Kind, ...] = ("class", "exception", "function", "value")
-"""What can be stood in for."""
+"""Kinds of stubs."""
 
 _DECLARATION = re.compile(r"(?P<name>\w+)(?P<signature>\(.*\))?(?:\s*=\s*(?P<target>[\w.]+))?", re.DOTALL)
 
@@ -74,22 +70,22 @@ def _served(kind: Kind, home: str, declarations: Iterable[str]) -> dict[str, Ent
 
 
 def functions(home: str, *declarations: str) -> dict[str, Entry]:
-    """Functions of the module `home`: `name(arguments)`, and ` = name there` where that differs."""
+    """Return entries for functions of the module `home`: `name(arguments)`, and ` = target name` if that differs."""
     return _served("function", home, declarations)
 
 
 def classes(home: str, *declarations: str) -> dict[str, Entry]:
-    """Classes of the module `home`, with the arguments of their constructors."""
+    """Return entries for classes of the module `home`, with the arguments of their constructors."""
     return _served("class", home, declarations)
 
 
 def values(home: str, *declarations: str) -> dict[str, Entry]:
-    """Objects of the module `home` that are neither functions nor classes."""
+    """Return entries for other objects of the module `home`."""
     return _served("value", home, declarations)
 
 
 def modules(*declarations: str) -> dict[str, Entry]:
-    """Other names of modules of the drop-in: `name = deepspeed.its.path`."""
+    """Return entries for other names of modules of the drop-in: `name = deepspeed.its.path`."""
     made: dict[str, Entry] = {}
     for declaration in declarations:
         name, _, target = declaration.partition(" = ")
@@ -97,11 +93,10 @@ def modules(*declarations: str) -> dict[str, Entry]:
     return made
 
 
-def raising(reason: str, names: str) -> dict[str, Entry]:
-    """Names, separated by spaces, that raise when they are used.
+def stubs(reason: str, names: str) -> dict[str, Entry]:
+    """Return stubs for names, separated by spaces.
 
-    What they are follows from their spelling (`Class`, `SomeError`, `CONSTANT`, `function`), or stands behind a colon
-    (`name:class`).
+    The spelling gives the kind (`Class`, `SomeError`, `CONSTANT`, `function`), unless a suffix does (`name:class`).
     """
     made: dict[str, Entry] = {}
     for declaration in names.split():
@@ -126,17 +121,15 @@ def _spelled(name: str) -> Kind:
     return "class" if bare[:1].isupper() else "function"
 
 
-def absent(reason: str, names: str, asked: str = "") -> dict[str, Entry]:
-    """Names, separated by spaces, that are not there, and who asks whether they are ("*": the whole module)."""
-    return dict.fromkeys(names.split(), Missing(reason, asked))
-
-
-def joined(*parts: Entries) -> dict[str, Entry]:
-    """Put the rows of one module together.
-
-    Raises:
-        ValueError: a name occurs twice.
+def missing(reason: str, names: str, probed_by: str = "") -> dict[str, Entry]:
+    """Return entries for absent names, separated by spaces ("*": the whole module), with the callers that test for
+    them.
     """
+    return dict.fromkeys(names.split(), Missing(reason, probed_by))
+
+
+def merge(*parts: Entries) -> dict[str, Entry]:
+    """Merge the entries of one module. Raises ValueError if a name occurs twice."""
     made: dict[str, Entry] = {}
     for part in parts:
         twice = made.keys() & part.keys()
@@ -147,7 +140,9 @@ def joined(*parts: Entries) -> dict[str, Entry]:
 
 
 def members(*declarations: str) -> dict[str, Entry]:
-    """Members of a class, several in one string; one with arguments comes last in its string."""
+    """Return entries for members of a class, several in one string; a member with arguments is the last of its
+    string.
+    """
     made: dict[str, Entry] = {}
     for declaration in declarations:
         plain, opened, arguments = declaration.partition("(")

@@ -1,7 +1,4 @@
-"""Further names of DeepSpeed's modules, which scripts import and nothing here stands for.
-
-Each of them can be imported, and raises with the reason when it is used; `table` has all other names.
-"""
+"""Further names of DeepSpeed's modules, all of them stubs; `table` has all other names."""
 
 from __future__ import annotations
 
@@ -316,4 +313,4 @@ NAMES: dict[str, str] = {
     ),
     "deepspeed.utils.zero_to_torch": "main",
 }
-"""Module -> names, separated by spaces, in the form of `entries.raising`."""
+"""Module -> names, separated by spaces, in the form of `entries.stubs`."""

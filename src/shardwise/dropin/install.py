@@ -1,4 +1,4 @@
-"""Putting the drop-in in the place of the package `deepspeed`."""
+"""Registering the drop-in as the package `deepspeed`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from shardwise.utils.logging import logger
 
 
 def install_as_deepspeed() -> None:
-    """Let `import deepspeed` give shardwise in this process, without installing anything.
+    """Make `import deepspeed` give shardwise in this process, without installing anything.
 
-    Call it before anything imports `deepspeed`, or asks `importlib.metadata` for it (transformers, accelerate and
-    lightning do both). A second call does nothing. It holds for this process: processes that this one starts, other
-    than by forking, call it themselves.
-
-    Raises:
-        UsageError: DeepSpeed itself has been imported already.
+    Call it before anything imports `deepspeed` or looks it up in `importlib.metadata` (transformers, accelerate and
+    lightning do both). A second call does nothing. Child processes other than forks must call it themselves. Raises
+    UsageError if DeepSpeed itself has been imported already.
 
     Example:
         >>> import shardwise

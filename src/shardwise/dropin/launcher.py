@@ -1,7 +1,7 @@
-"""The command `deepspeed`: its options, given to the launcher of `shardwise run`.
+"""The command `deepspeed`: its options, passed to the launcher of `shardwise run`.
 
-Every option of the command is known. Those that this version has are passed on, those about other machines do nothing
-where the job has one, and those that ask for something that is not built are refused with the reason.
+Supported options are passed on. Options about other machines have no effect in a job of one machine. Others are refused
+with the reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.launch.job import Job, run_job
 from shardwise.launch.placement import Devices, Resources, place
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-"""File of variables for processes on other machines; nothing reads it, because those are not built yet."""
+"""File of variables for processes on other machines, which this version does not start; never read."""
 
 LAUNCHERS = ("pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi")
 
@@ -85,7 +85,7 @@ REFUSED = {
     "save_pid": "writes process numbers to a file, which is not built yet",
     "venv_script": "runs a shell script on other machines first, which is not built yet; activate the environment here",
 }
-"""Options that ask for what is not there, and what they are."""
+"""Unsupported options, with their features."""
 
 
 def job_of(arguments: list[str]) -> Job:
@@ -93,7 +93,7 @@ def job_of(arguments: list[str]) -> Job:
 
     Raises:
         CommandLineError: an option is unknown or has a wrong value.
-        NotBuiltError: an option asks for something that this version does not have.
+        NotBuiltError: this version does not support an option.
 
     >>> job_of(["--num_gpus", "2", "train.py", "--lr", "1"]).args
     ('--lr', '1')
@@ -115,7 +115,7 @@ def job_of(arguments: list[str]) -> Job:
     nproc, nodes = (None if number == -1 else number for number in (given.num_gpus, given.num_nodes))
     resources = Resources(nproc, nodes, given.include or None, given.exclude or None, hostfile)
     if hostfile is not None and given.master_addr:
-        place(resources, Devices(()))  # of a job of several machines the address is not what is wrong
+        place(resources, Devices(()))  # several machines are the error, not the address
     return Job(
         script=given.user_script,
         args=tuple(given.user_args),
@@ -134,11 +134,7 @@ def job_of(arguments: list[str]) -> Job:
 
 
 def main(args: list[str] | None = None) -> NoReturn:
-    """Run the command and exit with its code.
-
-    Args:
-        args: the arguments after the program's name; None takes those of this process.
-    """
+    """Run the command and exit with its code; `args` default to those of this process."""
     try:
         sys.exit(run_job(job_of(sys.argv[1:] if args is None else args)))
     except ShardwiseError as error:
@@ -147,10 +143,8 @@ def main(args: list[str] | None = None) -> NoReturn:
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """Return the machines of a hostfile with their numbers of slots, or None if there is no such file.
-
-    Raises:
-        CommandLineError: the file has another form.
+    """Return the machines of a hostfile with their numbers of slots, or None if there is no such file. Raises
+    CommandLineError if the file has another form.
     """
     return read_hostfile(hostfile_path) if os.path.isfile(hostfile_path) else None
 

@@ -1,13 +1,12 @@
-"""Methods and attributes of DeepSpeed's classes, and which of them their counterparts here have.
+"""Methods and attributes of DeepSpeed's classes, and which of them this library's classes have.
 
-The form is that of `table`; a key is the path of a class, and `PARAMETER` stands for a parameter whose values are
-sharded and not here.
+The form is that of `table`; a key is the path of a class. `PARAMETER` stands for a resharded parameter.
 """
 
 from __future__ import annotations
 
 from shardwise.absent import ENGINE, OPS
-from shardwise.dropin.entries import Entry, Missing, absent, joined, members
+from shardwise.dropin.entries import Entry, Missing, members, merge, missing
 from shardwise.engine.getters import GETTERS
 
 PARAMETER = "a released parameter of ZeRO stage 3"
@@ -15,7 +14,7 @@ PARAMETER = "a released parameter of ZeRO stage 3"
 _NO_STATE = "nothing is attached to parameters: GatheredParameters and the engine move values"
 
 MEMBERS: dict[str, dict[str, Entry]] = {
-    "deepspeed.DeepSpeedEngine": joined(
+    "deepspeed.DeepSpeedEngine": merge(
         # attributes
         members("module optimizer basic_optimizer client_optimizer client_lr_scheduler lr_scheduler config device"),
         members("training_dataloader local_rank global_rank world_size dp_world_size mp_world_size seq_dp_world_size"),
@@ -61,13 +60,13 @@ MEMBERS: dict[str, dict[str, Entry]] = {
             "_zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=False)",
             "_consolidated_16bit_state_dict(exclude_frozen_parameters=False)",
         ),
-        # what the configuration says
+        # the configuration
         members(" ".join(GETTERS)),
         members("train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps get_lr get_mom get_type"),
         members("get_data_parallel_rank get_tensor_parallel_rank get_model_parallel_rank"),
         {name: Missing(reason) for name, reason in ENGINE.items()},
     ),
-    "deepspeed.accelerator.DeepSpeedAccelerator": joined(
+    "deepspeed.accelerator.DeepSpeedAccelerator": merge(
         members("is_synchronized_device use_host_timers resolves_data_dependency handles_memory_backpressure"),
         members("device_name(device_index=None)", "device set_device current_device current_device_name device_count"),
         members("synchronize random set_rng_state get_rng_state manual_seed manual_seed_all initial_seed"),
@@ -80,10 +79,10 @@ MEMBERS: dict[str, dict[str, Entry]] = {
         members("HalfTensor IntTensor LongTensor pin_memory unpin_memory is_pinned on_accelerator export_envs"),
         members("visible_devices_envs set_visible_devices_envs get_compile_backend set_compile_backend"),
         members("create_op_builder(class_name)", "get_op_builder(class_name)"),
-        absent(OPS, "op_builder_dir build_extension"),
-        absent("there are no kernels of Triton's", "prefer_triton_grouped_mm"),
+        missing(OPS, "op_builder_dir build_extension"),
+        missing("there are no kernels of Triton's", "prefer_triton_grouped_mm"),
     ),
-    "deepspeed.utils.comms_logging.CommsLogger": joined(
+    "deepspeed.utils.comms_logging.CommsLogger": merge(
         members("comms_dict configure start_profiling_comms stop_profiling_comms start_profiling_op(op_name_list)"),
         members("stop_profiling_op(op_name_list)", "append get_raw_data has_data reset_data get_operation_names"),
         members("get_total_operations get_operation_summary(operation_name)", "log_all"),
@@ -99,13 +98,13 @@ MEMBERS: dict[str, dict[str, Entry]] = {
     "deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum": members(
         "optim_states hp_params lp_params lp_grads contiguous_grad_buffer"
     ),
-    PARAMETER: joined(
+    PARAMETER: merge(
         members("ds_id ds_shape ds_numel ds_status partition_numel item"),
-        absent(_NO_STATE, "ds_numel_aligned ds_tensor ds_param_type ds_persist ds_active_sub_modules"),
-        absent(_NO_STATE, "ds_process_group ds_secondary_tensor ds_zero_param_process_group"),
-        absent(_NO_STATE, "ds_zero_partition_rank ds_zero_partition_world_size is_external_param nvme_swapper"),
-        absent(_NO_STATE, "all_gather all_gather_coalesced partition reduce_gradients_at_owner partition_gradients"),
-        absent(_NO_STATE, "aligned_size padding_size get_available_parameter_numel ds_summary"),
+        missing(_NO_STATE, "ds_numel_aligned ds_tensor ds_param_type ds_persist ds_active_sub_modules"),
+        missing(_NO_STATE, "ds_process_group ds_secondary_tensor ds_zero_param_process_group"),
+        missing(_NO_STATE, "ds_zero_partition_rank ds_zero_partition_world_size is_external_param nvme_swapper"),
+        missing(_NO_STATE, "all_gather all_gather_coalesced partition reduce_gradients_at_owner partition_gradients"),
+        missing(_NO_STATE, "aligned_size padding_size get_available_parameter_numel ds_summary"),
     ),
 }
-"""Class -> member -> whether it is there."""
+"""Class -> member -> entry."""

@@ -1,10 +1,10 @@
-"""Modules made of the table when they are imported.
+"""Modules created from the table on import.
 
-Each name is looked up where it lives at every access, and an assignment to it is made there, too: what a script puts
-into `deepspeed.utils.groups.mpu` is what the library reads, and two paths to one thing never differ.
+Every access looks a name up in its own module, and an assignment is made there, too. A value that a script assigns to
+`deepspeed.utils.groups.mpu` is the value that the library reads, and two paths to one object never differ.
 
-Invariant: a name is served, or stands in and raises with the reason when it is used, or looks as if it were not there
-(`hasattr`, `dir`, `importlib.util.find_spec`) and says why when it is imported or read.
+Invariant: a name is served; or a stub that raises with the reason when used; or absent (`hasattr`, `dir`,
+`importlib.util.find_spec`), with the reason in the error of importing or reading it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from shardwise.launch.detect import DROP_IN, ROOT, installed
 
 
 def _paths() -> frozenset[str]:
-    """Modules that exist: those that have a name or can be run, and the packages above them."""
     found: set[str] = {ROOT}
     having = (p for p, entries in TABLE.items() if any(not isinstance(entry, Missing) for entry in entries.values()))
     for path in (*having, *MAINS):
@@ -46,15 +45,15 @@ PATHS = _paths()
 """Every module that can be imported."""
 
 PACKAGES = frozenset(path.rpartition(".")[0] for path in PATHS) - {""}
-"""Those that have others in them."""
+"""Modules with submodules."""
 
 
 def absence(path: str, name: str) -> str | None:
-    """Say why `path` has no `name`, be it a name or a module; None if nothing is known of it."""
+    """Return why `path` has no name or module `name`; None if unknown."""
     whole = f"{path}.{name}"
     found = [TABLE[path][name]] if name in TABLE.get(path, {}) else []
     if not found and whole not in PATHS:
-        # A module is absent with all that it would have.
+        # A module is absent with all its names.
         below = (entries for key, entries in TABLE.items() if key == whole or key.startswith(f"{whole}."))
         found = [entry for entries in below for entry in entries.values()]
     reasons = dict.fromkeys(entry.reason for entry in found if isinstance(entry, Missing))
@@ -66,7 +65,7 @@ def _sentence(name: str, reason: str) -> str:
 
 
 def _homes() -> dict[tuple[str, Stub], str]:
-    """Return the first module of the table that has a name, so that all paths to it lead to one object."""
+    """Return the first module of the table that has a stub, because all paths to it give one object."""
     found: dict[tuple[str, Stub], str] = {}
     for path, entries in TABLE.items():
         for name, entry in entries.items():
@@ -85,12 +84,12 @@ def _standing_in(name: str, entry: Stub) -> Any:
 
 
 def resolve(entry: Alias) -> Any:
-    """Return what a name stands for."""
+    """Return the object of an entry."""
     if entry.kind == "module":
         return importlib.import_module(entry.target)
     home, _, attribute = entry.target.partition(":")
     found = getattr(importlib.import_module(home), attribute)
-    if "shardwise.zero.model" in sys.modules:  # only then can there be engines, and parameters that have attributes
+    if "shardwise.zero.model" in sys.modules:  # no engines or parameters with attributes exist before
         importlib.import_module("shardwise.dropin.adapters.parameters").attach()
     return found
 
@@ -117,7 +116,7 @@ class DropInModule(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         entry = TABLE.get(self.__name__, {}).get(name)
         if entry is not None and isinstance(value, DropInModule) and value.__name__ == f"{self.__name__}.{name}":
-            return  # the import system puts a module into its parent; a name of the table comes first
+            return  # the import system assigns a module to its parent; a name of the table has precedence
         if not isinstance(entry, Alias) or entry.kind == "module":
             return super().__setattr__(name, value)
         home, _, attribute = entry.target.partition(":")
@@ -126,7 +125,7 @@ class DropInModule(ModuleType):
         setattr(module, attribute, value)
 
     def __delattr__(self, name: str) -> None:
-        """Take an assignment back; names of the table cannot be removed."""
+        """Undo an assignment; names of the table cannot be removed."""
         entry = TABLE.get(self.__name__, {}).get(name)
         if not isinstance(entry, Alias) or entry.kind == "module":
             return super().__delattr__(name)
@@ -142,35 +141,35 @@ class DropInModule(ModuleType):
 
 
 _originals: dict[tuple[str, str], Any] = {}
-"""What was there before the first assignment, by module and attribute of shardwise."""
+"""Values before the first assignment, by module and attribute of shardwise."""
 
 
 def prepare(module: ModuleType) -> None:
-    """Make a module one of the table; what it has already stays."""
+    """Turn a module into one of the table; its present contents stay."""
     module.__class__ = DropInModule
-    # The import statement asks the finder for a name that a module lacks, and so learns the reason, only if there is a
-    # path; there is nothing on it.
+    # The import statement calls the finder for a missing name, and shows its reason, only if there is a path: an
+    # empty one.
     module.__dict__.setdefault("__path__", [])
     module.__doc__ = f"DeepSpeed's `{module.__name__}`, served by shardwise {__version__}; see docs/compatibility.md."
 
 
 class Loader(importlib.abc.InspectLoader):
-    """Makes the modules of the table."""
+    """Creates the modules of the table."""
 
     @override
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return DropInModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing is run: names are looked up when they are used. So reloading changes nothing."""
+        """Run nothing, because names are looked up at each access; reloading has no effect."""
         prepare(module)
 
     def is_package(self, fullname: str) -> bool:
-        """Whether other modules are in it."""
+        """Return True if a module has submodules."""
         return fullname in PACKAGES
 
     def get_source(self, fullname: str) -> str:
-        """Return what `python -m` runs: the command that the module is, if it is one."""
+        """Return the source for `python -m`: the command of the module, if any."""
         if fullname not in MAINS:
             return ""
         home, _, attribute = MAINS[fullname].partition(":")
@@ -182,16 +181,13 @@ class Loader(importlib.abc.InspectLoader):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of the table, and the distribution that they seem to come from."""
+    """Finds the modules of the table, and their distribution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """See `importlib.abc.MetaPathFinder`.
-
-        Raises:
-            AbsentImportError: what is imported is a name or a module of DeepSpeed's that is not there, and it is known
-                why. `importlib.util.find_spec`, which only asks whether there is such a module, gets None.
+        """Find a module of the table; see `importlib.abc.MetaPathFinder`. Raises AbsentImportError if an absent name
+        or module with a known reason is imported. `importlib.util.find_spec` gets None.
         """
         if fullname in PATHS:
             return importlib.util.spec_from_loader(fullname, Loader(), origin="shardwise")
@@ -206,16 +202,16 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterable[importlib.metadata.Distribution]:
-        """Answer `importlib.metadata` when it asks for `deepspeed` or for everything."""
+        """Yield the distribution, if `importlib.metadata` looks for `deepspeed` or for all."""
         name = None if context is None else context.name
         if name is not None:
             return [Metadata()] if name.lower() == ROOT else []
-        # A drop-in that is installed lists itself.
+        # An installed drop-in lists itself.
         return [] if any(found.kind == DROP_IN for found in installed()) else [Metadata()]
 
 
 def _is_question() -> bool:
-    """Whether `importlib.util.find_spec` asks, rather than an import."""
+    """Return True if the caller is `importlib.util.find_spec` rather than an import."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
         frame = frame.f_back
@@ -223,10 +219,10 @@ def _is_question() -> bool:
 
 
 class Metadata(importlib.metadata.Distribution):
-    """The distribution `deepspeed`, as `importlib.metadata` sees it."""
+    """The distribution `deepspeed`, for `importlib.metadata`."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return one of the files that a distribution has."""
+        """Return a file of the distribution's metadata."""
         return {
             "METADATA": (
                 f"Metadata-Version: 2.1\nName: {ROOT}\nVersion: {VERSION}\n"
@@ -237,5 +233,5 @@ class Metadata(importlib.metadata.Distribution):
         }.get(filename)
 
     def locate_file(self, path: Any) -> Any:
-        """Return where a file of it would be: with the drop-in."""
+        """Return the path of a file next to the drop-in."""
         return Path(__file__).parent / path

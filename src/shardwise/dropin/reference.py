@@ -20,19 +20,19 @@ END = "<!-- end of names -->"
 
 
 def counts(table: Mapping[str, Mapping[str, Entry]]) -> tuple[int, int, int]:
-    """Return (names that are served, that raise when they are used, that cannot be imported)."""
+    """Return the numbers of served names, stubs, and absent names."""
     entries = [entry for entries in table.values() for entry in entries.values()]
-    served, raising = (sum(isinstance(entry, kind) for entry in entries) for kind in (Alias, Stub))
-    return served, raising, len(entries) - served - raising
+    served, stubs = (sum(isinstance(entry, kind) for entry in entries) for kind in (Alias, Stub))
+    return served, stubs, len(entries) - served - stubs
 
 
 def page() -> str:
-    """Return Markdown: counts, what each name of a module is, then the same of members of classes."""
-    served, raising, absent = counts(TABLE)
+    """Return Markdown: counts, the entries of each module, then those of members of classes."""
+    served, stubs, missing = counts(TABLE)
     inside, _, outside = counts(MEMBERS)
     parts = [
-        f"{len(TABLE)} modules with {served + raising + absent} names: {served} are served, {raising} can be imported "
-        f"and raise when they are used, {absent} cannot be imported. {len(MEMBERS)} classes with {inside + outside} "
+        f"{len(TABLE)} modules with {served + stubs + missing} names: {served} are served, {stubs} can be imported "
+        f"and raise when they are used, {missing} cannot be imported. {len(MEMBERS)} classes with {inside + outside} "
         f"members: {inside} are served, {outside} are absent.\n",
         "## Served names\n",
         "Below each module the numbers of names that are served, that raise when used, and that cannot be imported; "
@@ -63,7 +63,7 @@ def page() -> str:
 
 
 def _by_home(entries: Mapping[str, Alias]) -> Iterable[str]:
-    """Give a line of a list for each module in which names live; a name that has another there says which."""
+    """Yield a list item for each module of shardwise, with the names that it serves."""
     found: dict[str, list[str]] = {}
     for name, entry in entries.items():
         home, _, there = entry.target.partition(":")
@@ -80,22 +80,22 @@ def _numbers(table: Mapping[str, Mapping[str, Entry]]) -> str:
 
 
 def _by_reason(table: Mapping[str, Mapping[str, Entry]], kind: type[Stub] | type[Missing]) -> Iterable[str]:
-    """Give rows of reasons, each with its names."""
+    """Yield table rows of reasons, each with its names."""
     found: dict[str, list[str]] = {}
     for path, entries in sorted(table.items()):
         for name, entry in sorted(entries.items()):
             if isinstance(entry, (Stub, Missing)) and isinstance(entry, kind):
-                asked = entry.asked if isinstance(entry, Missing) else ""
+                probed_by = entry.probed_by if isinstance(entry, Missing) else ""
                 whole = path if name == "*" else f"{path}.{name}".lstrip(".")
-                found.setdefault(f"{entry.reason} | {asked}" if asked else entry.reason, []).append(f"`{whole}`")
+                found.setdefault(f"{entry.reason} | {probed_by}" if probed_by else entry.reason, []).append(
+                    f"`{whole}`"
+                )
     return (f"| {reason} | {', '.join(names)} |" for reason, names in found.items())
 
 
 def update(text: str) -> str:
-    """Return a page with what is between the markers replaced.
-
-    Raises:
-        ValueError: the page does not have both markers in this order.
+    """Return a page with the text between the markers replaced. Raises ValueError if the page does not have both
+    markers in this order.
     """
     return fill(text, page(), BEGIN, END)
 

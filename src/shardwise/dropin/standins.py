@@ -1,8 +1,8 @@
-"""What a name gives whose feature is not there: something to import, that raises with the reason when it is used.
+"""Stubs: importable objects that raise with the reason when used.
 
-Scripts import at their top what they use only under some option. So a class can be derived from, annotated with and
-asked about (`isinstance` is false), a function can be passed on, and a constant can be held. Making an object, a call,
-or any use of a value raises; reading an attribute of the class does, too.
+Scripts import at their top names that they only use under some option. A stub class can be a base class, an annotation
+and an argument of `isinstance` (false). A stub function can be passed on, a stub constant can be held. Construction,
+calls, attributes of the class and any use of a value raise.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from shardwise.errors import AbsentAttributeError, AbsentNameError
 
 
 class _Class(ABCMeta):
-    """Class of the classes, also of those that scripts derive from them (abc's, to mix with abstract ones)."""
+    """Metaclass of stub classes and their subclasses (derived from abc's, to combine with abstract classes)."""
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):  # Python itself asks for these, and takes an AttributeError for an answer
+        if name.startswith("__"):  # Python looks these up and expects AttributeError
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
         raise AbsentAttributeError(_text_of(cls))
 
 
 def _text_of(cls: type) -> str:
-    """Return the reason of the stand-in among the bases of a class."""
     return next(vars(base)["_shardwise_reason"] for base in cls.__mro__ if "_shardwise_reason" in vars(base))
 
 
@@ -33,7 +32,7 @@ def _refuse_to_make(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 class _Value:
-    """A constant that is not known. It can be held and shown, and nothing else."""
+    """An unknown constant, which can only be held and printed."""
 
     __slots__ = ("_text",)
 
@@ -58,16 +57,9 @@ class _Value:
 
 
 def make(name: str, home: str, entry: Stub, text: str) -> Any:
-    """Return what stands in for a name.
-
-    Args:
-        name: of the class, function or value.
-        home: the module that it says it is of.
-        entry: its row.
-        text: what is raised.
-    """
+    """Return a stub with a name, `__module__` `home`, its entry, and the error's message `text`."""
     if entry.kind in ("class", "exception"):
-        bases = (Exception,) if entry.kind == "exception" else ()  # which `except` asks for
+        bases = (Exception,) if entry.kind == "exception" else ()  # for `except`
         body = {"__module__": home, "__doc__": f"Stands in: {text}.", "__new__": _refuse_to_make}
         return _Class(name, bases, {**body, "_shardwise_reason": text})
     if entry.kind == "function":

@@ -1,10 +1,9 @@
-"""Every module path and public name of DeepSpeed 0.19, and what it is here.
+"""Every module path and public name of DeepSpeed 0.19, with its entry.
 
-One block a module: names of functions, classes and values under the module of shardwise that has them, with the
-arguments that scripts may rely on; other names of modules; names that raise when they are used, with the reason; and
-names that cannot be imported ("*": the whole module), because scripts ask by importing them. A feature that is built
-moves its names from `raising` and `absent` to the others, and changes nothing else. What stands in
-docs/reference/deepspeed-names.md is made from this.
+One block per module: names of functions, classes and values under the module of shardwise that has them, with the
+arguments that scripts may rely on; other names of modules; stubs, with the reason; and absent names ("*": the whole
+module), because scripts test for them by importing. Building a feature moves its names from `stubs` and `missing` to
+the others, and changes nothing else. docs/reference/deepspeed-names.md is made from this.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from shardwise.absent import (
     ZENFLOW,
 )
 from shardwise.dropin.adapters import checkpoint_keys, config_keys
-from shardwise.dropin.entries import Entry, absent, classes, functions, joined, modules, raising, values
+from shardwise.dropin.entries import Entry, classes, functions, merge, missing, modules, stubs, values
 from shardwise.dropin.inner import NAMES as INNER_NAMES
 
 _API = "shardwise.comm.api"
@@ -51,7 +50,7 @@ _INIT_DISTRIBUTED = (
     "init_distributed(dist_backend=None, auto_mpi_discovery=True, distributed_port=29500, verbose=True, timeout=..., "
     "init_method=None, dist_init_required=None, config=None, rank=-1, world_size=-1)"
 )
-_LOGGING = joined(
+_LOGGING = merge(
     functions(
         f"{_ADAPT}.logs",
         "log_dist(message, ranks=None, level=20)",
@@ -74,14 +73,12 @@ _LEAVES = functions(
     "set_z3_leaf_modules_by_suffix(model, module_suffixes, flag=True, raise_if_not_found=True)",
 )
 _REPEATING = classes("shardwise.data", "RepeatingLoader(loader)")
-_CONFIG = joined(
+_CONFIG = merge(
     classes(f"{_ADAPT}.configuration", "DeepSpeedConfig"),
     classes("shardwise.errors", "DeepSpeedConfigError = ConfigError"),
 )
 _OPTIMIZER = classes(f"{_ADAPT}.engine_optimizer", "DeepSpeedOptimizer")
-_ZERO_OPTIMIZER = raising(
-    "optimizers are not wrapped; engine.zero_optimization_stage() says the stage", "ZeROOptimizer"
-)
+_ZERO_OPTIMIZER = stubs("optimizers are not wrapped; see engine.zero_optimization_stage()", "ZeROOptimizer")
 _ENGINE = classes("shardwise.engine", "DeepSpeedEngine = Engine")
 _LOADER = classes("shardwise.data", "DeepSpeedDataLoader = EngineDataLoader")
 _GATHERED = classes("shardwise.zero", "GatheredParameters(params, modifier_rank=None, fwd_module=None, enabled=True)")
@@ -120,7 +117,7 @@ _ESTIMATE_3 = functions(
 )
 _BACKENDS = "it is one of DeepSpeed's own backends: torch.distributed's process groups are used as they are"
 _COLLECTIVE = "group=None, async_op=False, prof=False, log_name=None, debug=None)"
-_COMM = joined(
+_COMM = merge(
     functions(
         _API,
         f"broadcast(tensor, src, {_COLLECTIVE}",
@@ -176,25 +173,25 @@ _COMM = joined(
     classes("torch.distributed", "ReduceOp", "ProcessGroup", "P2POp"),
     values("shardwise.comm.logger", "comms_logger"),
     functions(f"{_ADAPT}.clients", "initialize_mesh_device(mesh_shape, mesh_dim_names)"),
-    raising(_BACKENDS, "set_backend init_deepspeed_backend TorchBackend enable_symm_mem_for_group"),
-    absent(_BACKENDS, "cdb", "scripts ask whether it is None, which a stand-in never is"),
-    raising(
+    stubs(_BACKENDS, "set_backend init_deepspeed_backend TorchBackend enable_symm_mem_for_group"),
+    missing(_BACKENDS, "cdb", "scripts compare it with None, which a stub never equals"),
+    stubs(
         "init_distributed() finds the place of a process under torchrun, MPI and Slurm by itself",
         "mpi_discovery in_aml in_aws_sm in_dlts",
     ),
 )
-_TILED = raising(TILED, "TiledLinear TiledLinearReturnBias")
-_ZERO = joined(
+_TILED = stubs(TILED, "TiledLinear TiledLinearReturnBias")
+_ZERO = merge(
     _INIT,
     _GATHERED,
     _EXTERNAL,
     _STATUS,
     _TILED,
     _MICS_INIT,
-    raising(WRAPPERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride ZeroParamType"),
+    stubs(WRAPPERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride ZeroParamType"),
     functions(f"{_ADAPT}.building", "unwrap_model_for_generation"),
 )
-_GROUPS = joined(
+_GROUPS = merge(
     functions(
         f"{_ADAPT}.groups",
         "initialize(ep_size=1, mpu=None)",
@@ -216,17 +213,17 @@ _GROUPS = joined(
         ),
     ),
     values(f"{_ADAPT}.groups", "mpu", "mesh_device"),
-    raising(
+    stubs(
         "an engine makes the groups of its layers: engine.expert_parallel_group has them",
         "_get_expert_parallel_group _get_expert_parallel_rank _get_expert_parallel_world_size "
         "_get_expert_data_parallel_group _get_expert_data_parallel_rank _get_expert_data_parallel_world_size "
         "_get_max_expert_size _get_max_expert_size_name",
     ),
-    raising(
+    stubs(
         "it is set by zero_optimization.zero_hpz_partition_size, and is the engine's own",
         "_get_zero_param_intra_parallel_group _get_zero_param_parallel_group",
     ),
-    raising(
+    stubs(
         "groups are those of an engine, of tp_model_init or of `mpu`; they are not set",
         "set_tensor_parallel_group set_tensor_parallel_rank set_tensor_parallel_world_size "
         "set_model_parallel_group set_model_parallel_rank set_model_parallel_world_size "
@@ -239,11 +236,11 @@ _MOE = classes(
     "min_capacity=4, use_residual=False, noisy_gate_policy=None, drop_tokens=True, use_rts=True, use_tutel=False, "
     "enable_expert_tensor_parallelism=False, top2_2nd_expert_sampling=True)",
 )
-_COMMS_LOGGING = joined(
+_COMMS_LOGGING = merge(
     classes("shardwise.comm.logger", "CommsLogger"),
     functions(f"{_ADAPT}.collectives", "calc_bw_log", "convert_size"),
 )
-_DEBUG = joined(
+_DEBUG = merge(
     functions(
         "shardwise.zero.access",
         "safe_get_full_fp32_param",
@@ -260,7 +257,7 @@ _DEBUG = joined(
         "safe_set_local_grad",
         "safe_update_full_grad_vectorized(param_list, update_func)",
     ),
-    raising(
+    stubs(
         INNER,
         "get_full_hp_param set_full_hp_param get_full_hp_grad set_full_hp_grad get_hp_fragment_mapping "
         "fragment_address:class tensor_fragment:class map_to_flat_opt_states link_hp_params "
@@ -270,13 +267,13 @@ _DEBUG = joined(
 _NVTX = functions("shardwise.utils.nvtx", "instrument_w_nvtx(func)")
 _NUMA = "the launcher binds processes to cores by itself (--bind_cores_to_rank), without numactl"
 _MUON = "Muon is `optimizer.type` Muon of the configuration, or `shardwise.optim.Muon`"
-_OFFLOAD_SECTIONS = joined(
+_OFFLOAD_SECTIONS = merge(
     classes(f"{_ADAPT}.constants", "OffloadDeviceEnum"),
     classes("shardwise.config.schema.offload", "DeepSpeedZeroOffloadParamConfig = OffloadParam"),
     classes("shardwise.config.schema.offload", "DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizer"),
 )
 _TUNING = functions("shardwise.schedules", "add_tuning_arguments(parser)")
-_CHECKPOINTING = joined(
+_CHECKPOINTING = merge(
     functions(
         f"{_ADAPT}.configuration",
         "configure(mpu_, deepspeed_config=None, partition_activations=None, contiguous_checkpointing=None, "
@@ -297,13 +294,13 @@ _CHECKPOINTING = joined(
         "model_parallel_reconfigure_tp_seed(seed)",
     ),
     classes("shardwise.recompute", "CudaRNGStatesTracker"),
-    raising(
+    stubs(
         "saved inputs are divided, and put together, where autograd keeps them",
         "gather_partitioned_activations extract_tensors merge_tensors",
     ),
-    raising("saved inputs are in no buffer that would have to be sized", "set_num_layers"),
-    raising("checkpoint() is torch's non-reentrant one, which has no autograd function", "CheckpointFunction"),
-    absent(
+    stubs("saved inputs are in no buffer that would have to be sized", "set_num_layers"),
+    stubs("checkpoint() is torch's non-reentrant one, which has no autograd function", "CheckpointFunction"),
+    missing(
         "copies without history are torch's business",
         "detach_variable",
         "trainers that took Unsloth's offloaded checkpointing define their own when the import fails",
@@ -311,7 +308,7 @@ _CHECKPOINTING = joined(
 )
 _DIVIDED = classes("shardwise.parallel.tensor.layers", "LinearLayer = ColumnParallel", "LinearAllreduce = RowParallel")
 _TRANSFORMER = "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"
-_PIPELINE_MODULE = raising(PIPELINE, "PipelineModule LayerSpec TiedLayerSpec")
+_PIPELINE_MODULE = stubs(PIPELINE, "PipelineModule LayerSpec TiedLayerSpec")
 
 _ENGINES = "checkpoints are written by `shardwise.checkpoint`, which has no exchangeable engines"
 _ONEBIT = "1-bit optimizers communicate through torch.distributed's process groups, without backends of their own"
@@ -351,7 +348,7 @@ _CHECKPOINT_KEYS = values(
     *("DS_VERSION", "BUFFER_NAMES", "PARAM_SHAPES", "FROZEN_PARAM_SHAPES", "FROZEN_PARAM_FRAGMENTS"),
     "UNIVERSAL_CHECKPOINT_INFO",
 )
-_CHECKPOINT_KEYS = joined(
+_CHECKPOINT_KEYS = merge(
     _CHECKPOINT_KEYS,
     values(
         f"{_ADAPT}.checkpoint_keys",
@@ -359,7 +356,7 @@ _CHECKPOINT_KEYS = joined(
     ),
 )
 _ONE_MACHINE = "processes are started by `shardwise run`, on one machine"
-_FLOPS_PROFILER = joined(
+_FLOPS_PROFILER = merge(
     classes("shardwise.profile", "FlopsProfiler(model, ds_engine=None, recompute_fwd_factor=0.0)"),
     functions(
         "shardwise.profile",
@@ -376,17 +373,17 @@ _FLOPS_PROFILER = joined(
         "params_to_string(params_num, units=None, precision=...)",
         "duration_to_string(duration, units=None, precision=...)",
     ),
-    raising(
+    stubs(
         "nothing is put on modules: FlopsProfiler(...).profile has what each of them computes",
         "get_module_flops get_module_macs get_module_duration",
     ),
 )
 _UNKNOWN = "no script is known that imports a name of it"
 _OLD = "scripts for its versions of 2020 and 2021 import it"
-_TOPOLOGY = raising(PIPELINE, "ProcessTopology")
+_TOPOLOGY = stubs(PIPELINE, "ProcessTopology")
 
 TABLE: dict[str, dict[str, Entry]] = {
-    "deepspeed": joined(
+    "deepspeed": merge(
         functions(f"{_ADAPT}.clients", f"initialize{_INITIALIZE}", f"initialize_engine{_INITIALIZE} = initialize"),
         functions(f"{_ADAPT}.clients", _INIT_DISTRIBUTED),
         functions("shardwise.launch.arguments", "add_config_arguments(parser)"),
@@ -409,25 +406,25 @@ TABLE: dict[str, dict[str, Entry]] = {
         values(f"{_ADAPT}.constants", "ADAM_OPTIMIZER", "LAMB_OPTIMIZER", "MUON_OPTIMIZER"),
         values(f"{_ADAPT}.constants", "HAS_TRITON", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
         modules("zero = deepspeed.runtime.zero", "dist = deepspeed.comm"),
-        raising(PIPELINE, "PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule"),
-        raising(INFERENCE, "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig"),
-        raising(HYBRID, "DeepSpeedHybridEngine"),
+        stubs(PIPELINE, "PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule"),
+        stubs(INFERENCE, "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig"),
+        stubs(HYBRID, "DeepSpeedHybridEngine"),
         functions("shardwise.parallel", "tp_model_init(model, tp_size, dtype, config=None)"),
         functions(f"{_ADAPT}.tensors", "set_autotp_mode(training=False)"),
-        raising(
+        stubs(
             "tp_model_init() divides the model at once: nothing is recorded for a configuration",
             "merge_tp_model_init_into_config record_tp_model_init_args",
         ),
-        raising(LAYERS, f"{_TRANSFORMER} replace_transformer_layer revert_transformer_layer"),
+        stubs(LAYERS, f"{_TRANSFORMER} replace_transformer_layer revert_transformer_layer"),
         functions(f"{_ADAPT}.helpers", "is_compile_supported()"),
-        raising("Muon finds the matrices that it steps by itself", "set_optimizer_flags"),
+        stubs("Muon finds the matrices that it steps by itself", "set_optimizer_flags"),
     ),
-    "deepspeed.git_version_info": joined(
+    "deepspeed.git_version_info": merge(
         values("shardwise.dropin.version", "version", "git_hash", "git_branch"),
         values(f"{_ADAPT}.build", "torch_info = TORCH_INFO", "accelerator_name = ACCELERATOR_NAME"),
         values(f"{_ADAPT}.operators", "compatible_ops = COMPATIBLE_OPS", "installed_ops = COMPATIBLE_OPS"),
     ),
-    "deepspeed.constants": joined(
+    "deepspeed.constants": merge(
         values(f"{_ADAPT}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT"),
         values(f"{_ADAPT}.keys", "CROSS_RANK", "CROSS_SIZE"),
         values("shardwise.comm.setup", "default_pg_timeout = DEFAULT_TIMEOUT"),
@@ -435,27 +432,27 @@ TABLE: dict[str, dict[str, Entry]] = {
     # -- communication ------------------------------------------------------------------------------------------------
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
-    "deepspeed.comm.torch": joined(
+    "deepspeed.comm.torch": merge(
         functions(f"{_ADAPT}.collectives", "has_all_reduce_coalesced()", "has_coalescing_manager()"),
-        raising(_BACKENDS, "TorchBackend get_coalescing_manager"),
+        stubs(_BACKENDS, "TorchBackend get_coalescing_manager"),
     ),
     "deepspeed.comm.reduce_op": classes("torch.distributed", "ReduceOp"),
-    "deepspeed.comm.constants": raising(
+    "deepspeed.comm.constants": stubs(
         INNER,
         "COMMS_LOGGER_VERBOSE_DEFAULT COMMS_LOGGER_DEBUG_DEFAULT COMMS_LOGGER_PROF_ALL_DEFAULT "
         "COMMS_LOGGER_PROF_OPS_DEFAULT NCCL_BACKEND CCL_BACKEND MPI_BACKEND GLOO_BACKEND",
     ),
-    "deepspeed.accelerator": joined(
+    "deepspeed.accelerator": merge(
         _ACCELERATOR,
         functions(f"{_ADAPT}.accelerator", "set_accelerator", "is_current_accelerator_supported"),
         _ACCELERATOR_CLASS,
     ),
     "deepspeed.accelerator.abstract_accelerator": _ACCELERATOR_CLASS,
-    "deepspeed.accelerator.real_accelerator": joined(
+    "deepspeed.accelerator.real_accelerator": merge(
         _ACCELERATOR, functions(f"{_ADAPT}.accelerator", "set_accelerator", "is_current_accelerator_supported")
     ),
     # -- utilities ----------------------------------------------------------------------------------------------------
-    "deepspeed.utils": joined(
+    "deepspeed.utils": merge(
         _LOGGING,
         _GROUPS,
         _DEBUG,
@@ -464,11 +461,11 @@ TABLE: dict[str, dict[str, Entry]] = {
         _ON_DEVICE,
         functions(f"{_ADAPT}.collectives", "is_initialized()"),
         _NVTX,
-        raising("leaves are modules here, not parameters", "z3_leaf_parameter"),
-        raising(INNER, "get_caller_func"),
-        raising(_NUMA, "get_numactl_cmd"),
+        stubs("leaves are modules here, not parameters", "z3_leaf_parameter"),
+        stubs(INNER, "get_caller_func"),
+        stubs(_NUMA, "get_numactl_cmd"),
     ),
-    "deepspeed.utils.logging": joined(
+    "deepspeed.utils.logging": merge(
         _LOGGING,
         functions(
             f"{_ADAPT}.logs",
@@ -478,7 +475,7 @@ TABLE: dict[str, dict[str, Entry]] = {
             "get_current_level",
         ),
         classes(f"{_ADAPT}.logs", "LoggerFactory"),
-        raising("`shardwise check` prints configurations", "print_configuration"),
+        stubs("`shardwise check` prints configurations", "print_configuration"),
     ),
     "deepspeed.utils.groups": _GROUPS,
     "deepspeed.utils.comms_logging": _COMMS_LOGGING,
@@ -491,8 +488,8 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.utils.torch": functions(
         f"{_ADAPT}.helpers", "required_torch_version(min_version=None, max_version=None)"
     ),
-    "deepspeed.utils.exceptions": raising("nothing raises it", "DeprecatedException"),
-    "deepspeed.utils.timer": joined(
+    "deepspeed.utils.exceptions": stubs("nothing raises it", "DeprecatedException"),
+    "deepspeed.utils.timer": merge(
         classes(
             "shardwise.profile.timers",
             "SynchronizedWallClockTimer()",
@@ -507,27 +504,27 @@ TABLE: dict[str, dict[str, Entry]] = {
             *("BACKWARD_INNER_MICRO_TIMER", "BACKWARD_INNER_GLOBAL_TIMER", "BACKWARD_REDUCE_MICRO_TIMER"),
             *("BACKWARD_REDUCE_GLOBAL_TIMER", "STEP_MICRO_TIMER", "STEP_GLOBAL_TIMER", "TIME_EPSILON"),
         ),
-        raising("SynchronizedWallClockTimer takes a device's events by itself", "CudaEventTimer"),
+        stubs("SynchronizedWallClockTimer takes a device's events by itself", "CudaEventTimer"),
     ),
     "deepspeed.utils.nvtx": _NVTX,
-    "deepspeed.utils.numa": raising(_NUMA, "get_numactl_cmd"),
+    "deepspeed.utils.numa": stubs(_NUMA, "get_numactl_cmd"),
     "deepspeed.utils.distributed": functions("shardwise.comm.setup", _INIT_DISTRIBUTED),
     "deepspeed.utils.tensor_fragment": _DEBUG,
-    "deepspeed.utils.mixed_precision_linkage": raising(INNER, "link_hp_params lazy_init_hp_params_optimizer_state"),
-    "deepspeed.utils.z3_leaf_module": joined(
-        _LEAVES, raising("leaves are modules here, not parameters", "z3_leaf_parameter")
+    "deepspeed.utils.mixed_precision_linkage": stubs(INNER, "link_hp_params lazy_init_hp_params_optimizer_state"),
+    "deepspeed.utils.z3_leaf_module": merge(
+        _LEAVES, stubs("leaves are modules here, not parameters", "z3_leaf_parameter")
     ),
-    "deepspeed.utils.debug": joined(
-        raising(
+    "deepspeed.utils.debug": merge(
+        stubs(
             "names of parameters are engine.param_names, and messages carry them",
             "debug_extract_module_and_param_names debug_clear_module_and_param_names debug_module2name "
             "debug_module2name_id debug_module2name_class debug_param2name debug_param2name_id "
             "debug_param2name_id_shape debug_param2name_id_shape_device debug_param2name_id_shape_status "
             "module_names:value param_names:value",
         ),
-        raising(INNER, "debug_rank0 log_rank_file print_backward_tensors"),
+        stubs(INNER, "debug_rank0 log_rank_file print_backward_tensors"),
     ),
-    "deepspeed.utils.types": raising(INFERENCE, "ActivationFuncType NormType"),
+    "deepspeed.utils.types": stubs(INFERENCE, "ActivationFuncType NormType"),
     "deepspeed.utils.bwc": functions(
         f"{_ADAPT}.helpers",
         "bwc_tensor_model_parallel_rank(mpu=None)",
@@ -536,7 +533,7 @@ TABLE: dict[str, dict[str, Entry]] = {
         "bwc_pipeline_parallel_world_size(mpu=None)",
         "bwc_pipeline_parallel_group(mpu=None)",
     ),
-    "deepspeed.utils.zero_to_fp32": joined(
+    "deepspeed.utils.zero_to_fp32": merge(
         functions(
             "shardwise.utils.zero_to_fp32",
             "get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_frozen_parameters=False, "
@@ -547,11 +544,11 @@ TABLE: dict[str, dict[str, Entry]] = {
             "get_optim_files(checkpoint_dir)",
             "get_model_state_file(checkpoint_dir, zero_stage)",
         ),
-        raising(FILES, "get_model_state_files parse_model_states parse_optim_states"),
+        stubs(FILES, "get_model_state_files parse_model_states parse_optim_states"),
     ),
     # -- ZeRO ---------------------------------------------------------------------------------------------------------
     "deepspeed.runtime.zero": _ZERO,
-    "deepspeed.runtime.zero.partition_parameters": joined(
+    "deepspeed.runtime.zero.partition_parameters": merge(
         _ZERO,
         _UNREGISTER,
         _ACCELERATOR,
@@ -560,8 +557,8 @@ TABLE: dict[str, dict[str, Entry]] = {
             "zero_wrapper_for_fp_tensor_constructor",
         ),
         values(f"{_ADAPT}.building", "_orig_torch_arange"),
-        raising("initialize() suspends an open zero.Init by itself", "shutdown_init_context restore_init_context"),
-        raising(
+        stubs("initialize() suspends an open zero.Init by itself", "shutdown_init_context restore_init_context"),
+        stubs(
             WRAPPERS,
             "PartitionedParamStatus InsertPostInitMethodToModuleSubClasses AllGatherCoalescedHandle AllGatherHandle "
             "NoGatherHandle CUDAQuantizer free_param get_all_subclasses",
@@ -570,73 +567,73 @@ TABLE: dict[str, dict[str, Entry]] = {
         classes("torch.nn", "Parameter"),
         classes("torch", "Tensor"),
     ),
-    "deepspeed.runtime.zero.parameter_offload": joined(
+    "deepspeed.runtime.zero.parameter_offload": merge(
         functions(f"{_ADAPT}.building", "is_zero_param"),
-        raising(WRAPPERS, "DeepSpeedZeRoOffload ZeROOrderedDict FWD_MODULE_STACK"),
+        stubs(WRAPPERS, "DeepSpeedZeRoOffload ZeROOrderedDict FWD_MODULE_STACK"),
     ),
-    "deepspeed.runtime.zero.partitioned_param_coordinator": raising(
+    "deepspeed.runtime.zero.partitioned_param_coordinator": stubs(
         WRAPPERS, "PartitionedParameterCoordinator InflightParamRegistry iter_params get_all_parameters"
     ),
-    "deepspeed.runtime.zero.stage3": joined(
+    "deepspeed.runtime.zero.stage3": merge(
         _ESTIMATE_3,
         functions(f"{_ADAPT}.building", "unwrap_model_for_generation"),
-        raising(
+        stubs(
             WRAPPERS,
             "DeepSpeedZeroOptimizer_Stage3 DeepSpeedZeroOptimizer FWD_MODULE_STACK INIT_OPTIMIZER_TIMER print_rank_0",
         ),
     ),
-    "deepspeed.runtime.zero.stage_1_and_2": joined(_ESTIMATE_2, raising(WRAPPERS, "DeepSpeedZeroOptimizer")),
+    "deepspeed.runtime.zero.stage_1_and_2": merge(_ESTIMATE_2, stubs(WRAPPERS, "DeepSpeedZeroOptimizer")),
     "deepspeed.runtime.zero.tiling": _TILED,
-    "deepspeed.runtime.zero.mics": joined(
+    "deepspeed.runtime.zero.mics": merge(
         _MICS_INIT,
-        raising(MICS, "MiCS_Optimizer MiCS_Offload MiCS_AllGatherCoalescedHandle create_mics_comm_groups"),
+        stubs(MICS, "MiCS_Optimizer MiCS_Offload MiCS_AllGatherCoalescedHandle create_mics_comm_groups"),
     ),
-    "deepspeed.runtime.zero.mics_utils": raising(MICS, "MiCS_CommGroups create_mics_comm_groups scale_tensors"),
-    "deepspeed.runtime.zero.muon.muon_optimizer": raising(_MUON, "MuonWithAuxAdam"),
-    "deepspeed.runtime.zero.muon.original_muon": raising(
+    "deepspeed.runtime.zero.mics_utils": stubs(MICS, "MiCS_CommGroups create_mics_comm_groups scale_tensors"),
+    "deepspeed.runtime.zero.muon.muon_optimizer": stubs(_MUON, "MuonWithAuxAdam"),
+    "deepspeed.runtime.zero.muon.original_muon": stubs(
         _MUON,
         "Muon MuonWithAuxAdam SingleDeviceMuon SingleDeviceMuonWithAuxAdam adam_update muon_update "
         "zeropower_via_newtonschulz5 zeropower_via_gram_newtonschulz",
     ),
-    "deepspeed.runtime.zero.config": joined(
+    "deepspeed.runtime.zero.config": merge(
         classes("shardwise.config.schema", "DeepSpeedZeroConfig = ZeroConfig"),
         classes(f"{_ADAPT}.constants", "ZeroStageEnum"),
         _OFFLOAD_SECTIONS,
     ),
-    "deepspeed.runtime.zero.leaf_module_config": joined(
+    "deepspeed.runtime.zero.leaf_module_config": merge(
         classes("shardwise.config.schema.zero", "DeepSpeedZeroLeafModuleConfig = LeafModule"),
         values(
             f"{_ADAPT}.keys",
             *("DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES"),
         ),
     ),
-    "deepspeed.runtime.zero.offload_config": joined(
+    "deepspeed.runtime.zero.offload_config": merge(
         _OFFLOAD_SECTIONS,
         classes("shardwise.zero", "OffloadStateTypeEnum"),
-        raising(SWAPPERS, "resolve_nvme_path"),
+        stubs(SWAPPERS, "resolve_nvme_path"),
     ),
     "deepspeed.runtime.zero.offload_states": functions("shardwise.engine.states", "get_state_devices(model, state)"),
-    "deepspeed.runtime.zero.utils": joined(
+    "deepspeed.runtime.zero.utils": merge(
         functions(f"{_ADAPT}.building", "is_zero_param"),
         functions(f"{_ADAPT}.engine_optimizer", "is_zero_supported_optimizer"),
         classes("shardwise.errors", "ZeRORuntimeException = ShardwiseError"),
-        raising(WRAPPERS, "apply_to_tensors_only assert_ints_same_as_other_ranks get_lst_from_rank0"),
+        stubs(WRAPPERS, "apply_to_tensors_only assert_ints_same_as_other_ranks get_lst_from_rank0"),
     ),
-    "deepspeed.runtime.zero.linear": raising(
+    "deepspeed.runtime.zero.linear": stubs(
         WRAPPERS,
         "LinearModuleForZeroStage3 LinearFunctionForZeroStage3 zero3_linear_wrap zero3_linear_module_forward "
         "zero3_gathered_param autocast_custom_fwd autocast_custom_bwd",
     ),
-    # -- the engine and what it is made of ----------------------------------------------------------------------------
-    "deepspeed.runtime.engine": joined(
+    # -- the engine and its components --------------------------------------------------------------------------------
+    "deepspeed.runtime.engine": merge(
         _ENGINE,
         values(f"{_ADAPT}.engine_optimizer", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"),
         values(f"{_ADAPT}.constants", "ADAM_OPTIMIZER", "LAMB_OPTIMIZER"),
-        raising(INNER, "MEMORY_OPT_ALLREDUCE_SIZE EngineTimers"),
+        stubs(INNER, "MEMORY_OPT_ALLREDUCE_SIZE EngineTimers"),
     ),
-    "deepspeed.runtime": joined(_OPTIMIZER, _ZERO_OPTIMIZER),
-    "deepspeed.runtime.base_optimizer": joined(_OPTIMIZER, _ZERO_OPTIMIZER, raising(INNER, "BackwardHookStateManager")),
-    "deepspeed.runtime.config": joined(
+    "deepspeed.runtime": merge(_OPTIMIZER, _ZERO_OPTIMIZER),
+    "deepspeed.runtime.base_optimizer": merge(_OPTIMIZER, _ZERO_OPTIMIZER, stubs(INNER, "BackwardHookStateManager")),
+    "deepspeed.runtime.config": merge(
         _CONFIG,
         functions(f"{_ADAPT}.configuration", "get_gradient_clipping(param_dict)"),
         values(
@@ -649,7 +646,7 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.runtime.precision_config": functions(
         f"{_ADAPT}.configuration", "get_bfloat16_config(param_dict)", "get_float16_config(param_dict)"
     ),
-    "deepspeed.runtime.config_utils": joined(
+    "deepspeed.runtime.config_utils": merge(
         classes("shardwise.config.schema", "DeepSpeedConfigModel = ConfigSection"),
         functions(
             f"{_ADAPT}.configuration",
@@ -658,10 +655,10 @@ TABLE: dict[str, dict[str, Entry]] = {
             "get_dict_param(param_dict, param_name, param_default_value)",
             "dict_raise_error_on_duplicate_keys(ordered_pairs)",
         ),
-        raising("sections are pydantic models here (DeepSpeedConfigModel)", "DeepSpeedConfigObject"),
-        raising(INNER, "ScientificNotationEncoder pp_int"),
+        stubs("sections are pydantic models here (DeepSpeedConfigModel)", "DeepSpeedConfigObject"),
+        stubs(INNER, "ScientificNotationEncoder pp_int"),
     ),
-    "deepspeed.runtime.constants": joined(
+    "deepspeed.runtime.constants": merge(
         values(f"{_ADAPT}.constants", "ROUTE_TRAIN", "ROUTE_EVAL", "ROUTE_PREDICT"),
         values(
             f"{_ADAPT}.keys",
@@ -673,11 +670,11 @@ TABLE: dict[str, dict[str, Entry]] = {
             f"{_ADAPT}.config_keys",
             *(name for name in vars(config_keys) if name.isupper()),
         ),
-        raising(PIPELINE, "PIPE_REPLICATED"),
-        raising(INNER, "DATA_PARALLEL_GROUP GLOBAL_RANK"),
+        stubs(PIPELINE, "PIPE_REPLICATED"),
+        stubs(INNER, "DATA_PARALLEL_GROUP GLOBAL_RANK"),
     ),
-    "deepspeed.runtime.dataloader": joined(_LOADER, _REPEATING),
-    "deepspeed.runtime.lr_schedules": joined(
+    "deepspeed.runtime.dataloader": merge(_LOADER, _REPEATING),
+    "deepspeed.runtime.lr_schedules": merge(
         classes(
             "shardwise.schedules",
             "LRRangeTest(optimizer, lr_range_test_min_lr=0.001, lr_range_test_step_size=2000, "
@@ -714,7 +711,7 @@ TABLE: dict[str, dict[str, Entry]] = {
         ),
         functions(f"{_ADAPT}.helpers", "get_torch_optimizer", "update_lr"),
     ),
-    "deepspeed.runtime.utils": joined(
+    "deepspeed.runtime.utils": merge(
         functions(
             "shardwise.memory",
             "memory_status(msg, print_rank=-1, reset_max=False)",
@@ -734,68 +731,66 @@ TABLE: dict[str, dict[str, Entry]] = {
             "required_torch_version(min_version=None, max_version=None)",
         ),
         functions(f"{_ADAPT}.helpers", "bwc_tensor_model_parallel_rank(mpu=None)"),
-        raising(PIPELINE, "partition_uniform partition_balanced prefix_sum_inc PartitionedTensor"),
+        stubs(PIPELINE, "partition_uniform partition_balanced prefix_sum_inc PartitionedTensor"),
         functions(f"{_ADAPT}.tensors", "is_model_parallel_parameter(p)"),
-        raising("get_accelerator().memory_allocated() says it", "get_ma_status"),
-        raising("CUDA graphs of optimizer kernels are not built yet", "graph_process"),
-        raising(
+        stubs("get_accelerator().memory_allocated() returns it", "get_ma_status"),
+        stubs("CUDA graphs of optimizer kernels are not built yet", "graph_process"),
+        stubs(
             INNER,
             "get_flattened_grad_norm get_global_norm get_grad_norm get_weight_norm "
             "has_inf_or_nan mask_nan_or_inf_with_val_inplace CheckOverflow DummyOptim align_dense_tensors "
             "all_gather_dp_groups get_inactive_params compare_tensors_in_structures torch_memory_reserved",
         ),
     ),
-    "deepspeed.runtime.fp16.fused_optimizer": raising(WRAPPERS, "FP16_Optimizer"),
-    "deepspeed.runtime.fp16.unfused_optimizer": raising(WRAPPERS, "FP16_UnfusedOptimizer"),
-    "deepspeed.runtime.fp16.loss_scaler": raising(
+    "deepspeed.runtime.fp16.fused_optimizer": stubs(WRAPPERS, "FP16_Optimizer"),
+    "deepspeed.runtime.fp16.unfused_optimizer": stubs(WRAPPERS, "FP16_UnfusedOptimizer"),
+    "deepspeed.runtime.fp16.loss_scaler": stubs(
         "the loss scale is the engine's (engine.cur_scale, section fp16)",
         "LossScaler LossScalerBase LossScaleConfig DynamicLossScaler CreateLossScaler INITIAL_LOSS_SCALE SCALE_WINDOW "
         "MIN_LOSS_SCALE DELAYED_SHIFT",
     ),
-    "deepspeed.runtime.bf16_optimizer": raising(WRAPPERS, "BF16_Optimizer"),
+    "deepspeed.runtime.bf16_optimizer": stubs(WRAPPERS, "BF16_Optimizer"),
     "deepspeed.runtime.fp16.onebit": classes("shardwise.optim", "OnebitAdam", "OnebitLamb", "ZeroOneAdam"),
     "deepspeed.runtime.fp16.onebit.adam": classes("shardwise.optim", "OnebitAdam"),
     "deepspeed.runtime.fp16.onebit.lamb": classes("shardwise.optim", "OnebitLamb"),
     "deepspeed.runtime.fp16.onebit.zoadam": classes("shardwise.optim", "ZeroOneAdam"),
-    "deepspeed.runtime.sparse_tensor": raising(
-        "sparse gradients are made dense before they are reduced", "SparseTensor"
-    ),
-    "deepspeed.runtime.hybrid_engine": raising(HYBRID, "DeepSpeedHybridEngine"),
-    "deepspeed.runtime.compiler": joined(
+    "deepspeed.runtime.sparse_tensor": stubs("sparse gradients are made dense before they are reduced", "SparseTensor"),
+    "deepspeed.runtime.hybrid_engine": stubs(HYBRID, "DeepSpeedHybridEngine"),
+    "deepspeed.runtime.compiler": merge(
         functions(f"{_ADAPT}.helpers", "is_compile_supported()"),
         functions("torch.compiler", "disable", "is_compiling"),
     ),
-    "deepspeed.runtime.eigenvalue": raising(COMPRESS, "Eigenvalue"),
-    "deepspeed.runtime.progressive_layer_drop": raising(DATA, "ProgressiveLayerDrop"),
-    "deepspeed.runtime.quantize": raising(COMPRESS, "Quantizer"),
-    "deepspeed.runtime.weight_quantizer": raising(COMPRESS, "WeightQuantization"),
-    "deepspeed.runtime.state_dict_factory": raising(INFERENCE, "SDLoaderFactory SDLoaderBase MegatronSDLoader"),
-    "deepspeed.runtime.domino.transformer": raising(
+    "deepspeed.runtime.eigenvalue": stubs(COMPRESS, "Eigenvalue"),
+    "deepspeed.runtime.progressive_layer_drop": stubs(DATA, "ProgressiveLayerDrop"),
+    "deepspeed.runtime.quantize": stubs(COMPRESS, "Quantizer"),
+    "deepspeed.runtime.weight_quantizer": stubs(COMPRESS, "WeightQuantization"),
+    "deepspeed.runtime.state_dict_factory": stubs(INFERENCE, "SDLoaderFactory SDLoaderBase MegatronSDLoader"),
+    "deepspeed.runtime.domino.transformer": stubs(
         TENSOR,
         "DominoTransformer DominoTransformerLayer TransformerModelParallel TransformerModuleParallel DominoBatching "
         "DominoUtil  LayerType ModelType AttnType AttnMaskType CoreAttention",
     ),
-    "deepspeed.runtime.checkpoint_engine": raising(
+    "deepspeed.runtime.checkpoint_engine": stubs(
         _ENGINES,
         "CheckpointEngine TorchCheckpointEngine FastCheckpointEngine DecoupledCheckpointEngine "
         "create_checkpoint_engine CheckpointCommitInfo",
     ),
-    "deepspeed.runtime.checkpoint_engine.checkpoint_engine": raising(_ENGINES, "CheckpointEngine CheckpointCommitInfo"),
-    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": raising(
+    "deepspeed.runtime.checkpoint_engine.checkpoint_engine": stubs(_ENGINES, "CheckpointEngine CheckpointCommitInfo"),
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine": stubs(
         _ENGINES, "TorchCheckpointEngine CheckpointEngine"
     ),
-    "deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine": raising(_ENGINES, "FastCheckpointEngine"),
-    "deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine": raising(_ENGINES, "DecoupledCheckpointEngine"),
-    "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine": raising(_ENGINES, "NebulaCheckpointEngine"),
-    "deepspeed.nebula.config": raising(_ENGINES, "DeepSpeedNebulaConfig"),
-    "deepspeed.runtime.comm.nccl": raising(_ONEBIT, "NcclBackend"),
-    "deepspeed.runtime.comm.mpi": raising(_ONEBIT, "MpiBackend"),
-    "deepspeed.runtime.comm.compressed": raising(_ONEBIT, "CompressedBackend"),
-    "deepspeed.runtime.comm.coalesced_collectives": raising(
+    "deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine": stubs(_ENGINES, "FastCheckpointEngine"),
+    "deepspeed.runtime.checkpoint_engine.decoupled_checkpoint_engine": stubs(_ENGINES, "DecoupledCheckpointEngine"),
+    "deepspeed.runtime.checkpoint_engine.nebula_checkpoint_engine": stubs(_ENGINES, "NebulaCheckpointEngine"),
+    "deepspeed.nebula.config": stubs(_ENGINES, "DeepSpeedNebulaConfig"),
+    "deepspeed.runtime.comm.nccl": stubs(_ONEBIT, "NcclBackend"),
+    "deepspeed.runtime.comm.mpi": stubs(_ONEBIT, "MpiBackend"),
+    "deepspeed.runtime.comm.compressed": stubs(_ONEBIT, "CompressedBackend"),
+    "deepspeed.runtime.comm.coalesced_collectives": stubs(
         INNER, "reduce_scatter_coalesced all_to_all_quant_reduce all_to_all_loco_quant_reduce"
     ),
-    "deepspeed.runtime.swap_tensor": raising(SWAPPERS, "MIN_SWAPPABLE_BYTES"),
-    "deepspeed.runtime.swap_tensor.utils": raising(
+    "deepspeed.runtime.swap_tensor": stubs(SWAPPERS, "MIN_SWAPPABLE_BYTES"),
+    "deepspeed.runtime.swap_tensor.utils": stubs(
         SWAPPERS,
         "MIN_SWAPPABLE_BYTES MIN_AIO_BYTES AIO_ALIGNED_BYTES SwapBuffer SwapBufferPool SwapBufferManager "
         "swap_in_tensors swap_out_tensors get_sized_buffer get_sized_buffers print_object",
@@ -805,84 +800,80 @@ TABLE: dict[str, dict[str, Entry]] = {
         *("AIO", "AIO_BLOCK_SIZE", "AIO_QUEUE_DEPTH", "AIO_THREAD_COUNT", "AIO_INTRA_OP_PARALLELISM"),
         *("AIO_SINGLE_SUBMIT", "AIO_OVERLAP_EVENTS", "AIO_USE_GDS"),
     ),
-    "deepspeed.runtime.swap_tensor.partitioned_param_swapper": raising(
+    "deepspeed.runtime.swap_tensor.partitioned_param_swapper": stubs(
         SWAPPERS, "AsyncPartitionedParameterSwapper PartitionedParamStatus"
     ),
-    "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper": raising(SWAPPERS, "PartitionedOptimizerSwapper"),
-    "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper": raising(SWAPPERS, "PipelinedOptimizerSwapper"),
-    "deepspeed.runtime.tensor_parallel": joined(
+    "deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper": stubs(SWAPPERS, "PartitionedOptimizerSwapper"),
+    "deepspeed.runtime.swap_tensor.pipelined_optimizer_swapper": stubs(SWAPPERS, "PipelinedOptimizerSwapper"),
+    "deepspeed.runtime.tensor_parallel": merge(
         classes("shardwise.config.schema.parallel", "TPTrainingConfig = TensorParallel"),
-        raising(TENSOR, "AUTOTP_MODE:class TpTrainingManager"),
+        stubs(TENSOR, "AUTOTP_MODE:class TpTrainingManager"),
     ),
-    "deepspeed.runtime.tensor_parallel.config": joined(
+    "deepspeed.runtime.tensor_parallel.config": merge(
         classes("shardwise.config.schema.parallel", "TPTrainingConfig = TensorParallel", "TPConfig = TPSize"),
-        raising(TENSOR, "AUTOTP_MODE:class resolve_tp_config _get_hf_tp_plan"),
+        stubs(TENSOR, "AUTOTP_MODE:class resolve_tp_config _get_hf_tp_plan"),
     ),
     "deepspeed.runtime.tensor_parallel.init_utils": functions(f"{_ADAPT}.configuration", "load_ds_config"),
-    "deepspeed.runtime.tensor_parallel.layers": raising(TENSOR, "ColumnParallelLinear RowParallelLinear"),
-    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": raising(
-        DATA, "DataAnalyzer DistributedDataAnalyzer"
-    ),
-    "deepspeed.runtime.data_pipeline.constants": raising(
+    "deepspeed.runtime.tensor_parallel.layers": stubs(TENSOR, "ColumnParallelLinear RowParallelLinear"),
+    "deepspeed.runtime.data_pipeline.data_sampling.data_analyzer": stubs(DATA, "DataAnalyzer DistributedDataAnalyzer"),
+    "deepspeed.runtime.data_pipeline.constants": stubs(
         DATA,
         "DATA_EFFICIENCY DATA_SAMPLING DATA_SAMPLING_ENABLED DATA_ROUTING CURRICULUM_LEARNING "
         "CURRICULUM_LEARNING_ENABLED CURRICULUM_LEARNING_CLUSTER_PATH DATA_SAMPLING_NUM_WORKERS RANDOM_LTD "
         "RANDOM_LTD_ENABLED",
     ),
-    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": raising(DATA, "DeepSpeedDataSampler"),
-    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": raising(
+    "deepspeed.runtime.data_pipeline.data_sampling.data_sampler": stubs(DATA, "DeepSpeedDataSampler"),
+    "deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset": stubs(
         DATA,
         "IndexedDataset IndexedCachedDataset IndexedDatasetBuilder MMapIndexedDataset MMapIndexedDatasetBuilder "
         "make_builder make_dataset data_file_path index_file_path best_fitting_dtype valid_dtypes:value",
     ),
-    "deepspeed.runtime.data_pipeline.data_sampling.utils": raising(
-        DATA, "split_index split_dataset find_fit_int_dtype"
-    ),
-    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": raising(
+    "deepspeed.runtime.data_pipeline.data_sampling.utils": stubs(DATA, "split_index split_dataset find_fit_int_dtype"),
+    "deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr": stubs(
         DATA,
         "get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed batch_by_seqlens scale_lr "
         "dataloader_for_variable_batch_size lr_scheduler_for_variable_batch_size VariableBatchSizeLR",
     ),
-    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": raising(DATA, "RandomLayerTokenDrop"),
-    "deepspeed.runtime.data_pipeline.data_routing.helper": raising(
+    "deepspeed.runtime.data_pipeline.data_routing.basic_layer": stubs(DATA, "RandomLayerTokenDrop"),
+    "deepspeed.runtime.data_pipeline.data_routing.helper": stubs(
         DATA, "convert_to_random_ltd save_without_random_ltd remove_random_ltd_state_dict"
     ),
-    "deepspeed.runtime.data_pipeline.data_routing.scheduler": raising(DATA, "RandomLTDScheduler"),
-    "deepspeed.runtime.data_pipeline.curriculum_scheduler": raising(DATA, "CurriculumScheduler"),
+    "deepspeed.runtime.data_pipeline.data_routing.scheduler": stubs(DATA, "RandomLTDScheduler"),
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": stubs(DATA, "CurriculumScheduler"),
     # -- activation checkpointing and parallelism ---------------------------------------------------------------------
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "deepspeed.runtime.activation_checkpointing.offload_activations": raising(
+    "deepspeed.runtime.activation_checkpointing.offload_activations": stubs(
         "activations live on the host inside of shardwise.offload_activations(), or by the configuration's "
         "activation_checkpointing.cpu_checkpointing or activation_offload",
         "CheckpointHiddenStatesOffload get_checkpoint_hidden_states_offloading_ctx_manager",
     ),
-    "deepspeed.pipe": joined(_PIPELINE_MODULE, _TOPOLOGY),
-    "deepspeed.runtime.pipe": joined(_PIPELINE_MODULE, _TOPOLOGY),
-    "deepspeed.runtime.pipe.module": joined(_PIPELINE_MODULE, raising(PIPELINE, "PipelineError")),
-    "deepspeed.runtime.pipe.engine": joined(
+    "deepspeed.pipe": merge(_PIPELINE_MODULE, _TOPOLOGY),
+    "deepspeed.runtime.pipe": merge(_PIPELINE_MODULE, _TOPOLOGY),
+    "deepspeed.runtime.pipe.module": merge(_PIPELINE_MODULE, stubs(PIPELINE, "PipelineError")),
+    "deepspeed.runtime.pipe.engine": merge(
         _ENGINE,
-        raising(
+        stubs(
             PIPELINE,
             "PipelineEngine TRAIN_BATCH_TIMER BATCH_INPUT_TIMER PIPE_SEND_OUTPUT_TIMER PIPE_RECV_INPUT_TIMER "
             "PIPE_SEND_GRAD_TIMER PIPE_RECV_GRAD_TIMER _tensor_bytes",
         ),
     ),
-    "deepspeed.runtime.pipe.topology": joined(
+    "deepspeed.runtime.pipe.topology": merge(
         _TOPOLOGY,
-        raising(PIPELINE, "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"),
+        stubs(PIPELINE, "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid"),
     ),
-    "deepspeed.runtime.pipe.schedule": raising(
+    "deepspeed.runtime.pipe.schedule": stubs(
         PIPELINE,
         "PipeSchedule TrainSchedule InferenceSchedule DataParallelSchedule PipeInstruction BufferOpInstruction "
         "OptimizerStep ReduceGrads ReduceTiedGrads LoadMicroBatch ForwardPass BackwardPass SendActivation "
         "RecvActivation SendGrad RecvGrad",
     ),
-    "deepspeed.runtime.pipe.p2p": raising(
+    "deepspeed.runtime.pipe.p2p": stubs(
         PIPELINE,
         "init_process_groups can_send_recv send recv wait send_obj recv_obj _is_valid_send_recv _get_send_recv_group",
     ),
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": joined(
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": merge(
         classes(
             f"{_ADAPT}.sequences",
             "UlyssesSPAttentionHF",
@@ -908,32 +899,32 @@ TABLE: dict[str, dict[str, Entry]] = {
         f"{_ADAPT}.groups",
         *(f"get_model_parallel_{what}()" for what in ("group", "rank", "world_size")),
     ),
-    "deepspeed.sequence.layer": joined(
+    "deepspeed.sequence.layer": merge(
         classes(
             "shardwise.parallel",
             "DistributedAttention(local_attention, sequence_process_group, scatter_idx=2, gather_idx=0, "
             "sp_stream=None)",
         ),
-        raising(INNER, "_SeqAllToAll _DimZeroAllToAll apply_rotary_pos_emb _rotate_half"),
+        stubs(INNER, "_SeqAllToAll _DimZeroAllToAll apply_rotary_pos_emb _rotate_half"),
     ),
-    "deepspeed.sequence.cross_entropy": raising(SHARED_VOCABULARY, "vocab_sequence_parallel_cross_entropy"),
-    "deepspeed.sequence.fpdt_layer": raising(
+    "deepspeed.sequence.cross_entropy": stubs(SHARED_VOCABULARY, "vocab_sequence_parallel_cross_entropy"),
+    "deepspeed.sequence.fpdt_layer": stubs(
         FPDT,
         "FPDT_InputConstruct FPDT_Attention FPDT_FFN FPDT_LogitsLoss SequenceChunk "
         "_FPDTGPUOffloadingAttentionImpl_:class",
     ),
-    "deepspeed.sequence.vocab_parallel_ops": raising(
+    "deepspeed.sequence.vocab_parallel_ops": stubs(
         SHARED_VOCABULARY, "vocab_parallel_entropy vocab_parallel_kl_div vocab_parallel_logprobs"
     ),
     "deepspeed.moe": _MOE,
     "deepspeed.moe.layer": _MOE,
-    "deepspeed.moe.sharded_moe": raising(
+    "deepspeed.moe.sharded_moe": stubs(
         "tokens are sorted here, without matrices of tokens and places; `shardwise.moe.gates` and `dispatch` do it",
         "MOELayer TopKGate top1gating top2gating topkgating gumbel_rsample einsum get_selected_experts _AllToAll "
         "_capacity _one_hot_to_float _top_idx MOE_TIMER TOPK_GATE_TIMER FIRST_ALLTOALL_TIMER SECOND_ALLTOALL_TIMER",
     ),
-    "deepspeed.moe.experts": raising("`shardwise.moe.experts` has another way to call them", "Experts"),
-    "deepspeed.moe.mappings": raising(TENSOR, "gather_tokens drop_tokens"),
+    "deepspeed.moe.experts": stubs("`shardwise.moe.experts` has another way to call them", "Experts"),
+    "deepspeed.moe.mappings": stubs(TENSOR, "gather_tokens drop_tokens"),
     "deepspeed.moe.utils": functions(
         "shardwise.moe.utils",
         "has_moe_layers(m)",
@@ -944,35 +935,35 @@ TABLE: dict[str, dict[str, Entry]] = {
         "is_moe_param_group(param_group)",
         "configure_moe_param_groups(model_parameters)",
     ),
-    "deepspeed.module_inject": raising(
+    "deepspeed.module_inject": stubs(
         TENSOR,
         "replace_transformer_layer revert_transformer_layer ReplaceWithTensorSlicing GroupQuantizer "
         "EmbeddingLayer Normalize DSPolicy HFBertLayerPolicy",
     )
     | _DIVIDED,
-    "deepspeed.module_inject.layers": joined(
+    "deepspeed.module_inject.layers": merge(
         _DIVIDED,
         classes("shardwise.parallel.tensor.layers", "TensorParallel_Layer = Parallel"),
         functions(f"{_ADAPT}.tensors", "set_autotp_mode(training=False)", "is_autotp_training_mode()"),
-        raising(
+        stubs(
             TENSOR,
             "LmHeadLinearAllreduce EmbeddingLayer Normalize OPTEmbedding DepthwiseConv1dLayer SubParamLinearLayer "
             "GatherReplacedLayerParams",
         ),
     ),
-    "deepspeed.module_inject.auto_tp": raising(TENSOR, "AutoTP Loading ReplaceWithTensorSlicing"),
-    "deepspeed.module_inject.policy": raising(TENSOR, "DSPolicy TransformerPolicy transpose"),
-    "deepspeed.module_inject.replace_module": raising(
+    "deepspeed.module_inject.auto_tp": stubs(TENSOR, "AutoTP Loading ReplaceWithTensorSlicing"),
+    "deepspeed.module_inject.policy": stubs(TENSOR, "DSPolicy TransformerPolicy transpose"),
+    "deepspeed.module_inject.replace_module": stubs(
         TENSOR,
         "replace_transformer_layer revert_transformer_layer replace_module ReplaceWithTensorSlicing GroupQuantizer "
         "generic_injection",
     ),
-    "deepspeed.module_inject.replace_policy": raising(
+    "deepspeed.module_inject.replace_policy": stubs(
         TENSOR,
         "DSPolicy HFBertLayerPolicy HFGPT2LayerPolicy HFGPTNEOLayerPolicy HFGPTJLayerPolicy HFOPTLayerPolicy "
         "BLOOMLayerPolicy GPTNEOXLayerPolicy MegatronLayerPolicy LLAMALayerPolicy",
     ),
-    "deepspeed.module_inject.tp_shard": raising(
+    "deepspeed.module_inject.tp_shard": stubs(
         TENSOR,
         "set_num_kv_heads set_num_attention_heads set_n_embd set_tp_grain_size get_num_kv_heads "
         "get_num_attention_heads get_n_embd get_shard_size get_shard_size_list AutoTPMeta",
@@ -981,22 +972,22 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.ops": values(
         f"{_ADAPT}.operators", "__compatible_ops__ = COMPATIBLE_OPS", "__installed_ops__ = COMPATIBLE_OPS"
     ),
-    "deepspeed.ops.adam": joined(
+    "deepspeed.ops.adam": merge(
         _FUSED_ADAM,
         _CPU_ADAM,
-        raising(ZENFLOW, "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
+        stubs(ZENFLOW, "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
     ),
     "deepspeed.ops.adam.fused_adam": _FUSED_ADAM,
     "deepspeed.ops.adam.cpu_adam": _CPU_ADAM,
     "deepspeed.ops.adagrad": _CPU_ADAGRAD,
     "deepspeed.ops.adagrad.cpu_adagrad": _CPU_ADAGRAD,
-    "deepspeed.ops.lion": joined(_FUSED_LION, _CPU_LION),
+    "deepspeed.ops.lion": merge(_FUSED_LION, _CPU_LION),
     "deepspeed.ops.lion.fused_lion": _FUSED_LION,
     "deepspeed.ops.lion.cpu_lion": _CPU_LION,
     "deepspeed.ops.lamb": _FUSED_LAMB,
     "deepspeed.ops.lamb.fused_lamb": _FUSED_LAMB,
     "deepspeed.ops.aio": classes(f"{_ADAPT}.operators", "AsyncIOBuilder"),
-    "deepspeed.ops.op_builder": joined(
+    "deepspeed.ops.op_builder": merge(
         classes(
             f"{_ADAPT}.operators",
             "OpBuilder",
@@ -1010,52 +1001,52 @@ TABLE: dict[str, dict[str, Entry]] = {
                 )
             ),
         ),
-        raising(OPS, "get_default_compute_capabilities __deepspeed__:value"),
+        stubs(OPS, "get_default_compute_capabilities __deepspeed__:value"),
     ),
     "deepspeed.ops.op_builder.builder": classes(f"{_ADAPT}.operators", "OpBuilder"),
     "deepspeed.ops.op_builder.async_io": classes(f"{_ADAPT}.operators", "AsyncIOBuilder"),
     "deepspeed.ops.op_builder.all_ops": values(f"{_ADAPT}.operators", "ALL_OPS"),
-    "deepspeed.ops.sparse_attention": raising(
+    "deepspeed.ops.sparse_attention": stubs(
         SPARSE,
         "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig BigBirdSparsityConfig "
         "BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig SparseSelfAttention BertSparseSelfAttention "
         "SparseAttentionUtils MatMul Softmax",
     ),
-    "deepspeed.ops.transformer": joined(
-        raising(LAYERS, _TRANSFORMER),
-        raising(INFERENCE, "DeepSpeedTransformerInference DeepSpeedInferenceConfig DeepSpeedMoEInference"),
+    "deepspeed.ops.transformer": merge(
+        stubs(LAYERS, _TRANSFORMER),
+        stubs(INFERENCE, "DeepSpeedTransformerInference DeepSpeedInferenceConfig DeepSpeedMoEInference"),
     ),
-    "deepspeed.ops.transformer.inference": raising(
+    "deepspeed.ops.transformer.inference": stubs(
         INFERENCE, "DeepSpeedTransformerInference DeepSpeedInferenceConfig DeepSpeedMoEInference"
     ),
-    "deepspeed.ops.transformer.inference.config": raising(INFERENCE, "DeepSpeedInferenceConfig"),
-    "deepspeed.ops.transformer.inference.diffusers_attention": raising(INFERENCE, "DeepSpeedDiffusersAttention"),
-    "deepspeed.ops.transformer.inference.diffusers_transformer_block": raising(
+    "deepspeed.ops.transformer.inference.config": stubs(INFERENCE, "DeepSpeedInferenceConfig"),
+    "deepspeed.ops.transformer.inference.diffusers_attention": stubs(INFERENCE, "DeepSpeedDiffusersAttention"),
+    "deepspeed.ops.transformer.inference.diffusers_transformer_block": stubs(
         INFERENCE, "DeepSpeedDiffusersTransformerBlock"
     ),
-    "deepspeed.model_implementations": raising(INFERENCE, "DeepSpeedTransformerInference DeepSpeedInferenceConfig"),
-    "deepspeed.model_implementations.transformers.ds_transformer": raising(INFERENCE, "DeepSpeedTransformerInference"),
-    "deepspeed.model_implementations.transformers.ds_gpt": raising(INFERENCE, "DeepSpeedGPTInference"),
-    "deepspeed.model_implementations.transformers.ds_opt": raising(INFERENCE, "DeepSpeedOPTInference"),
-    "deepspeed.model_implementations.transformers.ds_bloom": raising(INFERENCE, "DeepSpeedBloomInference"),
-    "deepspeed.model_implementations.transformers.ds_llama2": raising(INFERENCE, "DeepSpeedLlama2Inference"),
-    "deepspeed.ops.fp_quantizer": raising(LINEAR, "FP_Quantize Quantizer matmul_fp8"),
-    "deepspeed.ops.quantizer": raising(COMPRESS, "ds_quantizer"),
-    "deepspeed.ops.random_ltd": absent(DATA, "*", _UNKNOWN),
-    "deepspeed.ops.deepspeed4science": absent(
+    "deepspeed.model_implementations": stubs(INFERENCE, "DeepSpeedTransformerInference DeepSpeedInferenceConfig"),
+    "deepspeed.model_implementations.transformers.ds_transformer": stubs(INFERENCE, "DeepSpeedTransformerInference"),
+    "deepspeed.model_implementations.transformers.ds_gpt": stubs(INFERENCE, "DeepSpeedGPTInference"),
+    "deepspeed.model_implementations.transformers.ds_opt": stubs(INFERENCE, "DeepSpeedOPTInference"),
+    "deepspeed.model_implementations.transformers.ds_bloom": stubs(INFERENCE, "DeepSpeedBloomInference"),
+    "deepspeed.model_implementations.transformers.ds_llama2": stubs(INFERENCE, "DeepSpeedLlama2Inference"),
+    "deepspeed.ops.fp_quantizer": stubs(LINEAR, "FP_Quantize Quantizer matmul_fp8"),
+    "deepspeed.ops.quantizer": stubs(COMPRESS, "ds_quantizer"),
+    "deepspeed.ops.random_ltd": missing(DATA, "*", _UNKNOWN),
+    "deepspeed.ops.deepspeed4science": missing(
         LAYERS,
         "DS4Sci_EvoformerAttention",
-        "OpenFold and Protenix ask with `find_spec`, others by importing it, and have attention of their own",
+        "OpenFold and Protenix call `find_spec`, others import it, and have attention of their own",
     ),
-    "deepspeed.linear": raising(
+    "deepspeed.linear": stubs(
         LINEAR, "OptimizedLinear LoRAConfig QuantizationConfig QuantizedParameter QuantizedLinear Init init_lora"
     ),
-    "deepspeed.linear.config": raising(LINEAR, "LoRAConfig QuantizationConfig"),
-    "deepspeed.linear.optimized_linear": raising(LINEAR, "OptimizedLinear LoRAOptimizedLinear"),
-    "deepspeed.linear.quantization": raising(LINEAR, "QuantizedParameter QuantizedLinear"),
+    "deepspeed.linear.config": stubs(LINEAR, "LoRAConfig QuantizationConfig"),
+    "deepspeed.linear.optimized_linear": stubs(LINEAR, "OptimizedLinear LoRAOptimizedLinear"),
+    "deepspeed.linear.quantization": stubs(LINEAR, "QuantizedParameter QuantizedLinear"),
     # -- checkpoints --------------------------------------------------------------------------------------------------
-    "deepspeed.checkpoint": joined(
-        raising(
+    "deepspeed.checkpoint": merge(
+        stubs(
             UNIVERSAL,
             "DeepSpeedCheckpoint ZeROCheckpoint enable_universal_checkpoint SubparamShape model_3d_desc:class "
             "reshape_meg_2d_parallel load_hp_checkpoint_state WHOLE_PARAM_OPTIMIZER_STATES",
@@ -1063,15 +1054,15 @@ TABLE: dict[str, dict[str, Entry]] = {
         _CHECKPOINT_KEYS,
     ),
     "deepspeed.checkpoint.constants": _CHECKPOINT_KEYS,
-    "deepspeed.checkpoint.utils": joined(
+    "deepspeed.checkpoint.utils": merge(
         functions(f"{_ADAPT}.helpers", "clone_tensors_for_torch_save(item, device=...)"),
-        raising(FILES, "get_model_ckpt_name_for_rank get_layer_ckpt_name_for_rank get_zero_ckpt_name_for_rank"),
+        stubs(FILES, "get_model_ckpt_name_for_rank get_layer_ckpt_name_for_rank get_zero_ckpt_name_for_rank"),
     ),
-    "deepspeed.checkpoint.deepspeed_checkpoint": raising(UNIVERSAL, "DeepSpeedCheckpoint"),
-    "deepspeed.checkpoint.universal_checkpoint": raising(
+    "deepspeed.checkpoint.deepspeed_checkpoint": stubs(UNIVERSAL, "DeepSpeedCheckpoint"),
+    "deepspeed.checkpoint.universal_checkpoint": stubs(
         UNIVERSAL, "enable_universal_checkpoint load_hp_checkpoint_state SubparamShape"
     ),
-    "deepspeed.checkpoint.ds_to_universal": raising(UNIVERSAL, "main dp_index_to_str"),
+    "deepspeed.checkpoint.ds_to_universal": stubs(UNIVERSAL, "main dp_index_to_str"),
     # -- everything else ----------------------------------------------------------------------------------------------
     "deepspeed.monitor.monitor": classes(
         f"{_ADAPT}.monitors",
@@ -1082,7 +1073,7 @@ TABLE: dict[str, dict[str, Entry]] = {
         "csvMonitor",
         "CometMonitor",
     ),
-    "deepspeed.monitor.config": joined(
+    "deepspeed.monitor.config": merge(
         functions(f"{_ADAPT}.monitors", "get_monitor_config(param_dict)"),
         classes(f"{_ADAPT}.monitors", "DeepSpeedMonitorConfig"),
         classes(
@@ -1099,76 +1090,74 @@ TABLE: dict[str, dict[str, Entry]] = {
     "deepspeed.monitor.comet": classes(f"{_ADAPT}.monitors", "CometMonitor"),
     "deepspeed.profiling.flops_profiler": _FLOPS_PROFILER,
     "deepspeed.profiling.flops_profiler.profiler": _FLOPS_PROFILER,
-    "deepspeed.compression": raising(COMPRESS, "compression_scheduler"),
-    "deepspeed.compression.compress": raising(COMPRESS, "init_compression redundancy_clean student_initialization"),
-    "deepspeed.compression.helper": joined(
+    "deepspeed.compression": stubs(COMPRESS, "compression_scheduler"),
+    "deepspeed.compression.compress": stubs(COMPRESS, "init_compression redundancy_clean student_initialization"),
+    "deepspeed.compression.helper": merge(
         functions(
             f"{_ADAPT}.helpers",
             "recursive_getattr(model, module_name)",
             "recursive_setattr(model, module_name, module)",
         ),
-        raising(COMPRESS, "convert_conv1d_to_linear module_replacement"),
+        stubs(COMPRESS, "convert_conv1d_to_linear module_replacement"),
     ),
-    "deepspeed.elasticity": raising(
+    "deepspeed.elasticity": stubs(
         ELASTIC, "compute_elastic_config elasticity_enabled ensure_immutable_elastic_config DSElasticAgent"
     ),
-    "deepspeed.elasticity.elastic_agent": raising(ELASTIC, "DSElasticAgent"),
-    "deepspeed.elasticity.elasticity": raising(ELASTIC, "compute_elastic_config elasticity_enabled"),
-    "deepspeed.elasticity.config": raising(
+    "deepspeed.elasticity.elastic_agent": stubs(ELASTIC, "DSElasticAgent"),
+    "deepspeed.elasticity.elasticity": stubs(ELASTIC, "compute_elastic_config elasticity_enabled"),
+    "deepspeed.elasticity.config": stubs(
         ELASTIC,
         "ElasticityConfig ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize:exception",
     ),
-    "deepspeed.autotuning": raising(AUTOTUNER, "Autotuner"),
-    "deepspeed.autotuning.autotuner": raising(AUTOTUNER, "Autotuner"),
-    "deepspeed.autotuning.scheduler": raising(AUTOTUNER, "ResourceManager"),
-    "deepspeed.autotuning.config": raising(AUTOTUNER, "DeepSpeedAutotuningConfig"),
-    "deepspeed.autotuning.utils": raising(AUTOTUNER, "write_experiments"),
-    "deepspeed.inference": raising(
+    "deepspeed.autotuning": stubs(AUTOTUNER, "Autotuner"),
+    "deepspeed.autotuning.autotuner": stubs(AUTOTUNER, "Autotuner"),
+    "deepspeed.autotuning.scheduler": stubs(AUTOTUNER, "ResourceManager"),
+    "deepspeed.autotuning.config": stubs(AUTOTUNER, "DeepSpeedAutotuningConfig"),
+    "deepspeed.autotuning.utils": stubs(AUTOTUNER, "write_experiments"),
+    "deepspeed.inference": stubs(
         INFERENCE,
         "InferenceEngine build_hf_engine build_engine_from_ds_checkpoint InferenceEngineV2 "
         "RaggedInferenceEngineConfig DeepSpeedTPConfig",
     ),
-    "deepspeed.inference.engine": raising(INFERENCE, "InferenceEngine"),
-    "deepspeed.inference.config": raising(INFERENCE, "DeepSpeedInferenceConfig DeepSpeedTPConfig DtypeEnum"),
-    "deepspeed.inference.v2": raising(
+    "deepspeed.inference.engine": stubs(INFERENCE, "InferenceEngine"),
+    "deepspeed.inference.config": stubs(INFERENCE, "DeepSpeedInferenceConfig DeepSpeedTPConfig DtypeEnum"),
+    "deepspeed.inference.v2": stubs(
         INFERENCE, "InferenceEngineV2 RaggedInferenceEngineConfig build_hf_engine build_engine_from_ds_checkpoint"
     ),
-    "deepspeed.inference.v2.ragged": raising(INFERENCE, "DSStateManager DSStateManagerConfig RaggedBatchWrapper"),
-    "deepspeed.inference.v2.inference_utils": raising(INFERENCE, "ActivationType DtypeEnum NormTypeEnum ceil_div"),
-    "deepspeed.io": raising(WRITERS, "MockFileWriter PyFileWriter FastFileWriter FastFileWriterConfig"),
-    "deepspeed.nvme": absent(TUNING, "*", _UNKNOWN),
-    "deepspeed.compile": absent(
+    "deepspeed.inference.v2.ragged": stubs(INFERENCE, "DSStateManager DSStateManagerConfig RaggedBatchWrapper"),
+    "deepspeed.inference.v2.inference_utils": stubs(INFERENCE, "ActivationType DtypeEnum NormTypeEnum ceil_div"),
+    "deepspeed.io": stubs(WRITERS, "MockFileWriter PyFileWriter FastFileWriter FastFileWriterConfig"),
+    "deepspeed.nvme": missing(TUNING, "*", _UNKNOWN),
+    "deepspeed.compile": missing(
         "compiler passes are not built yet; engine.compile() uses torch.compile", "*", _UNKNOWN
     ),
-    "deepspeed.model_implementations.diffusers": absent(INFERENCE, "*", _UNKNOWN),
-    "deepspeed.module_inject.containers": absent(TENSOR, "*", _UNKNOWN),
-    "deepspeed.runtime.superoffload": absent(WRAPPERS, "*", _UNKNOWN),
-    "deepspeed.runtime.zenflow": absent(ZENFLOW, "*", _UNKNOWN),
-    "deepspeed.runtime.zero.stage1": absent(WRAPPERS, "*", _OLD),
-    "deepspeed.runtime.zero.stage2": absent(WRAPPERS, "*", _OLD),
-    "deepspeed.runtime.csr_tensor": absent("it is `deepspeed.runtime.sparse_tensor` since 2021", "*", _OLD),
-    "deepspeed.pt": absent("its names are in `deepspeed.runtime` and `deepspeed.utils` since 2020", "*", _OLD),
-    "deepspeed.launcher.runner": joined(
+    "deepspeed.model_implementations.diffusers": missing(INFERENCE, "*", _UNKNOWN),
+    "deepspeed.module_inject.containers": missing(TENSOR, "*", _UNKNOWN),
+    "deepspeed.runtime.superoffload": missing(WRAPPERS, "*", _UNKNOWN),
+    "deepspeed.runtime.zenflow": missing(ZENFLOW, "*", _UNKNOWN),
+    "deepspeed.runtime.zero.stage1": missing(WRAPPERS, "*", _OLD),
+    "deepspeed.runtime.zero.stage2": missing(WRAPPERS, "*", _OLD),
+    "deepspeed.runtime.csr_tensor": missing("it is `deepspeed.runtime.sparse_tensor` since 2021", "*", _OLD),
+    "deepspeed.pt": missing("its names are in `deepspeed.runtime` and `deepspeed.utils` since 2020", "*", _OLD),
+    "deepspeed.launcher.runner": merge(
         functions("shardwise.dropin.launcher", "main(args=None)", "fetch_hostfile(hostfile_path)"),
         values("shardwise.dropin.launcher", "DEEPSPEED_ENVIRONMENT_NAME"),
         values(f"{_ADAPT}.keys", "DLTS_HOSTFILE"),
-        raising(
-            _ONE_MACHINE, "EXPORT_ENVS parse_args parse_inclusion_exclusion parse_resource_filter encode_world_info"
-        ),
+        stubs(_ONE_MACHINE, "EXPORT_ENVS parse_args parse_inclusion_exclusion parse_resource_filter encode_world_info"),
     ),
     "deepspeed.launcher.constants": values(
         f"{_ADAPT}.keys",
         *("PDSH_LAUNCHER", "OPENMPI_LAUNCHER", "MVAPICH_LAUNCHER", "SLURM_LAUNCHER", "MPICH_LAUNCHER"),
         "IMPI_LAUNCHER",
     ),
-    "deepspeed.launcher.multinode_runner": raising(
+    "deepspeed.launcher.multinode_runner": stubs(
         _ONE_MACHINE,
         "MultiNodeRunner PDSHRunner OpenMPIRunner MVAPICHRunner SlurmRunner MPICHRunner IMPIRunner",
     ),
-    "deepspeed.launcher.launch": raising("`shardwise run` starts the processes itself", "main"),
+    "deepspeed.launcher.launch": stubs("`shardwise run` starts the processes itself", "main"),
     "deepspeed.env_report": functions("shardwise.dropin.commands", "main(args=None) = report"),
 }
-"""Module path -> name -> what it is. A module without a served name does not exist; its reason is told on import."""
+"""Module path -> name -> entry. A module without a served name does not exist; importing it raises with its reason."""
 
 _REASONS = (
     ("deepspeed.checkpoint", UNIVERSAL),
@@ -1190,15 +1179,15 @@ _REASONS = (
     ("deepspeed.runtime.zero", WRAPPERS),
     ("deepspeed.sequence", SHARED_VOCABULARY),
 )
-"""Beginning of a module's path -> why it has no more than `TABLE` says; others have inner parts."""
+"""Prefix of a module's path -> why it has no more names than `TABLE`; other modules have private parts."""
 
 for _path, _names in INNER_NAMES.items():
     _why = next((text for start, text in _REASONS if _path.startswith(start)), INNER)
-    TABLE[_path] = joined(TABLE.get(_path, {}), raising(_why, _names))
+    TABLE[_path] = merge(TABLE.get(_path, {}), stubs(_why, _names))
 
 MAINS: dict[str, str] = {
     "deepspeed.launcher.runner": "shardwise.dropin.launcher:main",
     "deepspeed.env_report": "shardwise.dropin.commands:report",
     "deepspeed.utils.zero_to_fp32": "shardwise.utils.zero_to_fp32:main",
 }
-"""Modules that `python -m` runs, and what it runs."""
+"""Modules for `python -m`, and the functions that they run."""

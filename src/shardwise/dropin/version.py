@@ -1,4 +1,4 @@
-"""The version that the drop-in answers with: that of the DeepSpeed whose names it has, and who answers."""
+"""The drop-in's version: that of the DeepSpeed whose names it has."""
 
 VERSION = "0.19.8+shardwise"
 
@@ -6,4 +6,4 @@ version = __version__ = VERSION
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 git_hash = __git_hash__ = "shardwise"
 git_branch = __git_branch__ = "shardwise"
-"""There is no revision of DeepSpeed behind it."""
+"""In place of a revision of DeepSpeed."""

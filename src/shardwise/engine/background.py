@@ -126,7 +126,7 @@ class BackgroundSaves:
 
 def saved_bytes(sharded: ShardedModel, state: int) -> int:
     """Return the planned bytes of this rank's part of a checkpoint. `state`: bytes of this rank's optimizer state."""
-    values, ranges = sharded.state.value_runs(), sharded.state.saved_ranges()
+    values, ranges = sharded.state.value_runs(), sharded.state.owned_ranges()
     size = trained = saved = 0
     for tensor in sharded.registry:
         runs = values.get(tensor.index, [])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.checkpoint import directory, rng
-from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.collect import TrainingState
 from shardwise.checkpoint.load import Loaded, Options, find, read
 from shardwise.checkpoint.manifest import Manifest, name_of
@@ -137,7 +137,7 @@ class Checkpoints:
         self._sharded.hooks.settle()
         self._step.hear_before()
         background = config.checkpoint.in_background if asynchronous is None else bool(asynchronous)
-        with phase(self._job, "save_checkpoint") as begun:
+        with collective_step(self._job, "save_checkpoint") as begun:
             parent = directory.check_directory(save_dir, "save_dir")
             request = SaveRequest(
                 directory=parent,
@@ -158,9 +158,9 @@ class Checkpoints:
             self._tell_of_window()
             state = self.training_state({} if client_state is None else dict(client_state))
             request = replace(request, layout={**self.numbers.layout(state.counters), **request.layout})
-            begun.said = [parent, background]
-        request = replace(request, directory=_one_directory([said[0] for said in begun.heard], self._job.rank))
-        check_same_way([said[1] for said in begun.heard])
+            begun.local = [parent, background]
+        request = replace(request, directory=_one_directory([said[0] for said in begun.gathered], self._job.rank))
+        check_same_way([said[1] for said in begun.gathered])
         self._last_in_background = background
         if background:
             self.background.start(request, state, begun_at, waited)
@@ -263,7 +263,7 @@ class Checkpoints:
         if self.background.saving is not None:
             self.background.await_last()  # a failure is raised by the next save or wait
         self._sharded.hooks.settle()
-        with phase(self._job, "load_checkpoint") as agreed:
+        with collective_step(self._job, "load_checkpoint") as agreed:
             parent = directory.check_directory(load_dir, "load_dir")
             if custom_load_fn is not None and not (include is exclude is rename is None):
                 raise UsageError(
@@ -279,8 +279,8 @@ class Checkpoints:
                 Selection.of(include, exclude, rename),
             )
             checked = None if tag is None else directory.check_tag(tag)
-            agreed.said = self.numbers.after(parent) - 1 if self._job.rank == 0 else 0
-        self.numbers.see(agreed.heard[0])  # later saves are numbered after all existing ones
+            agreed.local = self.numbers.after(parent) - 1 if self._job.rank == 0 else 0
+        self.numbers.see(agreed.gathered[0])  # later saves are numbered after all existing ones
         return self.restore(parent, checked, options, load_lr_scheduler_states, custom_load_fn)
 
     def restore(
@@ -323,7 +323,7 @@ class Checkpoints:
         if not options.module_only:
             if saved.notes:
                 self._log(f"{loaded.path}: not taken over: {'; '.join(saved.notes)}")
-            with phase(self._job, f"loading checkpoint {loaded.path}"):
+            with collective_step(self._job, f"loading checkpoint {loaded.path}"):
                 self._take_training_state(loaded, options, load_lr_scheduler_states, going_back)
         if self._job.rank == 0 and (matched.report.differs or matched.report.notes):
             logger.warning("%s", matched.report)

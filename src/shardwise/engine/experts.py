@@ -42,7 +42,7 @@ def divide_experts(model: nn.Module, config: Config, comm: Communicator, lines: 
     return bind_experts(
         model,
         comm,
-        apart=across(lines.tensor),
+        replicas=across(lines.tensor),
         data_first=config.use_data_before_expert_parallelism,
         prepare=None if comm.imagined else _make_whole,
     )

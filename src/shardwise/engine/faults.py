@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.checkpoint import directory
-from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.load import NoCompleteCheckpointError, Options
-from shardwise.checkpoint.newest import Head, Listing, listing
-from shardwise.checkpoint.peer_replicas import GENERATIONS, Generation, InMemoryCheckpoints, MemoryCopy
+from shardwise.checkpoint.newest import CheckpointListing, Head, listing
+from shardwise.checkpoint.peer_replicas import VERSIONS, InMemoryCheckpoints, MemoryCopy, Version
 from shardwise.comm.environment import MEMORY_DIRECTORY
 from shardwise.comm.stall_watchdog import StallWatch, stop_watching, watch
 from shardwise.config import effective
@@ -199,7 +199,7 @@ class FaultTolerance:
             >>> engine.destroy()
         """
         self._sharded.check_open("engine.checkpoint_on_signal()")
-        with phase(self._job, "checkpoint_on_signal") as agreed:
+        with collective_step(self._job, "checkpoint_on_signal") as agreed:
             parent = directory.check_directory(save_dir, "save_dir")
             ends = {signal_named(name) for name in exit_on}
             saves = {signal_named(name) for name in save_on}
@@ -209,10 +209,10 @@ class FaultTolerance:
                     f"checkpoint on a signal: {', '.join(both)} cannot both end the job (exit_on) and let it go on "
                     "(save_on); leave it in one of them"
                 )
-            agreed.said = sorted(int(number) for number in ends | saves)
-        if any(said != agreed.heard[0] for said in agreed.heard):
+            agreed.local = sorted(int(number) for number in ends | saves)
+        if any(said != agreed.gathered[0] for said in agreed.gathered):
             raise UsageError(
-                f"checkpoint on a signal: ranks watch different signals ({agreed.heard}); give the same on every rank"
+                f"checkpoint on a signal: ranks watch different signals ({agreed.gathered}); give all ranks the same"
             )
         self._signals.listen(ends | saves)
         self._exit_on = frozenset(ends)
@@ -295,7 +295,7 @@ class FaultTolerance:
             logger.info(
                 "the first copy in memory blocked training for %.3f s; rank 0 keeps up to %d x %.1f MB",
                 made.seconds,
-                GENERATIONS,
+                VERSIONS,
                 made.held_bytes / 1e6,
             )
         return made
@@ -320,9 +320,9 @@ class FaultTolerance:
         planned = ""
         if plan is not None:
             size = (1 + copies.replicas) * saved_bytes(self._sharded, plan.peaks[Category.OPTIMIZER])
-            planned = f"{GENERATIONS} x {size / 1e6:.1f} MB planned"
+            planned = f"{VERSIONS} x {size / 1e6:.1f} MB planned"
         made = copies.last
-        measured = "" if made is None else f"{GENERATIONS} x {made.held_bytes / 1e6:.1f} MB measured"
+        measured = "" if made is None else f"{VERSIONS} x {made.held_bytes / 1e6:.1f} MB measured"
         sizes = ", ".join(text for text in (planned, measured) if text)
         return [f"Copies in memory are outside of this process, in {copies.path}: {sizes} for this rank."]
 
@@ -363,9 +363,9 @@ class FaultTolerance:
         at, rewinds = step.global_steps - 1, step.anomalies.rewinds + 1
         self._sharded.hooks.settle()
         copies = self.copies
-        for generation in copies.generations() if copies is not None else ():
+        for version in copies.versions() if copies is not None else ():
             assert copies is not None
-            with copies.assembled(generation) as name:
+            with copies.assembled(version) as name:
                 if name is None:
                     continue
                 self._checkpoints.restore(copies.path, name, Options(verify=False), going_back=True)
@@ -373,10 +373,10 @@ class FaultTolerance:
             most = self._resolution.config.anomaly_watch.max_rewinds
             advice = "where it recurs, leave out the data of these steps, or lower the learning rate"
             step.anomalies.note(
-                Anomaly("rewind", at, why, "rewind", value=float(generation.steps), advice=advice),
+                Anomaly("rewind", at, why, "rewind", value=float(version.steps), advice=advice),
                 "step %d: back to the copy in memory of step %d (rewind %d of %d); the data goes on where it is. %s",
                 at,
-                generation.steps,
+                version.steps,
                 rewinds,
                 most,
                 why,
@@ -444,16 +444,16 @@ class FaultTolerance:
         self._sharded.check_there("engine.resume()")
         self._sharded.hooks.settle()
         began = time.perf_counter()
-        with phase(self._job, "resume") as looked:
+        with collective_step(self._job, "resume") as looked:
             parent = directory.check_directory(save_dir, "save_dir")
-            on_disk = listing(parent) if self._job.rank == 0 else Listing()
-            looked.said = [parent, on_disk.highest]
-        if any(said[0] != looked.heard[0][0] for said in looked.heard):
+            on_disk = listing(parent) if self._job.rank == 0 else CheckpointListing()
+            looked.local = [parent, on_disk.highest]
+        if any(said[0] != looked.gathered[0][0] for said in looked.gathered):
             raise CheckpointPathError(
                 f"engine.resume(save_dir): ranks name different directories "
-                f"({', '.join(sorted({repr(said[0]) for said in looked.heard}))}); pass the same on every rank"
+                f"({', '.join(sorted({repr(said[0]) for said in looked.gathered}))}); pass the same on every rank"
             )
-        self._checkpoints.numbers.see(looked.heard[0][1])
+        self._checkpoints.numbers.see(looked.gathered[0][1])
         if self.copies is not None:
             self.copies.run = os.path.abspath(parent)
         found = self._resume_newest(parent, on_disk)
@@ -468,19 +468,19 @@ class FaultTolerance:
             logger.info("resumed at step %d from %s (%s) in %.2f s", self._step.global_steps, source, path, seconds)
         return client
 
-    def _resume_newest(self, parent: str, on_disk: Listing) -> tuple[str, str, dict[str, Any]] | None:
+    def _resume_newest(self, parent: str, on_disk: CheckpointListing) -> tuple[str, str, dict[str, Any]] | None:
         """Try in-memory copies and checkpoints, newest first; only rank 0 lists those on disk."""
         copies = self.copies
-        generations = [] if copies is None else copies.generations()
-        with phase(self._job, "resume") as agreed:
-            turns = in_turn(generations, on_disk.heads)
+        versions = [] if copies is None else copies.versions()
+        with collective_step(self._job, "resume") as agreed:
+            turns = in_turn(versions, on_disk.heads)
             # Other ranks do not need the names.
-            agreed.said = [turn if isinstance(turn, int) else None for turn in turns]
+            agreed.local = [turn if isinstance(turn, int) else None for turn in turns]
             if self._job.rank == 0:
                 for note in on_disk.notes:
                     logger.warning("%s", note)
         failure: CheckpointError | None = None
-        for number, index in enumerate(agreed.heard[0]):
+        for number, index in enumerate(agreed.gathered[0]):
             if index is None:
                 order = turns[number] if self._job.rank == 0 else ()
                 assert not isinstance(order, int)
@@ -492,35 +492,35 @@ class FaultTolerance:
                 assert path is not None
                 return "disk", path, {} if client is None else client
             assert copies is not None
-            with copies.assembled(generations[index]) as name:
+            with copies.assembled(versions[index]) as name:
                 if name is not None:
-                    return "memory", copies.path, self._load_generation(copies, generations[index], name)
+                    return "memory", copies.path, self._load_version(copies, versions[index], name)
         if failure is not None:
             raise CheckpointError(
                 f"{failure}. There are checkpoints, and none of them can be used; remove them to begin anew"
             )
         return None
 
-    def _load_generation(self, copies: InMemoryCheckpoints, generation: Generation, name: str) -> dict[str, Any]:
+    def _load_version(self, copies: InMemoryCheckpoints, version: Version, name: str) -> dict[str, Any]:
         _, client = self._checkpoints.restore(copies.path, name, Options(verify=False))
-        assert self._step.global_steps == generation.steps
+        assert self._step.global_steps == version.steps
         return {} if client is None else client
 
 
-def in_turn(generations: Sequence[Generation], heads: Sequence[Head]) -> list[int | tuple[str, ...]]:
+def in_turn(versions: Sequence[Version], heads: Sequence[Head]) -> list[int | tuple[str, ...]]:
     """Return the order in which states are tried: the index of an in-memory copy, or tags of checkpoints.
 
     Of equally new states, the in-memory copy comes first.
 
     Args:
-        generations: in-memory copies, newest first.
+        versions: in-memory copies, newest first.
         heads: checkpoints, in the order in which they are tried.
     """
     turns: list[int | tuple[str, ...]] = []
-    waiting = list(range(len(generations)))
+    waiting = list(range(len(versions)))
     tags: list[str] = []
     for head in heads:
-        while waiting and generations[waiting[0]].sequence >= (head.sequence if head.copy is None else head.copy):
+        while waiting and versions[waiting[0]].sequence >= (head.sequence if head.copy is None else head.copy):
             turns += [tuple(tags)] if tags else []
             turns.append(waiting.pop(0))
             tags = []

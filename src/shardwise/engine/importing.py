@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Target, Whole, recognised
+from shardwise.checkpoint.deepspeed import DeepSpeedCheckpoint, Target, TargetParameter, recognised
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.errors import CheckpointError
 
@@ -25,16 +25,20 @@ def opener(model: ShardedModel) -> Callable[[str], Checkpoint]:
     """Return a function that opens a checkpoint of shardwise or DeepSpeed."""
 
     def opened(path: str) -> Checkpoint:
-        return DeepSpeedCheckpoint(path, _target(model), _wholes(model)) if recognised(path) else Checkpoint(path)
+        return (
+            DeepSpeedCheckpoint(path, _target(model), _target_parameters(model))
+            if recognised(path)
+            else Checkpoint(path)
+        )
 
     return opened
 
 
-def _wholes(model: ShardedModel) -> dict[str, Whole]:
+def _target_parameters(model: ShardedModel) -> dict[str, TargetParameter]:
     found = {}
     for tensor in model.registry:
         parts = sorted((p.ranks, p.box) for p in model.state.parts_of(tensor.index) if p.name == tensor.name)
-        whole = Whole(tensor.global_shape, [(box, ranks) for ranks, box in parts])
+        whole = TargetParameter(tensor.global_shape, [(box, ranks) for ranks, box in parts])
         found.update(dict.fromkeys((tensor.name, *tensor.aliases), whole))
     return found
 

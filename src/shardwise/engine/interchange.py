@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.checkpoint import weights
-from shardwise.checkpoint.agree import phase
+from shardwise.checkpoint.agree import collective_step
 from shardwise.checkpoint.directory import check_directory
 from shardwise.checkpoint.exporting import KEEP, export_model, request_of
 from shardwise.checkpoint.importing import LoadedWeights, Rename, load_weights
@@ -79,7 +79,7 @@ class Interchange:
             >>> engine.destroy()
         """
         self._sharded.check_there("engine.export()")
-        with phase(self._job, "export"):
+        with collective_step(self._job, "export"):
             request = request_of(
                 directory, format, dtype, max_shard_size, exclude_frozen_parameters, all_names, overwrite
             )
@@ -241,7 +241,7 @@ def load_custom(sharded: ShardedModel, job: Communicator, function: CustomLoad, 
     parameters = sharded.registry.parameters
     gathered = sharded.owner.gather(parameters)
     try:
-        with phase(job, "custom_load_fn"), torch.no_grad():
+        with collective_step(job, "custom_load_fn"), torch.no_grad():
             function(src=values, dst=sharded.module)
     except BaseException:
         sharded.owner.put_back(parameters, gathered, None)

@@ -21,7 +21,7 @@ from shardwise.utils.logging import logger
 
 _NEVER = ("SIGKILL", "SIGSTOP")
 
-TELL_S = 5.0
+WARN_AFTER_S = 5.0
 """Seconds after which a pending signal is logged; again after four times as many, and so on."""
 
 
@@ -94,7 +94,7 @@ class SignalWatch:
 
     def _tell(self) -> None:
         """Warn repeatedly that no checkpoint is saved yet, because the job may be killed before."""
-        after = TELL_S
+        after = WARN_AFTER_S
         while True:
             time.sleep(after)
             waiting = self._waiting

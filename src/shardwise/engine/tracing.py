@@ -369,10 +369,10 @@ class Tracer:
         if look.what == "input":
             if around is None:
                 return Origin("batch", "forward", None, **at)
-            return Origin("code", "forward", around.name, around.of_class, beside=call.name, **at)
+            return Origin("code", "forward", around.name, around.of_class, other_module=call.name, **at)
         if around is None:
             return Origin("loss_gradient", "backward", None, **at)
-        return Origin("code_gradient", "backward", around.name, around.of_class, beside=call.name, **at)
+        return Origin("code_gradient", "backward", around.name, around.of_class, other_module=call.name, **at)
 
 
 def _visible(values: torch.Tensor) -> bool:

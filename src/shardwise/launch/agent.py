@@ -53,10 +53,10 @@ _ENDED_ON = {
 class EndedOnRequest(Exception):
     """Raised when a rank has ended in order after a signal: the job is over and is not restarted."""
 
-    def __init__(self, rank: int, asked: signal.Signals) -> None:
-        super().__init__(f"rank {rank} was sent {asked.name}")
+    def __init__(self, rank: int, received: signal.Signals) -> None:
+        super().__init__(f"rank {rank} was sent {received.name}")
         self.rank = rank
-        self.signal = asked
+        self.signal = received
 
 
 class LocalRendezvousHandler(RendezvousHandler):
@@ -164,7 +164,7 @@ class Agent(SimpleElasticAgent):
         self._noticed = 0.0
         self._recovery: Recovery | None = None
         self._notices: list[str] = []
-        self._told_of: set[int] = set()
+        self._notified: set[int] = set()
         self._late = 1.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -200,7 +200,7 @@ class Agent(SimpleElasticAgent):
             started = self.attempt.started
             self._recovery = Recovery(self.failure.rank, end.at, self._noticed, started, self._recovery_file())
         self._attempts += 1
-        self._told_of.clear()
+        self._notified.clear()
         self._late = 1.0
         return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
 
@@ -212,30 +212,33 @@ class Agent(SimpleElasticAgent):
         if self.attempt is None or not self.attempt.gang.forward(sig):
             self._notices.append(f"received {sig.name}, for which no rank has a handler; nothing is done")
 
-    def _tell(self) -> None:
+    def _report_recovery(self) -> None:
         while self._notices:
             self._say(self._notices.pop(0))
-        told = None if self._recovery is None else self._recovery.told()
-        if told is not None:
-            self._say(told)
+        recovered = None if self._recovery is None else self._recovery.describe()
+        if recovered is not None:
+            self._say(recovered)
             self._recovery = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         attempt = self.attempt
         assert attempt is not None
-        self._tell()
+        self._report_recovery()
         if attempt.failed():
             self._noticed = time.time()
             self._recovery = None
             # Short grace period: without the failed rank the others cannot save.
             self.failure = attempt.end_after_failure(GRACE_S if self._grace is None else min(self._grace, GRACE_S))
-            asked = _ENDED_ON.get(self.failure.exit.code)
-            if asked is not None:
-                raise EndedOnRequest(self.failure.exit.rank, asked)
+            received = _ENDED_ON.get(self.failure.exit.code)
+            if received is not None:
+                raise EndedOnRequest(self.failure.exit.rank, received)
             left = worker_group.spec.max_restarts - self._attempts + 1
             if left > 0:
                 without = self._leave_out(self.failure.rank, worker_group.spec)
-                what = f"failed first ({self.failure.cause()})" if self.failure.guilty is None else self.failure.guilt
+                failure = self.failure
+                what = (
+                    failure.root_cause if failure.root_cause_rank is not None else f"failed first ({failure.cause()})"
+                )
                 self._say(
                     f"rank {self.failure.rank} {what}{without}; starting all "
                     f"{worker_group.spec.local_world_size} processes again (restart {self._attempts} of "
@@ -252,14 +255,14 @@ class Agent(SimpleElasticAgent):
                 state=WorkerState.SUCCEEDED,
                 return_values=dict.fromkeys(worker.global_rank for worker in worker_group.workers),
             )
-        for rank in attempt.ended() - self._told_of:
+        for rank in attempt.ended() - self._notified:
             # Ranks still in rendezvous would wait for it.
             worker_group.spec.rdzv_handler.tell_ended(self._attempts - 1, rank, "exit code 0")  # type: ignore[attr-defined]
-            self._told_of.add(rank)
-        self._tell_late(attempt)
+            self._notified.add(rank)
+        self._report_late(attempt)
         return RunResult(state=WorkerState.HEALTHY)
 
-    def _tell_late(self, attempt: Attempt) -> None:
+    def _report_late(self, attempt: Attempt) -> None:
         """Log ranks that run long after others have ended, because a stopped rank blocks the job forever."""
         exits = list(attempt.gang.exits.values())
         since = time.time() - max((end.at for end in exits), default=time.time())
@@ -270,11 +273,11 @@ class Agent(SimpleElasticAgent):
         if not states or since < (LATE_STOPPED_S if stopped else LATE_S) * self._late:
             return
         self._late *= 2
-        said = f"{ranks_in_words(list(states))} still {'run' if len(states) > 1 else 'runs'}, {since:.0f} s after "
-        said += f"{ranks_in_words([end.rank for end in exits])} ended with exit code 0"
+        message = f"{ranks_in_words(list(states))} still {'run' if len(states) > 1 else 'runs'}, {since:.0f} s after "
+        message += f"{ranks_in_words([end.rank for end in exits])} ended with exit code 0"
         for rank in stopped:
-            said += f"; rank {rank} is stopped (SIGSTOP, or a debugger): `kill -CONT {pids[rank]}` lets it go on"
-        self._say(said)
+            message += f"; rank {rank} is stopped (SIGSTOP, or a debugger): `kill -CONT {pids[rank]}` lets it go on"
+        self._say(message)
 
     def _leave_out(self, rank: int, spec: WorkerSpec) -> str:
         """Drop the slot of a rank that has failed first twice in a row; return a note for the log.

@@ -30,8 +30,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         from shardwise._version import __version__
 
         typer.echo(f"shardwise {__version__}")

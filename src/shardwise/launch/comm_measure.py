@@ -1,7 +1,7 @@
 """How fast the collectives of a group are, whether their results are right, and what the links below them give.
 
 Each collective is measured as the engine makes it (`shardwise.comm.communicator`) and as torch's own, by turns. A trial
-begins after a barrier and is as long as its slowest rank. Beside them stand what no collective can beat: plain copies
+begins after a barrier and is as long as its slowest rank. Upper bounds are measured, too: plain copies
 in the memory of each rank, all at once, and streams of bytes between pairs of ranks, through sockets that strangers
 cannot enter (`shardwise.comm.p2p`).
 
@@ -27,7 +27,7 @@ from shardwise.comm.logger import bandwidths
 from shardwise.comm.p2p import STEP_S, P2PConnections, reaching, receive
 from shardwise.comm.rendezvous import machine, own_address
 from shardwise.compat import all_gather_single, reduce_scatter_single
-from shardwise.launch.interfaces import asked, interfaces, of_address
+from shardwise.launch.interfaces import interface_variable, interfaces, of_address
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
 SMALL = 64 << 10
@@ -216,9 +216,9 @@ def _row(exchange: Exchange, plan: Plan) -> dict[str, Any]:
             missing = str(error).splitlines()[0]
             del ways[name]
             continue
-        said = comm.exchange(exchange.wrong(torchs=name == "torch"), "bench.right")
-        if any(said):
-            wrong[name] = {str(rank): words for rank, words in enumerate(said) if words}
+        errors = comm.exchange(exchange.wrong(torchs=name == "torch"), "bench.right")
+        if any(errors):
+            wrong[name] = {str(rank): words for rank, words in enumerate(errors) if words}
     inner = max(1, min(_INNER, _INNER_BYTES // exchange.size))
     calls = 2 * inner if exchange.op == "pt2pt" else inner  # there and back
     own: dict[str, list[float]] = {name: [] for name in ways}
@@ -395,7 +395,7 @@ def _streams(comm: Communicator) -> Iterator[dict[str, Any]]:
 
 
 def _stream(comm: Communicator, links: Pairs, source: int, target: int, limit: float) -> float:
-    """Return how long this rank was at it: until the other one has said that all is there."""
+    """Return the duration until the other rank has confirmed receipt."""
     memory = memoryview(bytearray(_STREAMED))
     comm.barrier("bench.barrier")
     start = time.perf_counter()
@@ -428,7 +428,7 @@ def _ping(comm: Communicator, links: Pairs, peer: int, limit: float) -> float:
 
 def _interface(comm: Communicator, one_machine: bool) -> dict[str, Any]:
     known = interfaces()
-    named = asked("gloo" if comm.waits_on_host else "nccl").partition(",")[0]
+    named = interface_variable("gloo" if comm.waits_on_host else "nccl").partition(",")[0]
     used = named or of_address("localhost" if one_machine else own_address(), known)
     return {
         "host": socket.gethostname(),

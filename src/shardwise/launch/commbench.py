@@ -97,13 +97,13 @@ def check(wanted: CommWanted) -> None:
     if wanted.file is not None and not os.path.isdir(os.path.dirname(os.path.abspath(wanted.file))):
         raise CommandLineError(f"--json {wanted.file}: there is no such directory.")
     if wanted.resources.nproc == 1:
-        raise CommandLineError("--nproc 1: one process communicates with nobody. Give 2 or more.")
+        raise CommandLineError("--nproc 1: one process has no peer. Give 2 or more.")
     names = {name for _, name in socket.if_nameindex()}
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        asked = os.environ.get(variable, "").partition(",")[0]
-        if variable.startswith("GLOO") and asked and asked not in names:
+        interface = os.environ.get(variable, "").partition(",")[0]
+        if variable.startswith("GLOO") and interface and interface not in names:
             raise CommandLineError(
-                f"{variable}={asked}: this machine has no such interface; it has {', '.join(sorted(names))}."
+                f"{variable}={interface}: this machine has no such interface; it has {', '.join(sorted(names))}."
             )
 
 
@@ -143,7 +143,7 @@ def _start(wanted: CommWanted) -> int:
         devices = find_devices()
     nproc = place(resources, devices).nproc
     if nproc == 1:
-        raise CommandLineError("One slot: one process communicates with nobody. Give --nproc 2 or more.")
+        raise CommandLineError("One slot: one process has no peer. Give --nproc 2 or more.")
     wanted = _fitting(wanted, nproc)
     with tempfile.TemporaryDirectory(prefix="shardwise-bench-") as folder:
         answer = Path(folder, "found.json")
@@ -205,9 +205,9 @@ def link_speed(found: Mapping[str, Any], op: str = "all_gather") -> tuple[float 
     if across:
         stream = min(min(one["there"], one["back"]) for one in across)
         speeds = [one["up"].get(one["used"], {}).get("speed") for one in links["interfaces"]]
-        told = [speed for speed in speeds if speed]
-        if told and min(told) < stream:
-            return min(told), "the slowest interface between the machines"
+        text = [speed for speed in speeds if speed]
+        if text and min(text) < stream:
+            return min(text), "the slowest interface between the machines"
         return stream, "the slowest stream between two machines"
     if links["transport"] == "memory" and op in _BY_MEMORY:
         return min(links["copy"]), "plain copies in memory, all ranks at once"
@@ -227,22 +227,22 @@ def verdicts(found: Mapping[str, Any]) -> list[str]:
 
 
 def _wrong(found: Mapping[str, Any]) -> list[str]:
-    said = []
+    lines = []
     for row in found["rows"]:
         for way, ranks in row["wrong"].items():
             rank, words = next(iter(ranks.items()))
             whose = "shardwise's" if way == "ours" else "torch's"
-            said.append(
+            lines.append(
                 f"WRONG RESULT: {whose} {row['op']} of {row['bytes']} bytes ({row['dtype']}) on rank "
                 f"{', '.join(ranks)}: rank {rank}: {words}. Do not train on this machine before it is right: check "
                 "memory and cables, and the versions of driver, torch and NCCL."
             )
-    return said
+    return lines
 
 
 def _slow_ranks(found: Mapping[str, Any]) -> list[str]:
     links = found["links"]
-    said = []
+    lines = []
     for what, values, unit, more in (
         ("copies memory at", [one / 1e9 for one in links["copy"]], "GB/s", True),
         ("takes for the same computation", links["compute_ms"], "ms", False),
@@ -251,7 +251,7 @@ def _slow_ranks(found: Mapping[str, Any]) -> list[str]:
             others = statistics.median([value for place, value in enumerate(values) if place != rank])
             if (others / own if more else own / others) >= SLOW:
                 host = links["interfaces"][rank]["host"]
-                said.append(
+                lines.append(
                     f"rank {rank} ({host}) is slow: it {what} {own:.2f} {unit}, the others {others:.2f}. Every "
                     "collective waits for it. Look there for other programs on its cores (top, --bind-cores), for a "
                     "limit of its container, and for throttling."
@@ -263,37 +263,37 @@ def _slow_ranks(found: Mapping[str, Any]) -> list[str]:
         if others and statistics.median(others) >= SLOW * own:
             rank = one["ranks"][1]
             end = links["interfaces"][rank]
-            said.append(
+            lines.append(
                 f"the way to rank {rank} ({end['host']}) is slow: {own / 1e9:.2f} GB/s from and to rank 0, "
                 f"{statistics.median(others) / 1e9:.2f} to the others. Check its interface "
                 f"({end['used'] or 'unknown'}), cable and switch port."
             )
-    return said
+    return lines
 
 
 def _interfaces(found: Mapping[str, Any]) -> list[str]:
     links = found["links"]
     variable = "NCCL_SOCKET_IFNAME" if links["transport"] == "nccl" else "GLOO_SOCKET_IFNAME"
-    said = []
+    lines = []
     if len(set(links["machines"])) == 1:
         one = links["interfaces"][0]
         if links["transport"] != "nccl" and one["used"] and not _loopback(one):
-            said.append(
+            lines.append(
                 f"all ranks are on one machine, and their messages go through {one['used']}: unset {variable}, or set "
                 f"it to lo."
             )
-        return said
+        return lines
     for rank, one in enumerate(links["interfaces"]):
         if links["machines"].index(links["machines"][rank]) != rank:
             continue  # once for each machine
         speeds = {name: facts["speed"] for name, facts in one["up"].items() if facts["speed"]}
         fastest = max(speeds, key=lambda name: speeds[name], default="")
         if one["used"] in speeds and speeds[fastest] > speeds[one["used"]]:
-            said.append(
+            lines.append(
                 f"rank {rank} ({one['host']}) uses {one['used']} ({speeds[one['used']] * 8 / 1e9:.0f} Gbit/s), and "
                 f"{fastest} has {speeds[fastest] * 8 / 1e9:.0f}: set {variable}={fastest} on all machines that have it."
             )
-    return said
+    return lines
 
 
 def _loopback(one: Mapping[str, Any]) -> bool:
@@ -312,13 +312,13 @@ def _poor(found: Mapping[str, Any]) -> list[str]:
     links = found["links"]
     fix = {
         "memory": "more ranks than cores, or other programs on them, are the usual reason",
-        "messages": "check the interface, its MTU, and that nobody else uses the network",
-        "nccl": "check the interface (NCCL_DEBUG=INFO shows which is used), and that nobody else uses the network",
+        "messages": "check the interface, its MTU, and that no other job uses the network",
+        "nccl": "check the interface (NCCL_DEBUG=INFO shows which is used), and that no other job uses the network",
     }[links["transport"]]
     if links["transport"] == "messages" and len(set(links["machines"])) == 1:
         fix = "ranks of one machine are faster where they may read each other's memory (SHARDWISE_TRANSPORT)"
-    told = ", ".join(f"{op} {share:.0%}" for op, share in low.items())
-    return [f"large messages reach little of what the links give: {told}; {fix}."]
+    text = ", ".join(f"{op} {share:.0%}" for op, share in low.items())
+    return [f"large messages reach little of what the links give: {text}; {fix}."]
 
 
 def _behind(found: Mapping[str, Any]) -> list[str]:
@@ -332,7 +332,7 @@ def _behind(found: Mapping[str, Any]) -> list[str]:
 
 def show(found: Mapping[str, Any], wanted: CommWanted) -> int:
     """Print the table and the verdicts, write the JSON file, and return the exit code."""
-    said = verdicts(found)
+    lines = verdicts(found)
     if wanted.file is not None:
         rows = []
         for row in found["rows"]:
@@ -340,7 +340,7 @@ def show(found: Mapping[str, Any], wanted: CommWanted) -> int:
             rows.append({**row, "link_bytes_per_second": speed, "link": what, "link_share": share_of_link(row, found)})
         everything = {key: value for key, value in found.items() if key not in ("rank", "rows")}
         everything |= {"rows": rows}
-        everything |= {"right": _right(found), "verdicts": said}
+        everything |= {"right": _right(found), "verdicts": lines}
         try:
             Path(wanted.file).write_text(json.dumps(everything, indent=2) + "\n", encoding="utf-8")
         except OSError as error:
@@ -353,7 +353,7 @@ def show(found: Mapping[str, Any], wanted: CommWanted) -> int:
     console.print(_table(found, wanted))
     if _right(found):
         console.print("Results are right on all ranks.")
-    for line in said:
+    for line in lines:
         console.print(f"- {line}")
     return int(not _right(found))
 
@@ -375,9 +375,9 @@ def _head(found: Mapping[str, Any]) -> list[str]:
     by_what: dict[str, list[str]] = {}
     for op in dict.fromkeys(row["op"] for row in found["rows"]):
         speed, what = link_speed(found, op)
-        told = f"{what}: {speed / 1e9:.2f} GB/s" if speed is not None else what
-        by_what.setdefault(told, []).append(op)
-    return [*lines, *(f"the link of {', '.join(ops)}: {told}" for told, ops in by_what.items())]
+        text = f"{what}: {speed / 1e9:.2f} GB/s" if speed is not None else what
+        by_what.setdefault(text, []).append(op)
+    return [*lines, *(f"the link of {', '.join(ops)}: {text}" for text, ops in by_what.items())]
 
 
 def _listed(values: Any) -> str:

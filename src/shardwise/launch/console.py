@@ -45,9 +45,9 @@ def print_numbers(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         screen.print(shown)
         return
     room = screen.width - max(map(len, head))
-    beside = max(1, room // (2 + max(len(cell) for row in rows for cell in row)))
-    for first in range(0, len(rows), beside):
-        some = rows[first : first + beside]
+    columns = max(1, room // (2 + max(len(cell) for row in rows for cell in row)))
+    for first in range(0, len(rows), columns):
+        some = rows[first : first + columns]
         titles = [head[0], *(row[0] for row in some)]
         shown = table(*titles, numbers=tuple(titles[1:]))
         for place, title in enumerate(head[1:], 1):

@@ -68,8 +68,8 @@ class Failure:
         report: its traceback, or the last lines of its standard error; may be empty.
         has_traceback: `report` is a traceback.
         failed: number of ranks that failed by themselves.
-        guilty: rank that caused the failure by its absence, if known.
-        guilt: description of that rank's state.
+        root_cause_rank: rank that caused the failure by its absence, if known.
+        root_cause: description of that rank's state.
     """
 
     exit: Exit
@@ -78,13 +78,13 @@ class Failure:
     has_traceback: bool
     failed: int
     world_size: int
-    guilty: int | None = None
-    guilt: str = ""
+    root_cause_rank: int | None = None
+    root_cause: str = ""
 
     @property
     def rank(self) -> int:
         """Rank of the root cause."""
-        return self.exit.rank if self.guilty is None else self.guilty
+        return self.exit.rank if self.root_cause_rank is None else self.root_cause_rank
 
     @property
     def exit_code(self) -> int:
@@ -102,10 +102,10 @@ class Failure:
     def message(self) -> str:
         """Return the final message of the job: rank, cause, host, hint, and last the traceback."""
         others = f" ({self.failed} of {self.world_size} ranks failed)" if self.failed > 1 else ""
-        if self.guilty is None:
+        if self.root_cause_rank is None:
             begin = f"rank {self.exit.rank} failed first{others}"
         else:
-            begin = f"rank {self.guilty} {self.guilt}. For want of it rank {self.exit.rank} failed{others}"
+            begin = f"rank {self.root_cause_rank} {self.root_cause}. Without it rank {self.exit.rank} failed{others}"
         lines = [
             f"shardwise run: {begin}: {self.cause()}, pid "
             f"{self.exit.pid} on {socket.gethostname()}, {self.elapsed:.1f} s after the start."
@@ -164,20 +164,20 @@ def first_failure(
     _, began, _, end, report, has_traceback = chosen
     failure = Failure(end, max(0.0, began - started), report, has_traceback, len(candidates), len(exits))
     if cause is not None and cause in exits and cause != end.rank:
-        return replace(failure, guilty=cause, guilt="has failed, as the other ranks say")
+        return replace(failure, root_cause_rank=cause, root_cause="has failed, as the other ranks say")
     if end.code < 0 or not _WAITED.search(_last_exception(report)):
         return failure
     early = [other for other in exits.values() if other.code == 0 and other.at <= end.at]
     silent = _SILENT.search(report)
     if frozen:
-        guilt = f"stands still: its process, pid {exits[frozen[0]].pid}, was stopped (SIGSTOP, or a debugger)"
-        return replace(failure, guilty=frozen[0], guilt=guilt)
+        root_cause = f"stands still: its process, pid {exits[frozen[0]].pid}, was stopped (SIGSTOP, or a debugger)"
+        return replace(failure, root_cause_rank=frozen[0], root_cause=root_cause)
     if early:
         first = min(early, key=lambda other: other.at)
-        guilt = f"ended with exit code 0 {max(0.0, first.at - started):.1f} s after the start, before the others"
-        return replace(failure, guilty=first.rank, guilt=guilt)
+        root_cause = f"ended with exit code 0 {max(0.0, first.at - started):.1f} s after the start, before the others"
+        return replace(failure, root_cause_rank=first.rank, root_cause=root_cause)
     if silent and int(silent[1] or silent[2]) not in {candidate[2] for candidate in candidates}:
-        return replace(failure, guilty=int(silent[1] or silent[2]), guilt="did not answer")
+        return replace(failure, root_cause_rank=int(silent[1] or silent[2]), root_cause="did not answer")
     return failure
 
 
@@ -210,19 +210,19 @@ class ShutdownResult:
 
     def message(self) -> str:
         """Return the final message of the job."""
-        said = [f"received {self.signal.name}"]
+        parts = [f"received {self.signal.name}"]
         if self.killed:
             who = ranks_in_words(list(self.killed))
-            said.append(
+            parts.append(
                 f"{who} did not end within {self.grace:g} s and had to be killed, so nothing more was saved there"
             )
             stopped = [rank for rank, state in self.killed.items() if state in "Tt"]
             if stopped:
-                said.append(f"{ranks_in_words(stopped)} stood still: stopped by SIGSTOP, or by a debugger")
+                parts.append(f"{ranks_in_words(stopped)} stood still: stopped by SIGSTOP, or by a debugger")
         elif self.signal is not signal.SIGINT and self._failed():
             failed = ", ".join(f"rank {end.rank} with exit code {end.code}" for end in self._failed())
-            said.append(f"not in order ended {failed}, so it is not certain that anything was saved: see the output")
-        return "; ".join([*said, "all processes have ended."])
+            parts.append(f"not in order ended {failed}, so it is not certain that anything was saved: see the output")
+        return "; ".join([*parts, "all processes have ended."])
 
     def _failed(self) -> list[Exit]:
         in_order = (0, -int(self.signal), 128 + int(self.signal))

@@ -48,10 +48,10 @@ def interfaces(net: Path = _NET) -> list[Interface]:
     return found
 
 
-def asked(backend: str, env: Mapping[str, str] = os.environ) -> str:
+def interface_variable(backend: str, env: Mapping[str, str] = os.environ) -> str:
     """Return the interface that the environment names for a backend; empty: none.
 
-    >>> asked("gloo", {"GLOO_SOCKET_IFNAME": "eth0"}), asked("nccl", {})
+    >>> interface_variable("gloo", {"GLOO_SOCKET_IFNAME": "eth0"}), interface_variable("nccl", {})
     ('eth0', '')
     """
     return env.get(f"{backend.upper()}_SOCKET_IFNAME", "")

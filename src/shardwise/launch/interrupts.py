@@ -17,11 +17,12 @@ class Interrupts:
     """Turns shutdown signals into one orderly shutdown of the launcher.
 
     The first signal raises `raised(signal)` in the main thread, or at the end of a critical section. Further signals
-    call `hurry`. Signals that the launcher's parent ignores stay ignored. SIGUSR1 and SIGUSR2 are passed to `forward`.
+    call `skip_grace_period`. Signals that the launcher's parent ignores stay ignored. SIGUSR1 and SIGUSR2 are passed
+    to `forward`.
     """
 
     raised: Callable[[signal.Signals], Exception]
-    hurry: Callable[[], None]
+    skip_grace_period: Callable[[], None]
     forward: Callable[[signal.Signals], None]
     received: signal.Signals | None = None
     _held: int = 0
@@ -44,7 +45,7 @@ class Interrupts:
 
     def _handle(self, number: int, frame: object) -> None:
         if self.received is not None:
-            self.hurry()
+            self.skip_grace_period()
             return
         self.received = signal.Signals(number)
         if self._held:

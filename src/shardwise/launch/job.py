@@ -251,9 +251,9 @@ def _supervise(job: Job, placement: Placement, cores: Cores | None) -> int:
         if not job.quiet:
             err.write(f"shardwise run: {line}\n".encode())
 
-    def hurry() -> None:
+    def skip_grace_period() -> None:
         if agent.attempt is not None:
-            agent.attempt.gang.hurry = True
+            agent.attempt.gang.skip_grace_period = True
 
     log_dir = None if job.log_dir is None else Path(job.log_dir)
     if log_dir is not None:
@@ -269,7 +269,7 @@ def _supervise(job: Job, placement: Placement, cores: Cores | None) -> int:
         added = {} if memory.path is None else {MEMORY_DIRECTORY: str(memory.path)}
         display = Display(OutputReader(), out, err, job.tags, log_dir)
         interrupts = Interrupts(
-            lambda sig: SignalException(f"received {sig.name}", sig), hurry, lambda sig: agent.forward(sig)
+            lambda sig: SignalException(f"received {sig.name}", sig), skip_grace_period, lambda sig: agent.forward(sig)
         )
 
         def open_attempt(number: int, variables: dict[int, dict[str, str]]) -> Attempt:

@@ -132,7 +132,7 @@ def check_resources(resources: Resources) -> None:
     for option, text in (("--include", resources.include), ("--exclude", resources.exclude)):
         if text and (resources.nproc is not None or resources.num_nodes is not None):
             raise CommandLineError(
-                f"{option} chooses the slots itself and cannot stand beside --nproc, --num_gpus or "
+                f"{option} chooses the slots itself and excludes --nproc, --num_gpus or "
                 "--num_nodes. Give one or the other."
             )
         if text:
@@ -160,7 +160,7 @@ def _on_devices(slots: tuple[int, ...], resources: Resources, devices: Devices) 
         if usable and not resources.include:
             return usable
         raise CommandLineError(
-            f"Slots {', '.join(map(str, slots))} are asked for, but CUDA_VISIBLE_DEVICES allows only "
+            f"Slots {', '.join(map(str, slots))} are requested, but CUDA_VISIBLE_DEVICES allows only "
             f"{listed}. Change one of them."
         )
     raise CommandLineError(
@@ -181,7 +181,7 @@ def _take(slots: tuple[int, ...], resources: Resources, devices: Devices, limite
         else:
             have, fix = f"{len(slots)} slots in the hostfile", "correct the hostfile"
         raise CommandLineError(
-            f"{resources.nproc} processes are asked for, but there are only {have}. Use --nproc "
+            f"{resources.nproc} processes are requested, but there are only {have}. Use --nproc "
             f"{len(slots)} or fewer, or {fix}."
         )
     return slots[: resources.nproc]

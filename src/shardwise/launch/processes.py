@@ -78,7 +78,7 @@ class WorkerGroup:
     stop_began: float | None = None
     killed: dict[int, str] = field(default_factory=dict)
     """Workers that did not end on the first signal, with their state in /proc (T: stopped)."""
-    hurry: bool = False
+    skip_grace_period: bool = False
     """Set from a signal handler to end the grace period at once."""
 
     def __post_init__(self) -> None:
@@ -142,13 +142,13 @@ class WorkerGroup:
             self.stop_began = time.time()
         sessions = {process.pid: rank for rank, process in self._processes.items()}
         deadline = time.monotonic() + grace
-        told: set[int] = set()
+        signalled: set[int] = set()
         while members := _members(sessions):
             waiting = {pid for pid in sessions if pid in members and handles(pid, first)}
             now = [pid for pid, session in members.items() if pid == session or session not in waiting]
-            self._send(first, sessions, [pid for pid in now if pid not in told])
-            told.update(now)
-            if time.monotonic() >= deadline or self.hurry:
+            self._send(first, sessions, [pid for pid in now if pid not in signalled])
+            signalled.update(now)
+            if time.monotonic() >= deadline or self.skip_grace_period:
                 break
             time.sleep(POLL_S)
         self.killed.update(self.states() if first is not signal.SIGKILL else {})

@@ -25,17 +25,17 @@ class Recovery:
     started: float
     file: Path
 
-    def told(self) -> str | None:
+    def describe(self) -> str | None:
         """Return the log line once the first step has been taken; None before."""
         try:
-            said = json.loads(self.file.read_text(encoding="utf-8"))
-            ready, restored, stepped = said["ready"], said["restored"], said["stepped"]
-            step, source = int(said["steps"]), said["source"]
+            record = json.loads(self.file.read_text(encoding="utf-8"))
+            ready, restored, stepped = record["ready"], record["restored"], record["stepped"]
+            step, source = int(record["steps"]), record["source"]
         except (OSError, ValueError, KeyError, TypeError):
             return None
         if restored is None:
             state = f"training went on at step {step} without engine.resume()"
-            if said.get("asked"):
+            if record.get("asked"):
                 state = f"engine.resume() found no state, and training began at step {step}"
         else:
             state = f"state of step {step} back from {source} after {restored - self.failed:.2f} s"

@@ -73,5 +73,5 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) 
     # The norms of the engine's tensors do not apply to these tensors.
     norms = twin.__dict__.pop("shardwise_norms", None)
     if norms is not None:
-        twin.__dict__["shardwise_norms"] = norms.alone(twin.param_groups)
+        twin.__dict__["shardwise_norms"] = norms.single_rank(twin.param_groups)
     return twin

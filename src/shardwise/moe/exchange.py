@@ -249,7 +249,7 @@ class ExpertParallelModule(nn.Module):
         if self.group is not None and self.group.size == self.ep_size:
             return self.group
         if self.ep_size == 1:
-            return ALONE
+            return SINGLE_RANK
         raise UsageError(
             f"MoE without its groups: the layer divides its {self.num_experts} experts over ep_size={self.ep_size} "
             "ranks, and has no engine that has made groups of ranks. Pass the model to shardwise.initialize() before "
@@ -257,7 +257,7 @@ class ExpertParallelModule(nn.Module):
         )
 
 
-ALONE = ExpertGroup()
+SINGLE_RANK = ExpertGroup()
 """Group of a single rank with all experts."""
 
 
@@ -265,7 +265,7 @@ def bind_experts(
     model: nn.Module,
     comm: Communicator,
     *,
-    apart: Sequence[Sequence[int]] | None = None,
+    replicas: Sequence[Sequence[int]] | None = None,
     data_first: bool = False,
     prepare: Callable[[ExpertParallelModule], None] | None = None,
 ) -> dict[int, ExpertGroup]:
@@ -273,7 +273,7 @@ def bind_experts(
 
     Args:
         comm: all ranks.
-        apart: equally long lists of ranks, each with its own expert-parallel groups: the ranks at one place in all
+        replicas: equally long lists of ranks, each with its own expert-parallel groups: the ranks at one place in all
             tensor-parallel groups, because ranks of one such group get the same tokens. None: one list of all ranks.
         data_first: ranks with the same experts are adjacent, instead of ranks of a group
             (`use_data_before_expert_parallelism`).
@@ -290,20 +290,22 @@ def bind_experts(
     for path, module in model.named_modules():
         if isinstance(module, ExpertParallelModule):
             if module.ep_size not in groups:
-                groups[module.ep_size] = _group(path, module.ep_size, comm, apart or [range(comm.world)], data_first)
+                groups[module.ep_size] = _group(path, module.ep_size, comm, replicas or [range(comm.world)], data_first)
             if prepare is not None:
                 prepare(module)
             module.bind(path, groups[module.ep_size])
     return groups
 
 
-def _group(path: str, size: int, comm: Communicator, apart: Sequence[Sequence[int]], data_first: bool) -> ExpertGroup:
-    ranks = len(apart[0])
+def _group(
+    path: str, size: int, comm: Communicator, replicas: Sequence[Sequence[int]], data_first: bool
+) -> ExpertGroup:
+    ranks = len(replicas[0])
     if ranks % size:
-        each = f" of which {len(apart)} have a copy of the model" if len(apart) > 1 else ""
+        each = f" of which {len(replicas)} have a copy of the model" if len(replicas) > 1 else ""
         raise (ConfigError if comm.imagined else UsageError)(
             f"{path}: ep_size={size} does not divide the {comm.world} ranks{each}. Choose a divisor of {ranks}, or "
-            f"start a multiple of {size * len(apart)} ranks"
+            f"start a multiple of {size * len(replicas)} ranks"
         )
     if size == 1:
         return ExpertGroup()
@@ -311,7 +313,7 @@ def _group(path: str, size: int, comm: Communicator, apart: Sequence[Sequence[in
     places = [range(first, first + size) for first in range(0, ranks, size)]
     if data_first:
         places = [range(first, ranks, step) for first in range(step)]
-    runs = [[alike[place] for place in run] for alike in apart for run in places]
+    runs = [[alike[place] for place in run] for alike in replicas for run in places]
     own = next(run for run in runs if comm.rank in run)
     place = own.index(comm.rank)
     return ExpertGroup(comm.part(runs, f"experts_{size}"), own, sorted(run[place] for run in runs))

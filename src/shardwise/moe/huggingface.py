@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.compat import has_values
 from shardwise.errors import ConfigError, UsageError
 from shardwise.moe.dispatch import counted, in_turn
-from shardwise.moe.exchange import ALONE, ExpertGroup, ExpertParallelModule, mark_experts
+from shardwise.moe.exchange import SINGLE_RANK, ExpertGroup, ExpertParallelModule, mark_experts
 from shardwise.moe.experts import GroupSizes, grouped_linear, in_turn_of
 from shardwise.names import name_search
 
@@ -277,10 +277,10 @@ def _form(path: str, given: nn.Module, names: Names, section: ExpertParallel, mo
             f"{path}; choose a divisor of {count}"
         )
     if section.num_experts_attr is not None:
-        said = getattr(getattr(model, "config", None), section.num_experts_attr, None)
-        if said != count:
+        configured = getattr(getattr(model, "config", None), section.num_experts_attr, None)
+        if configured != count:
             raise ConfigError(
-                f"{_SECTION}.num_experts_attr: model.config.{section.num_experts_attr} is {said}, and {path} has "
+                f"{_SECTION}.num_experts_attr: model.config.{section.num_experts_attr} is {configured}, and {path} has "
                 f"{count} experts"
             )
     return form
@@ -315,7 +315,7 @@ class _Converted(nn.Module):
         self.given = made
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        return self.given.mixed(ALONE, 2, *args)
+        return self.given.mixed(SINGLE_RANK, 2, *args)
 
 
 def _compare(path: str, given: nn.Module, made: StackedExperts) -> None:

@@ -41,10 +41,10 @@ class MOELayer(nn.Module):
         counts = group.count_rows(routing.exp_counts, routing.experts.numel(), label)
         some = used_token is not None
         order = in_turn(routing.experts, sum(map(sum, counts.read()[0])) if some else None)
-        made = in_turn_of(group, order.spread(tokens), counts, self._apart, label)
+        made = in_turn_of(group, order.spread(tokens), counts, self._by_expert, label)
         return order.joined(made, routing.weights), routing
 
-    def _apart(self, rows: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
+    def _by_expert(self, rows: torch.Tensor, sizes: GroupSizes) -> torch.Tensor:
         return torch.cat(self.experts(rows.split(sizes.on_host())))
 
 
@@ -231,8 +231,8 @@ class MoE(ExpertParallelModule):
         self.count(routing.exp_counts)
         output = made.view(hidden_states.shape)
         if self.use_residual:
-            beside = self.mlp(hidden_states)
-            beside = beside[0] if isinstance(beside, tuple) else beside
+            residual = self.mlp(hidden_states)
+            residual = residual[0] if isinstance(residual, tuple) else residual
             share = torch.softmax(self.coefficient(hidden_states), dim=-1)
-            output = output * share[..., 0:1] + beside * share[..., 1:]
+            output = output * share[..., 0:1] + residual * share[..., 1:]
         return output, routing.l_aux, routing.exp_counts

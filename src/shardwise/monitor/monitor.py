@@ -73,7 +73,7 @@ class Monitor:
         """Wait up to `limit` seconds until the services have written all events; return True if they have."""
         until = monotonic() + limit
         for worker in self._workers:
-            worker.hurry()
+            worker.flush_soon()
         return all([worker.flush(max(0.0, until - monotonic())) for worker in self._workers])
 
     def close(self, limit: float = CLOSE_S) -> None:

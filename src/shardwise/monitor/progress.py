@@ -141,21 +141,21 @@ class Progress:
     def words(self, state: State) -> list[str]:
         """Return the texts of a state: progress first, the others in order of importance."""
         first, steps = self._marks[0], state.step - self._marks[0].step
-        said = [f"step {state.step}" if self._total is None else f"step {state.step}/{self._total}"]
+        words = [f"step {state.step}" if self._total is None else f"step {state.step}/{self._total}"]
         if self._loss is not None:
-            said.append(f"loss {self._loss:.4g}")
+            words.append(f"loss {self._loss:.4g}")
         if steps > 0:
             seconds = (state.clock - first.clock) / steps
-            said.append(f"{_time(seconds)}/step")
+            words.append(f"{_time(seconds)}/step")
             rate = 1.0 / max(state.clock - first.clock, 1e-9)
             if state.tokens and first.tokens is not None:
-                said.append(f"{_count((state.tokens - first.tokens) * rate)} tokens/s")
+                words.append(f"{_count((state.tokens - first.tokens) * rate)} tokens/s")
             else:
-                said.append(f"{_count((state.samples - first.samples) * rate)} samples/s")
+                words.append(f"{_count((state.samples - first.samples) * rate)} samples/s")
             if self._total is not None and state.step < self._total:
-                said.append(f"{_spoken((self._total - state.step) * seconds)} left")
-        said += [_memory(each) for each in state.memory]
-        return said
+                words.append(f"{_spoken((self._total - state.step) * seconds)} left")
+        words += [_memory(each) for each in state.memory]
+        return words
 
     def close(self) -> None:
         """Draw the last state and end the display. A second call does nothing."""
@@ -191,12 +191,12 @@ class _Bar:
     def __init__(self, total: int | None, out: IO[str] | None) -> None:
         self._total = total
         self._out = out
-        self._said: tuple[int, list[str]] = (0, [])
+        self._words: tuple[int, list[str]] = (0, [])
         self._live: Any = None
         self._handlers: list[tuple[logging.StreamHandler[Any], Any]] = []
 
     def show(self, step: int, words: list[str]) -> None:
-        self._said = step, words
+        self._words = step, words
         if self._live is None:
             self._begin()
 
@@ -228,7 +228,7 @@ class _Bar:
     def _picture(self) -> Text:
         from rich.text import Text
 
-        step, words = self._said
+        step, words = self._words
         text = Text(no_wrap=True, overflow="ellipsis")
         if self._total is not None:
             done = min(_WIDTH, round(_WIDTH * step / self._total))

@@ -31,7 +31,7 @@ AT_ONCE = 1000
 ATTEMPTS = 3
 """Number of attempts for the same events, so that rejected events do not block the queue."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-TELL_AGAIN_S = 600.0
+REPORT_AGAIN_S = 600.0
 """Minimum seconds between two warnings about recurring failures."""
 CLOSE_S = 30.0
 """Maximum seconds that the end of a run waits for a service."""
@@ -51,12 +51,12 @@ class Worker:
         self._room = room
         self._queue: deque[EventBatch[Any]] = deque()
         self._changed = threading.Condition()
-        self._held = self._lost = self._told_lost = 0
+        self._held = self._lost = self._reported_lost = 0
         self._busy = self._closing = self._is_open = False
-        self._asked = False  # request to check the queue now
+        self._flush_requested = False  # request to check the queue now
         self._pause = SHORTEST_PAUSE_S
-        self._failing = self._told_failing = False
-        self._told_at = -TELL_AGAIN_S
+        self._failing = self._reported_failing = False
+        self._reported_at = -REPORT_AGAIN_S
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=f"shardwise-monitor-{name}", daemon=True)
         _close_at_exit()
@@ -78,27 +78,27 @@ class Worker:
                 self._held -= len(oldest)
                 dropped |= self._lost == 0
                 self._lost += len(oldest)
-            much = self._held >= AT_ONCE and not self._asked
+            much = self._held >= AT_ONCE and not self._flush_requested
         if now or much:
-            self.hurry()
+            self.flush_soon()
         if dropped:
             logger.warning(
                 "monitor %s: more than %d events wait for it, and the oldest are dropped; training goes on. Is the "
-                "service reachable? How many are lost is told at the end, and when it is up to date again",
+                "service reachable? Their number is logged at the end, and when the service is up to date again",
                 self.name,
                 self._room,
             )
 
     def flush(self, limit: float) -> bool:
         """Wait up to `limit` seconds until everything is written; return True if it is."""
-        self.hurry()
+        self.flush_soon()
         with self._changed:
             return self._changed.wait_for(lambda: not self._queue and not self._busy, limit)
 
-    def hurry(self) -> None:
+    def flush_soon(self) -> None:
         """Request the writing of queued events, without waiting."""
         with self._changed:
-            self._asked = True
+            self._flush_requested = True
             self._changed.notify_all()
 
     def end(self) -> None:
@@ -120,7 +120,7 @@ class Worker:
                 self.name,
                 self._held,
             )
-        self._tell_lost()
+        self._report_lost()
 
     # -- on the service's thread ---------------------------------------------------------------------------------------
 
@@ -143,13 +143,13 @@ class Worker:
 
     def _take(self) -> list[EventBatch[Any]]:
         with self._changed:
-            while not ((self._queue and self._asked) or self._closing):
+            while not ((self._queue and self._flush_requested) or self._closing):
                 if not self._changed.wait(PAUSE_S):
-                    self._asked = True
+                    self._flush_requested = True
             taken: list[EventBatch[Any]] = []
             while self._queue and sum(map(len, taken)) < AT_ONCE:
                 taken.append(self._queue.popleft())
-            self._busy, self._asked = bool(taken), bool(self._queue)
+            self._busy, self._flush_requested = bool(taken), bool(self._queue)
             return taken
 
     def _deliver(self, taken: list[EventBatch[Any]]) -> None:
@@ -194,19 +194,19 @@ class Worker:
         self._pause = SHORTEST_PAUSE_S
         if self._failing:
             self._failing = False
-            if self._told_failing:
+            if self._reported_failing:
                 logger.info("monitor %s: works again", self.name)
         if not self._queue:
-            self._tell_lost()
+            self._report_lost()
         return True
 
     def _failed(self, error: BaseException) -> None:
         if self._failing:
             return
         self._failing = True
-        self._told_failing = monotonic() - self._told_at >= TELL_AGAIN_S
-        if self._told_failing:
-            self._told_at = monotonic()
+        self._reported_failing = monotonic() - self._reported_at >= REPORT_AGAIN_S
+        if self._reported_failing:
+            self._reported_at = monotonic()
             logger.warning(
                 "monitor %s: %s: %s. Training goes on. It is tried again, and up to %d events are kept meanwhile; to "
                 "do without it, set %s.enabled to false",
@@ -217,11 +217,11 @@ class Worker:
                 self.name,
             )
 
-    def _tell_lost(self) -> None:
+    def _report_lost(self) -> None:
         lost = self._lost
-        if lost > self._told_lost:
+        if lost > self._reported_lost:
             logger.warning("monitor %s: %d events are lost since the beginning", self.name, lost)
-            self._told_lost = lost
+            self._reported_lost = lost
 
 
 _running: weakref.WeakSet[Worker] = weakref.WeakSet()

@@ -341,7 +341,7 @@ class _Pair:
     def __init__(self, offload: ActivationOffload, outer: tuple[Pack, Unpack] | None, stay: _Storages) -> None:
         self.offload = offload
         self._outer = outer
-        self._asked = getattr(outer[0], "__self__", None) if outer is not None else None
+        self._owner = getattr(outer[0], "__self__", None) if outer is not None else None
         self._stay = stay
         saved_tensors_hooks(self.pack, self.unpack).__enter__()
 
@@ -355,7 +355,7 @@ class _Pair:
 
     def lets_go(self, tensor: torch.Tensor) -> bool:
         """Return True if an inner pair of hooks may keep the tensor itself."""
-        return self._asked is None or bool(self._asked.lets_go(tensor))
+        return self._owner is None or bool(self._owner.lets_go(tensor))
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:

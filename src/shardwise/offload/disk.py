@@ -65,7 +65,7 @@ class _Nothing:
         pass
 
 
-class Imagined(_Nothing):
+class FakeSwapFile(_Nothing):
     """Fake swap file of a dry run, which stores nothing.
 
     Attributes:
@@ -76,11 +76,11 @@ class Imagined(_Nothing):
         self.size = 0
         self._taken = 0
 
-    def reserve(self, size: int) -> _Imagined:
+    def reserve(self, size: int) -> _FakeExtent:
         """Reserve space."""
-        from shardwise.offload.unnamed import padded
+        from shardwise.offload.tmpfile import padded
 
-        return _Imagined(self, padded(size))
+        return _FakeExtent(self, padded(size))
 
     def take(self, room: int) -> None:
         """Count reserved space, or released space if negative."""
@@ -88,8 +88,8 @@ class Imagined(_Nothing):
         self.size = max(self.size, self._taken)
 
 
-class _Imagined:
-    def __init__(self, file: Imagined, room: int) -> None:
+class _FakeExtent:
+    def __init__(self, file: FakeSwapFile, room: int) -> None:
         self._file, self._room = file, room
         file.take(room)
 
@@ -142,7 +142,7 @@ class Disks:
     @property
     def sizes(self) -> dict[Path, int]:
         """Bytes of the files by directory, in a dry run."""
-        return {directory: file.size for directory, file in self.files.items() if isinstance(file, Imagined)}
+        return {directory: file.size for directory, file in self.files.items() if isinstance(file, FakeSwapFile)}
 
     def place(self, directory: Path | None, device: torch.device, used_on: torch.device | None) -> DiskPlace:
         """Return the tier of a directory, creating its file.
@@ -152,7 +152,7 @@ class Disks:
         """
         assert directory is not None
         if directory not in self.files:
-            self.files[directory] = Imagined() if self.imagined else self._file(directory)
+            self.files[directory] = FakeSwapFile() if self.imagined else self._file(directory)
         return DiskPlace(self.files[directory], device, used_on)
 
 
@@ -265,7 +265,7 @@ class _Kept(Stored):
 
     def in_place(self) -> torch.Tensor:
         """Raise: the host cannot access values on a disk in place."""
-        raise NotImplementedError("what lives on a disk has to be lent")
+        raise NotImplementedError("values on a disk must be fetched")
 
     def shared(self) -> torch.Tensor:
         """Raise, as `in_place`."""

@@ -1,6 +1,6 @@
-"""Swap file: one unnamed file of a rank, with extents for values.
+"""Swap file: one temporary file of a rank, with extents for values.
 
-The file disappears with its process, whatever its end. Space is reserved before any write, so that a too small disk
+The file disappears with its process, however it exits. Space is reserved before any write, so that a too small disk
 fails early.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import OffloadError
+from shardwise.offload.tmpfile import open_tmpfile, padded, take_space
 from shardwise.offload.transfers import Threads, Transfer, Values
-from shardwise.offload.unnamed import open_unnamed, padded, take_space
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DiskOptions:
 
 
 class SwapFile:
-    """Unnamed file in a directory, read and written by threads, with direct I/O where possible.
+    """Temporary file in a directory, read and written by threads, with direct I/O where possible.
 
     Any number of transfers may be concurrent, in any order of extents. Transfers of one extent are serialized: a read
     sees the write requested before it.
@@ -72,7 +72,7 @@ class SwapFile:
     def __init__(self, directory: Path, options: DiskOptions, *, label: str) -> None:
         self.directory = directory
         block = padded(options.block_size)
-        file = open_unnamed(directory, block)
+        file = open_tmpfile(directory, block)
         self.direct = file.direct
         self.size = 0
         self._descriptor = file.descriptor

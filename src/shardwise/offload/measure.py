@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from shardwise.offload.files import DiskOptions
+from shardwise.offload.tmpfile import move_all, open_tmpfile, padded, paged, take_space
 from shardwise.offload.transfers import Threads, Values
-from shardwise.offload.unnamed import move_all, open_unnamed, padded, paged, take_space
 
 TOLERANCE = 0.03
 """Relative slowdown at which a smaller setting is preferred to the fastest; measurements vary by as much."""
@@ -81,7 +81,7 @@ def smallest(speeds: dict[DiskOptions, Speed]) -> DiskOptions:
 
 
 class MeasuredFile:
-    """Unnamed file whose values are transferred in several ways, from and to the same memory.
+    """Temporary file whose values are transferred in several ways, from and to the same memory.
 
     Args:
         size: bytes of the file, and of the memory.
@@ -95,7 +95,7 @@ class MeasuredFile:
     """
 
     def __init__(self, directory: Path, size: int, block: int) -> None:
-        self._file = open_unnamed(directory, padded(block))
+        self._file = open_tmpfile(directory, padded(block))
         self.direct = self._file.direct
         try:
             take_space(self._file.descriptor, directory, 0, padded(size), f"a file in {directory}")

@@ -1,6 +1,6 @@
 """Named files of tensors: the I/O handle of scripts for their own swapping and saving.
 
-Engines use unnamed swap files instead (`shardwise.offload.files`).
+Engines use temporary swap files instead (`shardwise.offload.files`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from shardwise.device.staging import CopyStream
 from shardwise.errors import OffloadError
+from shardwise.offload.tmpfile import ALIGNMENT, move_all
 from shardwise.offload.transfers import bytes_of
-from shardwise.offload.unnamed import ALIGNMENT, move_all
 
 
 class FileHandle:

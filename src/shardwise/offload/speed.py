@@ -10,7 +10,7 @@ import torch
 
 from shardwise.device.staging import copy_stream
 from shardwise.offload.files import DiskOptions, SwapFile
-from shardwise.offload.unnamed import aligned_bytes
+from shardwise.offload.tmpfile import aligned_bytes
 
 MEASURED = 64 << 20
 """Bytes of a measurement."""
@@ -24,7 +24,7 @@ class Speed(NamedTuple):
 
 
 def disk_speed(directory: Path, options: DiskOptions, size: int = MEASURED) -> Speed:
-    """Measure writing and reading an unnamed file of `size` bytes. Ranks that share a disk must measure together.
+    """Measure writing and reading an temporary file of `size` bytes. Ranks that share a disk must measure together.
 
     Raises:
         OffloadError: the disk has no space, or the file cannot be created.

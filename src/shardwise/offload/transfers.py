@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import OffloadError
-from shardwise.offload.unnamed import ALIGNMENT, Bytes, Unnamed, move_all, padded, paged
+from shardwise.offload.tmpfile import ALIGNMENT, Bytes, TmpFile, move_all, padded, paged
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ class Threads:
         bytes_read, bytes_written: bytes of successful transfers.
     """
 
-    def __init__(self, file: Unnamed, block: int, count: int, label: str) -> None:
+    def __init__(self, file: TmpFile, block: int, count: int, label: str) -> None:
         self.file = file
         self.block = block
         self.label = label

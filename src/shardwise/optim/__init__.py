@@ -1,4 +1,4 @@
-"""Optimizers: classes of our own, building them by name, and knowing which can run on a part of a parameter."""
+"""Optimizers: classes of this library, a registry of names, and the sharding that each class allows."""
 
 from shardwise.optim.adagrad import Adagrad
 from shardwise.optim.adam import Adam, AdamW

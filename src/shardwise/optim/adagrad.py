@@ -14,21 +14,16 @@ from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 
 
 class Adagrad(ElementwiseOptimizer):
-    """Adagrad: each element's learning rate falls with the sum of the squares of its gradients.
+    """Adagrad: the learning rate of each element falls with the sum of its squared gradients.
 
     Args:
-        params: as for every optimizer of PyTorch.
-        lr: learning rate.
-        lr_decay: the rate of step t is `lr / (1 + (t - 1) * lr_decay)`.
-        weight_decay: times the parameter, added to the gradient.
-        initial_accumulator_value: with which the sum of squares begins.
-        eps: added to the square root.
+        params, lr, lr_decay, weight_decay, initial_accumulator_value, eps: as for `torch.optim.Adagrad`.
         rounding, state_dtype, seed: see `ElementwiseOptimizer`.
 
     Raises:
         ConfigError: an option has no meaning.
 
-    States are those of `torch.optim.Adagrad`: step, sum.
+    Optimizer state is that of `torch.optim.Adagrad`: step, sum.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> optimizer = Adagrad([weight], lr=0.1)

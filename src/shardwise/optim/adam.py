@@ -18,20 +18,17 @@ class Adam(ElementwiseOptimizer):
     """Adam; by default with decoupled weight decay, which is AdamW.
 
     Args:
-        params: as for every optimizer of PyTorch.
-        lr: learning rate.
-        betas: decay of the averages of gradients and of their squares.
-        eps: added to the square root.
+        params, lr, betas, eps: as for `torch.optim.AdamW`.
         weight_decay: see `adam_w_mode`.
         adam_w_mode: True: parameters shrink by `lr * weight_decay` (AdamW). False: `weight_decay` times the parameter
             is added to the gradient (Adam).
-        bias_correction: divide the averages by what they miss in the first steps.
+        bias_correction: divide each moment by 1 - beta ** step.
         rounding, state_dtype, seed: see `ElementwiseOptimizer`.
 
     Raises:
         ConfigError: an option has no meaning.
 
-    States are those of `torch.optim.Adam`: step, exp_avg, exp_avg_sq.
+    Optimizer state is that of `torch.optim.Adam`: step, exp_avg, exp_avg_sq.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> optimizer = Adam([weight], lr=0.1)
@@ -76,7 +73,7 @@ class Adam(ElementwiseOptimizer):
         kernel = _kernel(group, batch.device, batch.values[0].dtype)
         beta1, beta2 = group["betas"]
         lr, decay, eps = float(group["lr"]), group["weight_decay"], group["eps"]
-        # After infinitely many steps nothing is left to be corrected.
+        # After very many steps the bias correction is 1.
         step = batch.step if group["bias_correction"] else float("inf")
         averages, squares = batch.states["exp_avg"], batch.states["exp_avg_sq"]
         if kernel is not None:
@@ -127,9 +124,7 @@ class Adam(ElementwiseOptimizer):
 
 
 class AdamW(Adam):
-    """AdamW: `Adam` with decoupled weight decay.
-
-    Args and errors as of `Adam`; `adam_w_mode` is True. `weight_decay` is 0 unless given, where torch has 0.01.
+    """AdamW: `Adam` with `adam_w_mode` True. `weight_decay` is 0 by default, where torch has 0.01.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> optimizer = AdamW([weight], lr=0.1, weight_decay=0.5)

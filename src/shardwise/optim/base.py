@@ -9,21 +9,11 @@ import torch
 
 
 class Optimizer(torch.optim.Optimizer):
-    """An optimizer whose update is `_step`."""
+    """Base class: `step` runs the closure with gradients, then `_step`."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step all parameters that have a gradient.
-
-        Args:
-            closure: computes the loss again, with gradients.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            UsageError: a parameter or a gradient cannot be stepped.
-        """
+        """Step all parameters that have a gradient; return the result of `closure`, which computes the loss again."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

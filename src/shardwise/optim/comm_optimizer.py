@@ -1,11 +1,10 @@
-"""Base of optimizers that communicate themselves: no reduction in backward, then an average by a given method.
+"""Base of optimizers that communicate themselves: gradients are not reduced in backward.
 
-An ordinary optimizer gets reduced gradients. One of these decides before each window whether it takes reduced
-gradients, or this rank's own, of which it makes a value that is averaged over ranks
-(`shardwise.comm.compression.averaging`). An engine gives it flat parameters as blocks, of which every rank steps all
-(ZeRO stage 0) or its own range (stage 1).
+Before each accumulation window the optimizer chooses reduced or local gradients. From local gradients it computes a
+value that is averaged over ranks (`shardwise.comm.compression.averaging`). An engine attaches flat parameters as
+blocks. Every rank steps all of a block (ZeRO stage 0) or its own range (stage 1).
 
-Outside of an engine, and on one rank, these optimizers step the gradients as they are, exactly.
+Without an engine, and on one rank, gradients are stepped as they are.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _LARGE_CHUNK = 1 << 24
 class CommOptimizer(Optimizer):
     """Base of optimizers that communicate themselves (class attribute `shardwise_sharding = "communicates"`).
 
-    A subclass derives from an ordinary optimizer, too, which takes the exact steps. Every group has the options `step`
-    (steps taken) and `variance_step` (those among them that were exact), which are saved with it.
+    A subclass also derives from an ordinary optimizer, which takes the exact steps. Every parameter group has the
+    options `step` (steps taken) and `variance_step` (exact steps), which are saved with the group.
 
     Attributes:
-        ranks_differ: between steps ranks have different parameters, so that nothing can be sharded.
+        ranks_differ: parameters differ between ranks between steps, which rules out sharding.
     """
 
     ranks_differ = False
@@ -44,19 +43,16 @@ class CommOptimizer(Optimizer):
 
     @property
     def warm_up(self) -> int:
-        """Steps at the beginning that are exact, or keep less than those after them."""
+        """Number of first steps that are exact, or that need less memory than later steps."""
         raise NotImplementedError
 
     def _is_exact(self, step: int) -> bool:
-        """Return True if the step after `step` steps takes the reduced gradient."""
         return step < self.warm_up
 
     def _method(self, block: Block) -> BlockMean:
-        """Return what averages a block."""
         raise NotImplementedError
 
     def _step_averaged(self, blocks: Sequence[Block]) -> None:
-        """Step blocks with this rank's gradients."""
         raise NotImplementedError
 
     # -- for the engine ----------------------------------------------------------------------------------------------
@@ -69,13 +65,13 @@ class CommOptimizer(Optimizer):
         hold: Callable[[torch.Tensor], None],
         written: Callable[[], None],
     ) -> None:
-        """Work on these blocks from now on; `param_groups` hold their segments.
+        """Attach flat parameters; `param_groups` hold their segments.
 
         Args:
-            blocks: in the same order on all ranks.
-            comm: the ranks of a mesh dimension.
-            hold: counts a message.
-            written: is called when parameters have changed outside of a step.
+            blocks: flat parameters, in the same order on all ranks.
+            comm: communicator of a mesh dimension.
+            hold: counts a message buffer.
+            written: is called after parameters were changed outside of a step.
         """
         self._attached = id(self)  # a copy of this object is not attached
         self._blocks, self._comm = blocks, comm
@@ -83,7 +79,7 @@ class CommOptimizer(Optimizer):
         self.forget()
 
     def detach(self) -> None:
-        """Forget the engine, and begin anew: without a variance there is nothing to be frozen."""
+        """Detach from the engine and restart at step 0, because there is no variance to freeze."""
         self._attached, self._blocks, self._comm = 0, (), None
         self._hold, self._written = _ignore, _ignore
         self.forget()
@@ -91,7 +87,7 @@ class CommOptimizer(Optimizer):
             group["step"] = group["variance_step"] = 0
 
     def forget(self) -> None:
-        """Drop everything that is kept besides `state` and the groups' options."""
+        """Drop momenta and compression errors; keep `state` and the groups' options."""
         self._momenta: dict[str, torch.Tensor] = {}
         self._averages = Averages(self._method, self._hold)
 
@@ -101,42 +97,43 @@ class CommOptimizer(Optimizer):
         return self._attached == id(self)
 
     @property
-    def apart(self) -> bool:
-        """Whether ranks have made steps of their own, so that their parameters differ now."""
+    def diverged(self) -> bool:
+        """Whether local steps have made parameters differ between ranks."""
         return False
 
     def exact_gradients(self) -> bool:
-        """Return True if the next step takes the reduced gradient, not this rank's part of it (on all ranks alike)."""
+        """Return True if the next step takes reduced gradients; the same on all ranks."""
         return not self.attached or self._ranks.world == 1 or self._is_exact(int(self.param_groups[0]["step"]))
 
-    def kept(self) -> Iterator[torch.Tensor]:
-        """Yield what is kept besides `state`."""
+    def extra_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield tensors that are kept outside of `state`."""
         yield from self._momenta.values()
         for mean in self._averages.means.values():
             yield from mean.state_dict().values()
 
-    def unsaid(self) -> float:
-        """Return the L2 norm of what this rank has still to send of its momentum; 0 as long as all steps are exact.
+    def compression_error_norm(self) -> float:
+        """Return the L2 norm of this rank's compression error, the part of the momentum not sent yet; 0 while steps are
+        exact.
 
-        It stays of the size of the momentum in a healthy training; growth without end shows that the variance has been
+        In a healthy training it stays of the size of the momentum. Growth without end shows that the variance was
         frozen too early.
         """
         errors = [mean.state_dict()["worker"].norm() for mean in self._averages.means.values()] if self.attached else []
         return float(torch.stack(errors).norm()) if errors else 0.0
 
-    def agreed(self, segment: Segment) -> torch.Tensor:
-        """Return the values of a segment that are the same on all ranks: those that are saved."""
+    def synchronized_values(self, segment: Segment) -> torch.Tensor:
+        """Return the values of a segment that are equal on all ranks; these are saved."""
         return segment.parameter.detach()
 
-    def withdraw(self) -> None:
-        """Make the parameters what `agreed` returns, after that has been written."""
+    def restore_synchronized(self) -> None:
+        """Reset the parameters to `synchronized_values`, after these have been written."""
 
     def momentum_was_set(self) -> None:
-        """Take note that `exp_avg` in `state` has been changed: other ranks have to learn of it."""
+        """Invalidate momenta after `exp_avg` in `state` was written; other ranks receive it in the next step."""
         self._momenta = {}
 
     def rank_state(self) -> dict[str, Any] | None:
-        """Return what only this rank keeps: what it has not sent yet. None: nothing."""
+        """Return the state of this rank only, such as compression errors; None if there is none."""
         means = self._averages.means if self.attached else {}
         if not means:
             return None
@@ -144,7 +141,7 @@ class CommOptimizer(Optimizer):
         return {"world": self._ranks.world, "blocks": blocks}
 
     def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
-        """Take over what `rank_state` has returned on this rank; return False if it does not fit the layout."""
+        """Load the result of `rank_state` on this rank; return False if the layout differs."""
         if state is None:
             return True
         blocks = {block.name: block for block in self._blocks}
@@ -186,7 +183,7 @@ class CommOptimizer(Optimizer):
                 yield segment, self.param_groups[segment.group]
 
     def moments(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return momentum and variance of a segment; zeros are made at the first call."""
+        """Return momentum and variance of a segment; the first call allocates zeros."""
         state = self.state[parameter]
         for key in ("exp_avg", "exp_avg_sq"):
             if key not in state:
@@ -194,7 +191,7 @@ class CommOptimizer(Optimizer):
         return state["exp_avg"], state["exp_avg_sq"]
 
     def momentum(self, block: Block) -> torch.Tensor:
-        """Return the momentum of a whole block; from the first call on the segments' states are views of it."""
+        """Return the momentum of a block; after the first call the segments' states are views of it."""
         known = self._momenta.get(block.name)
         if known is None:
             pieces = [(segment, self.moments(segment.parameter)[0]) for segment in block.segments]
@@ -215,7 +212,7 @@ def _ignore(*_: Any) -> None:
 
 
 def parts(tensor: torch.Tensor) -> Iterator[Any]:
-    """Yield indices that cut a tensor into what fits a cache: temporaries are small, and read while they are there."""
+    """Yield indices of chunks that fit a cache."""
     size = _CHUNK.get(tensor.device.type, _LARGE_CHUNK)
     if tensor.dim() != 1 or tensor.numel() <= size:
         yield ...
@@ -225,7 +222,7 @@ def parts(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def decay_rates(group: Mapping[str, Any]) -> tuple[float, float]:
-    """Return what momentum, and the root of the variance, of a group are divided by: 1 without bias correction."""
+    """Return the bias corrections of the momentum and of the root of the variance."""
     if not group["bias_correction"]:
         return 1.0, 1.0
     first, second = group["betas"]

@@ -1,8 +1,8 @@
 """Optimizers that update each element from its own gradient, value and state.
 
-The update computes in fp32 (fp64 for fp64). Parameters, gradients and states in 16 bits are widened, updated and
-rounded chunk by chunk, so that the scratch memory is small and, on a CPU, stays in the cache. Where nothing is widened
-and no scratch is needed, torch's fused kernels step everything at once.
+The update computes in fp32 (fp64 for fp64). Tensors in 16 bits are widened, updated and rounded chunk by chunk. Because
+chunks are small, scratch memory is small and stays in the CPU's cache. Without widening or scratch, torch's fused
+kernels step everything at once.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from shardwise.optim.rounding import (
 )
 
 ALIGNMENT = 64
-"""Elements at whose multiples chunks begin: vectorised kernels then treat an element the same wherever cuts fall."""
+"""Elements; chunks begin at multiples, because vectorised kernels then treat an element alike in every chunk."""
 
 CHUNK = 1 << 19
-"""Elements that a CPU thread updates at a time: few enough for the cache, enough for the calls not to count."""
+"""Elements that a CPU thread updates at a time: few enough for the cache, many enough to hide the call."""
 
 DEVICE_CHUNK = 1 << 24
-"""Elements that an accelerator updates at a time where that takes scratch: bounds it, and costs no time."""
+"""Elements that an accelerator updates at a time if the update needs scratch memory."""
 
 SHARE = 16
-"""The scratch of a step has no more than one element for so many that are stepped."""
+"""Scratch memory of a step holds at most one element for each 16 stepped elements."""
 
 LEAST_CHUNK = 1 << 8
-"""Fewer elements at a time would cost more time than they save memory."""
+"""Least elements of a chunk; fewer would cost more time than they save memory."""
 
 ROUNDINGS = ("nearest", "stochastic", "kahan")
 _STATES_STREAM = 1
-"""Stream of random numbers of the first state; 0 is the parameter's."""
+"""First random-number stream of states; stream 0 is the parameter's."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Runs of elements that are updated at once; the lists correspond to each other.
+    """Ranges of elements that are updated at once; the lists correspond to each other.
 
     Attributes:
-        values: what is updated in place, in fp32 (fp64 for fp64 parameters).
-        gradients: in the same dtype; not to be written.
+        values: parameters, updated in place, in fp32 (fp64 for fp64).
+        gradients: in the same dtype; read only.
         states: lists by name of the state, in the same dtype; updated in place.
         step: number of this step, from 1.
-        temporary: gives a list of tensors like `values`, of undefined content, by number.
+        temporary: returns a list of tensors like `values` by number; content undefined.
     """
 
     values: list[torch.Tensor]
@@ -65,7 +65,7 @@ class Batch:
 
     @property
     def device(self) -> torch.device:
-        """Where everything lies."""
+        """Device of all tensors."""
         return self.values[0].device
 
     def decayed(self, decay: float, number: int) -> list[torch.Tensor]:
@@ -79,14 +79,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Run:
-    """A flat range of a parameter with all that belongs to it."""
+    """A flat range of a parameter with its gradient and states."""
 
     tensors: dict[str, torch.Tensor]  # "parameter", "gradient", states by name
     origins: Sequence[Origin]
     numel: int
 
     def cut(self, start: int, stop: int) -> _Run:
-        """Return a part of the run."""
         if (start, stop) == (0, self.numel):
             return self
         origins = []
@@ -98,7 +97,7 @@ class _Run:
 
 
 class _Memory:
-    """Scratch of one step, taken when it is first needed and used for every batch."""
+    """Scratch memory of one step, allocated at first use and reused by every batch."""
 
     def __init__(self, limit: int, device: torch.device) -> None:
         self._limit = limit
@@ -106,7 +105,6 @@ class _Memory:
         self._held: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def get(self, name: str, dtype: torch.dtype, start: int, numel: int) -> torch.Tensor:
-        """Return a range of the scratch of this name."""
         held = self._held.get((name, dtype))
         if held is None:
             held = self._held[name, dtype] = torch.empty(self._limit, dtype=dtype, device=self._device)
@@ -116,32 +114,33 @@ class _Memory:
 class ElementwiseOptimizer(Optimizer):
     """Base of optimizers that update each element from its own gradient, value and state.
 
-    A subclass gives its options, the names of its states, and `update`, which gets everything in fp32; it declares
-    `shardwise_sharding = "elementwise"` as every class does for itself.
+    A subclass defines its options, the names of its states, and `update`, which gets fp32 tensors. Each class declares
+    `shardwise_sharding = "elementwise"` itself.
 
     Args:
         params: as for every optimizer of PyTorch.
         defaults: options of parameter groups.
-        rounding: how bf16 parameters are rounded after the update: "nearest"; "stochastic" (needs no memory); "kahan"
-            (two more bytes an element). Parameters in fp32 are not rounded.
-        state_dtype: type of the states; None: fp32, or wider where the parameters are. States in bf16 are rounded
-            stochastically with any `rounding`: to nearest, a second moment could not fall (a change of
-            1 - beta2 is less than bf16 resolves).
+        rounding: of bf16 parameters after the update: "nearest"; "stochastic" (needs no memory); "kahan" (two more
+            bytes per element). fp32 parameters are not rounded.
+        state_dtype: dtype of the states; None: fp32, or wider if the parameters are. bf16 states are always rounded
+            stochastically, because a second moment rounded to nearest could not fall (1 - beta2 is below bf16's
+            resolution).
         seed: of stochastic rounding; the same on all ranks.
 
     Raises:
-        ConfigError: unknown `rounding`, or a `state_dtype` in which states have too little range.
+        ConfigError: unknown `rounding`, or a `state_dtype` with too small a range.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
-    """Names of the states with one value per element, as torch's class of the same algorithm has them."""
+    """Names of the states with one value per element, as in torch's class of the same algorithm."""
 
     temporaries: ClassVar[int] = 0
-    """Number of temporaries that `update` may ask for."""
+    """Number of temporaries that `update` uses at most."""
 
     shardwise_origins: Mapping[int, Sequence[Origin]] = {}
-    """Where the elements of each parameter come from, by `id`; an engine sets it, so that the random numbers of
-    stochastic rounding do not depend on how tensors are sharded."""
+    """Origins of the elements of each parameter, by `id`; set by an engine. Because of them, stochastic rounding does
+    not depend on sharding.
+    """
 
     def __init__(
         self,
@@ -157,10 +156,8 @@ class ElementwiseOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def set_precision(self, rounding: str, state_dtype: torch.dtype | None) -> None:
-        """Change `rounding` and `state_dtype`; existing states are converted by the next step.
-
-        Raises:
-            ConfigError: see the class.
+        """Change `rounding` and `state_dtype`; the next step converts existing states. Raises ConfigError as the class
+        does.
         """
         name = type(self).__name__
         if rounding not in ROUNDINGS:
@@ -176,14 +173,14 @@ class ElementwiseOptimizer(Optimizer):
     # -- for subclasses ----------------------------------------------------------------------------------------------
 
     def initial(self, name: str, group: Mapping[str, Any]) -> float:
-        """Return the value with which a state begins."""
+        """Return the initial value of a state."""
         return 0.0
 
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """Update values and states of a batch with the options of a group.
 
-        Each operation should round once (a product, then a sum; no fused pair), or come from one kernel: then cutting
-        the run elsewhere changes no bit.
+        Each operation should round once (a product, then a sum; no fused pair), or be one kernel. Then chunk boundaries
+        change no bit.
         """
         raise NotImplementedError
 
@@ -193,7 +190,7 @@ class ElementwiseOptimizer(Optimizer):
         number = 0
         for group in self.param_groups:
             self._check_group(group)
-            # How a run is stepped must not depend on what else this rank steps: other ranks step other runs.
+            # Ranks step different ranges: the update of a range must not depend on other ranges.
             alike: dict[tuple[torch.device, torch.dtype, torch.dtype, float], list[_Run]] = {}
             for parameter in group["params"]:
                 run = self._run_of(parameter, group, number)
@@ -201,7 +198,7 @@ class ElementwiseOptimizer(Optimizer):
                 if run is not None:
                     count = self.state[parameter]["step"]
                     count += 1
-                    # In a dry run it is a fake tensor, which has no value.
+                    # In a dry run the tensor is fake and has no value.
                     now = float(count) if type(count) is torch.Tensor else 1.0
                     kinds = (parameter.device, parameter.dtype, run.tensors["gradient"].dtype, now)
                     alike.setdefault(kinds, []).append(run)
@@ -211,7 +208,6 @@ class ElementwiseOptimizer(Optimizer):
                     _put_back(run)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
-        """Raise for options of torch's class that a loaded state has brought along."""
         name = type(self).__name__
         for option in ("amsgrad", "maximize"):
             if group.get(option):
@@ -221,7 +217,7 @@ class ElementwiseOptimizer(Optimizer):
                 )
 
     def _run_of(self, parameter: torch.Tensor, group: Mapping[str, Any], number: int) -> _Run | None:
-        """Return what is to be updated of a parameter, with its state (made at first), or None without a gradient."""
+        """Return the range to update, with its state (allocated at first), or None without a gradient."""
         gradient = parameter.grad
         if gradient is None:
             return None
@@ -239,7 +235,7 @@ class ElementwiseOptimizer(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         kinds = self._states_of(parameter.dtype)
         if COMPENSATION in state and COMPENSATION not in kinds:
-            # Loaded from a run that had it: part of the value.
+            # A run with compensation was loaded: the compensation is part of the value.
             tensors["parameter"].add_(state.pop(COMPENSATION).reshape(-1))
         for key, dtype in kinds.items():
             found = state.get(key)
@@ -253,7 +249,6 @@ class ElementwiseOptimizer(Optimizer):
         return _Run(tensors, origins, parameter.numel())
 
     def _states_of(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return names and dtypes of the states of a parameter of this dtype."""
         kept = self.state_dtype or torch.promote_types(dtype, torch.float32)
         names = dict.fromkeys(self.state_names, kept)
         if self._rounds(dtype) == "kahan":
@@ -272,14 +267,14 @@ class ElementwiseOptimizer(Optimizer):
         step: float,
     ) -> None:
         numels = [run.numel for run in runs]
-        # Without scratch there is nothing that had better stay in the cache.
+        # Without scratch memory the cache does not matter.
         plain = not self.temporaries_of(group, device, dtype) and _all_in(runs, dtype)
         limit = sum(map(_room, numels)) if plain else _limit(numels, device)
         memory = _Memory(limit, device)
         for parts in _batches(runs, limit):
             self._step_batch(parts, memory, group, dtype, step)
             if not has_values(parts[0].tensors["parameter"]):
-                return  # a dry run has seen what all batches take
+                return  # a dry run has seen all batches
 
     def _step_batch(
         self,
@@ -337,17 +332,17 @@ class ElementwiseOptimizer(Optimizer):
                 parameter.copy_(value)
 
     def temporaries_of(self, group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> int:
-        """Return how many temporaries `update` asks for with these options."""
+        """Return the number of temporaries that `update` uses with these options."""
         return self.temporaries
 
     # -- state -------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and states; unlike torch's own method it leaves fp32 states of 16-bit parameters in fp32."""
+        """Load groups and states; unlike torch's method it keeps fp32 states of 16-bit parameters in fp32."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             for option, value in self.defaults.items():
-                group.setdefault(option, value)  # that torch's class has not saved
+                group.setdefault(option, value)  # not saved by torch's class
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -361,24 +356,21 @@ class ElementwiseOptimizer(Optimizer):
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements in one dimension: the tensor itself where it has no other."""
     return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
 
 
 def _limit(numels: Iterable[int], device: torch.device) -> int:
-    """Return the elements of a batch: fast, and few in proportion to tensors of these sizes."""
     whole = sum(map(_room, numels))
     most = CHUNK * torch.get_num_threads() if device.type == "cpu" else DEVICE_CHUNK
     return min(whole, most, max(LEAST_CHUNK, _room(whole // SHARE)))
 
 
 def _all_in(runs: Sequence[_Run], dtype: torch.dtype) -> bool:
-    """Whether what is read and updated has the dtype of the computation, and no digits are kept elsewhere."""
+    """Return True if parameter, gradient and states have the dtype of the computation, without compensation."""
     return all(tensor.dtype is dtype and name != COMPENSATION for run in runs for name, tensor in run.tensors.items())
 
 
 def _room(numel: int) -> int:
-    """Return what a run takes in scratch: the next one begins at an aligned place."""
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
@@ -391,7 +383,7 @@ def _starts(parts: Sequence[_Run]) -> list[int]:
 
 
 def _batches(runs: Sequence[_Run], limit: int) -> Iterator[list[_Run]]:
-    """Yield lists of runs of at most `limit` elements together; longer ones are cut at multiples of the alignment."""
+    """Yield batches of at most `limit` elements; longer ranges are split at multiples of the alignment."""
     batch: list[_Run] = []
     room = limit
     for run in runs:
@@ -409,7 +401,6 @@ def _batches(runs: Sequence[_Run], limit: int) -> Iterator[list[_Run]]:
 
 
 def _put_back(run: _Run) -> None:
-    """Write what was updated in a copy into the parameter itself."""
     original = run.tensors.get("original")
     if original is not None:
         original.copy_(run.tensors["parameter"].view(original.shape))

@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, with the step of each tensor in proportion to the tensor's norm.
+"""LAMB: Adam's direction, scaled for each tensor by the tensor's norm.
 
 You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020 (arXiv 1904.00962).
 """
@@ -20,21 +20,16 @@ class Lamb(Layerwise):
     """LAMB (You et al., 2020, algorithm 2), for large batches.
 
     With m and v the moments of Adam, r = m / (sqrt(v) + eps) + weight_decay * w, and
-    w <- w - lr * clamp(norm(w) / norm(r), min_coeff, max_coeff) * r. Norms are of whole tensors: sharded training gives
-    the same numbers. Where one of them is zero (a fresh bias), the factor is 1.
+    w <- w - lr * clamp(norm(w) / norm(r), min_coeff, max_coeff) * r. Norms are of unsharded tensors, hence sharded
+    training gives the same numbers. If a norm is zero (a fresh bias), the factor is 1.
 
     Args:
-        params: parameters, (name, parameter) pairs, or groups.
-        lr: learning rate.
-        bias_correction: divide the moments by 1 - beta ** step.
-        betas: decay of the moments.
-        eps: keeps the quotient finite.
+        params, lr, betas, eps, bias_correction: as for `Adam`.
         eps_inside_sqrt: sqrt(v + eps) in place of sqrt(v) + eps.
         weight_decay: decoupled from the moments, part of r.
-        max_grad_norm: 0; clipping is the engine's.
-        max_coeff: largest factor.
-        min_coeff: smallest factor.
-        amsgrad: False; there is no such variant of LAMB.
+        max_grad_norm: only 0; the engine clips.
+        max_coeff, min_coeff: largest and smallest factor.
+        amsgrad: only False.
 
     Raises:
         ConfigError: a value is out of its range.

@@ -1,6 +1,5 @@
-"""Layer-wise optimizers: the step of each tensor is scaled by a function of norms of that tensor.
-
-The base of LAMB, and of one's own: LARS and its relatives are a few lines on top of it.
+"""Layer-wise optimizers: the step of each tensor is scaled by a function of its norms. LARS needs only a few lines
+more.
 """
 
 from __future__ import annotations
@@ -14,12 +13,11 @@ from shardwise.precision.tensornorms import TensorNorms
 
 
 class Layerwise(Optimizer):
-    """Base of optimizers that are elementwise but for one number a tensor, made of its norm and its direction's.
+    """Base of optimizers that are elementwise except for one coefficient per tensor.
 
-    A subclass defines `direction` and `coefficient`, and `move` if parameters are not simply moved by
-    `-lr * coefficient * direction`; it declares `shardwise_sharding = "norms"`. An engine gives it flat parts of
-    tensors, and sets `shardwise_norms`, which knows the norms of whole ones. Without an engine every parameter is a
-    tensor.
+    A subclass defines `direction` and `coefficient`, and declares `shardwise_sharding = "norms"`. It defines `move` if
+    the update is not `-lr * coefficient * direction`. An engine passes flat ranges of tensors and sets
+    `shardwise_norms`, the norms of the unsharded tensors. Without an engine every parameter is a tensor.
 
     Example:
         >>> class Normalised(Layerwise):
@@ -44,24 +42,15 @@ class Layerwise(Optimizer):
     def direction(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> torch.Tensor:
-        """Return where to go, element by element; zero where parameter and gradient have always been zero (padding).
+        """Return the update direction of each element; zero if parameter and gradient have always been zero (padding).
 
-        Args:
-            parameter: a tensor, or flat parts of tensors.
-            gradient: its gradient, in memory that may be written over, and returned.
-            state: what is kept for the parameter; empty in the first step.
-            group: its parameter group.
+        `parameter` is a tensor, or flat ranges of tensors. `gradient` may be overwritten and returned. `state` is empty
+        in the first step.
         """
         raise NotImplementedError
 
     def coefficient(self, weight: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Return the factor of each tensor's direction.
-
-        Args:
-            weight: norms of the tensors of a group before the step (fp64).
-            direction: norms of what `direction` has returned for them.
-            group: the parameter group.
-        """
+        """Return the factor of each tensor's direction, from fp64 norms of the tensors and of their directions."""
         raise NotImplementedError
 
     def move(
@@ -93,8 +82,9 @@ class Layerwise(Optimizer):
                     self.move(weights[parameter], directions[parameter], self.state[parameter], group)
 
     def coefficients(self) -> list[float]:
-        """Return the coefficients of the last step, in the order of the parameters (under an engine: of the model's
-        trained parameters, on every rank); empty before the first. On a GPU the host waits for them.
+        """Return the coefficients of the last step, in the order of the parameters; empty before the first step.
+
+        Under an engine every rank has those of all trained parameters. On a GPU the call waits for the device.
         """
         return [] if self._coefficients is None else cast("list[float]", self._coefficients.tolist())
 
@@ -119,7 +109,7 @@ class Layerwise(Optimizer):
     def _scale(
         parameter: torch.Tensor, direction: torch.Tensor, coefficients: torch.Tensor, norms: TensorNorms
     ) -> None:
-        # A product alone is rounded in one way, wherever a run begins and in any kernel.
+        # A single product rounds alike in any kernel and from any first element.
         own = coefficients[norms.numbers(parameter)].to(direction.dtype)
         runs = [run.of(direction) for run in norms.runs(parameter)]
         if runs:
@@ -129,13 +119,7 @@ class Layerwise(Optimizer):
 def trust_ratio(
     weight_norm: torch.Tensor, update_norm: torch.Tensor, min_coeff: float, max_coeff: float
 ) -> torch.Tensor:
-    """Return LAMB's coefficients: |parameter| / |update|, between two limits; 1 where either norm is zero.
-
-    Args:
-        weight_norm: L2 norms of parameters, of any shape.
-        update_norm: L2 norms of their updates.
-        min_coeff: smallest coefficient.
-        max_coeff: largest coefficient.
+    """Return LAMB's coefficients: |parameter| / |update|, between two limits; 1 if either norm is zero.
 
     >>> trust_ratio(torch.tensor([3.0, 0.0, 8.0]), torch.tensor([2.0, 1.0, 0.1]), 0.01, 10.0).tolist()
     [1.5, 1.0, 10.0]

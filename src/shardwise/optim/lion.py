@@ -16,8 +16,8 @@ from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 class Lion(ElementwiseOptimizer):
     """Lion: each element moves by the learning rate, in the direction of an average of its gradients.
 
-    With m the average: the direction is `sign(beta1 * m + (1 - beta1) * g)`, then `m = beta2 * m + (1 - beta2) * g`.
-    It has one state, half of Adam's. The paper uses a third to a tenth of Adam's learning rate, and as many times its
+    With m the average, the direction is `sign(beta1 * m + (1 - beta1) * g)`; then `m = beta2 * m + (1 - beta2) * g`.
+    Lion has half of Adam's optimizer state. The paper takes 1/10 to 1/3 of Adam's learning rate, and 3 to 10 times its
     weight decay.
 
     Args:
@@ -30,7 +30,7 @@ class Lion(ElementwiseOptimizer):
     Raises:
         ConfigError: an option has no meaning.
 
-    States: step, exp_avg.
+    Optimizer state: step, exp_avg.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> optimizer = Lion([weight], lr=0.1)

@@ -1,8 +1,8 @@
-"""Muon: momentum whose direction is orthogonalised for matrices, with Adam for everything else.
+"""Muon: momentum with an orthogonalised direction for matrices, and Adam for other parameters.
 
 Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024 (kellerjordan.github.io/posts/muon). The
-direction of a matrix is replaced by (nearly) the nearest matrix with orthonormal rows or columns, found by a
-Newton-Schulz iteration: products of matrices only. Embeddings, heads, biases and norms are stepped by Adam.
+direction of a matrix is replaced by (nearly) the nearest matrix with orthonormal rows or columns. A Newton-Schulz
+iteration, products of matrices only, computes it. Adam steps embeddings, heads, biases and norms.
 """
 
 from __future__ import annotations
@@ -23,30 +23,29 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic a x + b x^3 + c x^5, which brings singular values near one in few steps (Jordan et al., 2024)."""
 
 ADAM_NAMES = ("embed", "lm_head")
-"""Matrices with one of these in their name are stepped by Adam."""
+"""Adam steps matrices with one of these in their name."""
 
 MUON_LR, ADAM_LR = 0.02, 3e-4
 
 TOGETHER = 16
-"""Matrices of one shape that a device orthogonalises at once at most: a single one leaves most of it idle."""
+"""Maximum number of matrices in one batched product, because a single matrix leaves a device mostly idle."""
 
 ELEMENTS = 1 << 24
-"""Elements of these at most: larger matrices keep a device busy by themselves."""
+"""Maximum number of elements in one batched product; a larger matrix keeps a device busy by itself."""
 
 
 def orthogonalize(matrix: torch.Tensor, steps: int = 5, method: str = "gram") -> torch.Tensor:
     """Return a matrix with the singular vectors of `matrix` and singular values near one (0.7 to 1.2 in 5 steps).
 
-    The iteration runs in bf16 on GPUs and in fp32 on CPUs (fp64 for fp64): its aim is rough, and only directions count.
-    Singular values below about 1e-3 of the Frobenius norm need more steps.
+    The iteration runs in bf16 on GPUs and in fp32 on CPUs (fp64 for fp64), because only directions count. Singular
+    values below about 1e-3 of the Frobenius norm need more steps.
 
     Args:
-        matrix: 2-D, or several of one shape.
-        steps: of the iteration; more are closer.
-        method: "standard": each step multiplies matrices of the full size. "gram": steps multiply Gram matrices of the
-            shorter side, and the full size is only touched when they are formed and used; cheaper for wide and for tall
-            matrices. Where the sides are nearly the same (less than 1.5 apart) the standard iteration has fewer
-            operations and is run. Both give the same matrix but for rounding.
+        matrix: 2-D, or a batch of one shape.
+        steps: of the iteration; more are more accurate.
+        method: "standard": each step multiplies full-size matrices. "gram": steps multiply Gram matrices of the shorter
+            side, which is cheaper for wide and for tall matrices. If the sides differ by less than 1.5 times,
+            "standard" has fewer operations and is run. Both give the same matrix but for rounding.
 
     Example:
         >>> found = orthogonalize(torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 2.0]]), steps=5)
@@ -57,9 +56,7 @@ def orthogonalize(matrix: torch.Tensor, steps: int = 5, method: str = "gram") ->
 
 
 def _normalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Scale a matrix in place to singular values of at most one, where the iteration converges; return it in the dtype
-    of the iteration. So for several, each by itself.
-    """
+    """Scale each matrix in place to singular values of at most one; cast it to the dtype of the iteration."""
     low = torch.bfloat16 if matrix.device.type != "cpu" else torch.float32
     over = None if matrix.dim() == 2 else (-2, -1)
     matrix.div_(torch.linalg.vector_norm(matrix, dim=over, keepdim=over is not None) + 1e-7)
@@ -72,7 +69,7 @@ def _iterate(found: torch.Tensor, steps: int, method: str) -> torch.Tensor:
         found = found.mT
     rows, columns = found.shape[-2:]
     if method == "gram" and 2 * columns >= 3 * rows:
-        # Rounding of a Gram matrix can make its small eigenvalues negative, which grow; a fresh one begins again.
+        # Rounding can make small eigenvalues of a Gram matrix negative, which grow: the Gram matrix is recomputed.
         most = 2 if found.dtype is torch.bfloat16 else 3
         while steps > 0:
             found = _by_gram_matrices(found, min(most, steps))
@@ -86,19 +83,18 @@ def _iterate(found: torch.Tensor, steps: int, method: str) -> torch.Tensor:
 def _added(
     matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, alpha: float = 1.0
 ) -> torch.Tensor:
-    """Return beta M + alpha L R, of matrices or of several at once."""
+    """Return beta M + alpha L R, also for batches."""
     return (torch.addmm if matrix.dim() == 2 else torch.baddbmm)(matrix, left, right, beta=beta, alpha=alpha)
 
 
 def _polynomial(gram: torch.Tensor) -> torch.Tensor:
-    """Return b G + c G^2."""
     return _added(gram, gram, gram, beta=COEFFICIENTS[1], alpha=COEFFICIENTS[2])
 
 
 def _by_gram_matrices(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """Take steps of the iteration X <- P(X X^T) X as G <- P(G) G P(G), with the product of all P(G) applied at last.
+    """Run the iteration X <- P(X X^T) X as G <- P(G) G P(G), and apply the product of all P(G) once.
 
-    P(G) and G have the same eigenvectors: the order of factors does not matter.
+    P(G) and G have the same eigenvectors, hence their products commute.
     """
     gram = matrix @ matrix.mT
     product: torch.Tensor | None = None
@@ -112,34 +108,32 @@ def _by_gram_matrices(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 class Muon(Optimizer):
-    """Muon for hidden matrices with Adam for everything else, under one instance.
+    """Muon for hidden matrices and Adam for other parameters, in one optimizer.
 
-    Parameter groups have a flag `use_muon`. Groups without one are divided: parameters with two dimensions or more go
-    to Muon, unless their name contains "embed" or "lm_head", or their attribute `use_muon` is False. Names are known
-    under `optimizer.type: "muon"`, and from `model.named_parameters()`; for nameless parameters dimensions decide
-    alone, and embeddings would get Muon.
+    Parameter groups have a flag `use_muon`. Groups without it are split: parameters with two dimensions or more go to
+    Muon, unless their name contains "embed" or "lm_head", or their attribute `use_muon` is False. Names are known under
+    `optimizer.type: "muon"` and from `model.named_parameters()`. Without names only dimensions decide, and embeddings
+    get Muon.
 
     With b the momentum buffer, b <- momentum * b + (1 - momentum) * g, and u = (1 - momentum) * g + momentum * b
-    (nesterov) or b: W <- (1 - lr * weight_decay) W - lr * sqrt(max(1, rows / columns)) * orthogonalize(u). Tensors of
-    more dimensions are matrices of `shape[0]` rows.
+    (nesterov) or b: W <- (1 - lr * weight_decay) W - lr * sqrt(max(1, rows / columns)) * orthogonalize(u). A tensor of
+    more dimensions is a matrix of `shape[0]` rows.
 
-    Under an engine whole matrices are owned and stepped by one rank each, balanced by operations; Adam steps flat
-    shards.
+    Under an engine each matrix is owned and stepped by one rank, balanced by operations. Adam steps flat shards.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups.
         lr: learning rate of both halves; None: 0.02 for Muon, 3e-4 for Adam.
         momentum: of Muon.
         weight_decay: of both halves, decoupled.
-        muon_lr: learning rate of Muon, before `lr`.
-        adam_lr: learning rate of Adam, before `lr`.
-        betas: of Adam.
-        eps: of Adam.
+        muon_lr: learning rate of Muon, in place of `lr`.
+        adam_lr: learning rate of Adam, in place of `lr`.
+        betas, eps: of Adam.
         nesterov: see above.
         ns_steps: steps of the Newton-Schulz iteration.
         ns_method: see `orthogonalize`.
-        adam_w_mode: False: Adam's half adds the decay to the gradient.
-        torch_adam: Adam's half runs the implementation that torch picks, not the fused one.
+        adam_w_mode: False: Adam adds the decay to the gradient.
+        torch_adam: Adam runs the implementation that torch picks, not the fused one.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -185,13 +179,13 @@ class Muon(Optimizer):
             "ns_steps": found.ns_steps,
             "ns_method": ns_method,
             "adam_w_mode": adam_w_mode,
-            # Torch's own name: state of fused steps has its count on the device.
+            # torch's name: the state of fused steps has its step count on the device.
             "fused": None if torch_adam else True,
         }
         super().__init__(list(muon_groups(params)), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one without `use_muon` must be of one kind (see `muon_groups`)."""
+        """Add a group; all parameters of a group without `use_muon` must be of one kind (see `muon_groups`)."""
         if "use_muon" not in param_group:
             kinds = list(muon_groups([param_group]))
             if len(kinds) != 1:
@@ -214,12 +208,12 @@ class Muon(Optimizer):
 
     @staticmethod
     def shardwise_group_sharding(group: Mapping[str, Any]) -> str:
-        """Return how the tensors of a group may be split: matrices not at all."""
+        """Return the sharding of a group: "whole" for matrices."""
         return "whole" if group["use_muon"] else "elementwise"
 
     @staticmethod
     def shardwise_cost(shape: Sequence[int]) -> float:
-        """Return the operations of orthogonalising a tensor, up to a factor: by these owners are balanced."""
+        """Return the operations to orthogonalise a tensor, up to a factor; owners are balanced by it."""
         rows = shape[0]
         columns = 1
         for size in shape[1:]:
@@ -241,7 +235,6 @@ class Muon(Optimizer):
                 self._step_adam(group)
 
     def _step_matrices(self, parameters: Sequence[torch.Tensor], group: dict[str, Any], many: int) -> None:
-        """Step matrices of one shape, so many at once."""
         for parameter in parameters:
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -254,7 +247,10 @@ class Muon(Optimizer):
                 self._step_matrix(parameters[first], group)
 
     def _step_together(self, parameters: Sequence[torch.Tensor], group: dict[str, Any], many: int) -> None:
-        """Step matrices of one shape at once, in products of `many`: what else is stepped changes no bit of one."""
+        """Step at most `many` matrices of one shape in batched products of size `many`.
+
+        Because the size is fixed, other matrices of the batch change no bit of a matrix.
+        """
         gradients = [p.grad.to(p.dtype) for p in parameters if p.grad is not None]
         buffers: list[torch.Tensor] = [self.state[p]["momentum_buffer"] for p in parameters]
         directions: Sequence[torch.Tensor] = buffers
@@ -276,7 +272,7 @@ class Muon(Optimizer):
     def _step_matrix(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None
         buffer = self.state[parameter]["momentum_buffer"]
-        # Nobody here keeps what is handed on, so that it is freed as soon as it has been used.
+        # No reference is kept here: each tensor is freed after its last use.
         found = _iterate(
             _normalize(self._direction(parameter.grad.to(parameter.dtype), buffer, group).flatten(1)),
             group["ns_steps"],
@@ -290,7 +286,7 @@ class Muon(Optimizer):
 
     @staticmethod
     def _direction(gradient: torch.Tensor, buffer: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Advance the momentum; return the direction in memory of its own."""
+        """Advance the momentum; return the direction in newly allocated memory."""
         buffer.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer.clone()
 
@@ -326,22 +322,20 @@ class Muon(Optimizer):
 
 
 def together(shape: Sequence[int], device: torch.device) -> int:
-    """Return how many matrices of a shape are orthogonalised at once: products are then of this size, filled up with
-    zeros if there are fewer. It depends on nothing else: which matrices a rank steps must not decide on their bits.
+    """Return the size of batched products for a shape; smaller batches are padded with zeros.
+
+    The size depends on shape and device only. The matrices that a rank owns must not change bits.
     """
-    if device.type == "cpu":  # it is busy with one
+    if device.type == "cpu":  # one product keeps a CPU busy
         return 1
     return max(1, min(TOGETHER, ELEMENTS // max(1, math.prod(shape))))
 
 
 def muon_groups(params: Iterable[Any], names: Mapping[int, Sequence[str]] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield parameter groups with a flag `use_muon`: groups that have one as they are, mixed groups divided in two.
+    """Yield parameter groups with a flag `use_muon`; mixed groups are split in two.
 
-    A group of one kind stays the same dictionary, as in torch: a schedule of the script may write its rates there.
-
-    Args:
-        params: parameters, (name, parameter) pairs, or groups of either.
-        names: further names of parameters, by `id(parameter)`.
+    A group of one kind stays the same dictionary, as in torch, because a schedule may write its learning rate there.
+    `names` has further names of parameters, by `id(parameter)`.
     """
     entries = list(params)
     groups: list[dict[str, Any]] = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]

@@ -1,17 +1,16 @@
 """Adam and LAMB that send one bit per element: OnebitAdam, OnebitLamb, ZeroOneAdam.
 
-Adam's variance settles early in a training. Once it is frozen, the update is linear in the momentum, and errors of
-compressing the momentum can be made up for in later steps. All three rest on that:
+Adam's variance settles early in a training. With a frozen variance the update is linear in the momentum. Later steps
+can then correct the errors of compressing the momentum.
 
 * `OnebitAdam` (Tang et al., 2021, arXiv 2102.02888) is Adam for `freeze_step` steps. Then each rank adds its own
-  gradient to the momentum, and the momentum is averaged with one bit per element.
-* `OnebitLamb` (Li et al., 2021, arXiv 2104.06069) is the same for LAMB, whose layerwise learning rates go on by a
-  frozen coefficient and a factor from the variance of a gradient that is reconstructed from the momentum.
-* `ZeroOneAdam` (Lu et al., 2022, arXiv 2202.06009) has no long warm-up: the variance is updated at growing intervals,
-  and after it is frozen ranks make local steps and average their sum at growing intervals.
+  gradient to the momentum, which is averaged with one bit per element.
+* `OnebitLamb` (Li et al., 2021, arXiv 2104.06069) is the same for LAMB. Layerwise learning rates go on by a frozen
+  coefficient and a factor from the variance of a reconstructed gradient.
+* `ZeroOneAdam` (Lu et al., 2022, arXiv 2202.06009) has no long warm-up. The variance is updated at growing intervals.
+  After it is frozen, ranks make local steps and average their sum at growing intervals.
 
-An element whose variance is zero when it is frozen (no rank has ever had a gradient for it) stays as it is: there is
-nothing to scale its update by, and signs have no zero.
+An element whose variance is zero when frozen (no rank has had a gradient for it) is not updated.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ from shardwise.precision.tensornorms import TensorRun
 _log = logging.getLogger("shardwise")
 
 _SHARED = ("lr", "betas", "eps", "weight_decay", "bias_correction")
-"""Arguments that parameter groups have."""
+"""Arguments that are options of parameter groups."""
 
 _KEPT = ("coefficient", "factor", "momentum_scale")
-"""What `OnebitLamb` keeps for each tensor of the model: options of the first group, which are saved with it."""
+"""Values that `OnebitLamb` keeps per tensor of the model: options of the first group, saved with it."""
 
 
 class _Onebit(CommOptimizer):
-    """What optimizers that average a momentum with one bit per element have in common.
+    """Base of optimizers that average a momentum with one bit per element.
 
     Attributes:
-        scale: what the scales of compressed values preserve.
-        joined: whether the values of all parameters of a rank's range share one scale.
+        scale: statistic that the scales of compressed values preserve.
+        joined: whether the parameters of a rank's range share one scale.
     """
 
     scale: Scale = "norm"
     joined = False
 
     def _check(self, model: type[Arguments], given: dict[str, Any]) -> dict[str, Any]:
-        """Keep the arguments of the constructor as attributes; return those of parameter groups."""
+        """Keep the arguments of the constructor as attributes; return the options of parameter groups."""
         names = given.keys() - {"self", "params", "ignored", "__class__"}
         found = checked(model, {**{name: given[name] for name in names}, **given["ignored"]})
         for name, key in keys_of(model).items():
@@ -77,7 +76,7 @@ class _Onebit(CommOptimizer):
 
 
 class _Adam(_Onebit, ElementwiseOptimizer):
-    """Adam with decoupled weight decay (torch.optim.AdamW), in the terms that the compressed steps share."""
+    """Adam with decoupled weight decay (torch.optim.AdamW), with the steps that compression shares."""
 
     state_names = ("exp_avg", "exp_avg_sq")
 
@@ -103,26 +102,26 @@ class _Adam(_Onebit, ElementwiseOptimizer):
         *,
         frozen: bool = False,
     ) -> None:
-        """Make one Adam step, with torch's operations in torch's order."""
         lr, (first, second) = float(group["lr"]), decay_rates(group)
         if group["weight_decay"]:
             values.mul_(1 - lr * group["weight_decay"])
         values.addcdiv_(momentum, _root(variance, second, group["eps"], frozen), value=-lr / first)
 
     def _own_momenta(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
-        """Add this rank's gradients to the momenta; return them, whole."""
+        """Add local gradients to the momenta; return the momenta of full blocks."""
         momenta = [self.momentum(block) for block in blocks]
         for block, momentum in zip(blocks, momenta, strict=True):
             assert block.gradient is not None
             for number, start, stop in block.lanes:
                 beta = self.param_groups[number]["betas"][0]
-                # The gradient is this rank's part of the mean; the momentum takes the rank's own as a whole.
+                # `gradient` is local gradient / world, this rank's summand of the mean; the momentum
+                # takes the local gradient.
                 own = (1 - beta) * self._ranks.world
                 momentum[start:stop].mul_(beta).add_(block.gradient[start:stop], alpha=own)
         return momenta
 
     def _step_averaged(self, blocks: Sequence[Block]) -> None:
-        """Average the momenta over ranks, and step along them with the frozen variance."""
+        """Average the momenta over ranks; step along them with the frozen variance."""
         self._averages.average(blocks, self._own_momenta(blocks))
         for segment, group in self.segments(blocks):
             momentum, variance = self.moments(segment.parameter)
@@ -136,23 +135,19 @@ class OnebitAdam(_Adam):
     From Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021,
     arXiv 2102.02888.
 
-    For `freeze_step` steps this is `torch.optim.AdamW`. Then the variance is frozen; the momentum, to which each rank
-    has added its own gradient, is averaged over ranks by `shardwise.comm.compression.OnebitAllReduce`, with a scale for
-    each parameter in each rank's range.
+    For `freeze_step` steps this is `torch.optim.AdamW`. Then the variance is frozen. Each rank adds its own gradient to
+    the momentum. `shardwise.comm.compression.OnebitAllReduce` averages the momentum, with a scale for each parameter in
+    each rank's range.
 
-    In an engine it works with ZeRO stages 0 and 1. On one rank, and outside of an engine, it is AdamW throughout.
+    In an engine it works with ZeRO stages 0 and 1. On one rank, and without an engine, it is AdamW throughout.
 
     Args:
-        params: as of any torch optimizer.
-        lr: learning rate.
-        betas: decay of momentum and variance.
-        eps: added to the root of the variance.
-        weight_decay: decoupled weight decay.
-        bias_correction: divide the moments by the sums of their weights; that of the variance is frozen with it.
+        params, lr, betas, eps, weight_decay, bias_correction: as for `AdamW`. The variance's bias correction is frozen
+            with it.
         freeze_step: steps of warm-up. The papers take 15 to 20 % of the training, and at least the learning rate's
             warm-up.
-        ignored: amsgrad and eps_inside_sqrt (only False), cuda_aware and comm_backend_name (nccl, mpi, compressed,
-            hccl or gloo), accepted for existing configurations; the backend is torch.distributed's.
+        ignored: amsgrad and eps_inside_sqrt (only False); cuda_aware and comm_backend_name (nccl, mpi, compressed, hccl
+            or gloo), without effect.
 
     Raises:
         ConfigError: a value has no meaning.
@@ -194,32 +189,22 @@ class OnebitLamb(_Onebit, Lamb):
     From Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence
     Speed", 2021, arXiv 2104.06069.
 
-    For `freeze_step` steps this is LAMB (You et al., 2020, arXiv 1904.00962): Adam's update of each parameter, weight
-    decay added, times a coefficient, |parameter| / |update| between `min_coeff` and `max_coeff`. Then variances are
-    frozen, and momenta are averaged as by `OnebitAdam`, but scaled to one root mean square before, so that one scale
-    serves all parameters in a rank's range. Coefficients are the warm-up's moving averages times a factor: the largest
-    ratio, in the parameter, of the roots of the frozen variance and of one that goes on with the gradient that is
-    reconstructed from two momenta. The factor changes by at most `factor_threshold` of itself in a step and stays
-    between `factor_min` and `factor_max`.
+    For `freeze_step` steps this is `Lamb`. Then variances are frozen, and momenta are averaged as by `OnebitAdam`.
+    Before that they are scaled to one root mean square, because all parameters of a rank's range share one scale.
+    Coefficients are the warm-up's moving averages times a factor. The factor is the largest ratio, in the parameter, of
+    the roots of the frozen variance and of one that continues with the gradient reconstructed from two momenta. In a
+    step it changes by at most `factor_threshold` of itself, between `factor_min` and `factor_max`.
 
-    In an engine it works with ZeRO stages 0 and 1. On one rank, and outside of an engine, it is LAMB throughout.
+    In an engine it works with ZeRO stages 0 and 1. On one rank, and without an engine, it is LAMB throughout.
 
     Args:
-        params: as of any torch optimizer.
-        lr: learning rate.
-        betas: decay of momentum and variance.
-        eps: added to the root of the variance.
-        weight_decay: weight decay, part of the update that the coefficient multiplies.
-        bias_correction: divide the moments by the sums of their weights.
+        params, lr, betas, eps, weight_decay, bias_correction: as for `Lamb`.
         freeze_step: steps of warm-up.
-        max_coeff: largest coefficient in the warm-up.
-        min_coeff: smallest coefficient in the warm-up.
+        max_coeff, min_coeff: largest and smallest coefficient in the warm-up.
         coeff_beta: decay of the moving average of coefficients.
-        factor_max: largest factor.
-        factor_min: smallest factor.
+        factor_max, factor_min: largest and smallest factor.
         factor_threshold: largest relative change of the factor in one step.
-        ignored: amsgrad and eps_inside_sqrt (only False), cuda_aware and comm_backend_name (nccl, mpi, compressed,
-            hccl or gloo), accepted for existing configurations; the backend is torch.distributed's.
+        ignored: as of `OnebitAdam`.
 
     Raises:
         ConfigError: a value has no meaning.
@@ -288,7 +273,7 @@ class OnebitLamb(_Onebit, Lamb):
         scales = self._momentum_scales(blocks, momenta)
         fresh = []
         for block, momentum, scale in zip(blocks, momenta, scales, strict=True):
-            # The gradient's memory becomes that of the new momentum, so that the old one is there to compare with.
+            # The new momentum takes the gradient's memory; the old momentum is kept for the comparison.
             assert block.gradient is not None
             for number, start, stop in block.lanes:
                 beta = self.param_groups[number]["betas"][0]
@@ -317,7 +302,7 @@ class OnebitLamb(_Onebit, Lamb):
                     own[part].sub_(update.mul_(rate))
 
     def _momentum_scales(self, blocks: Sequence[Block], momenta: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Return what each tensor's momentum is multiplied by while it travels; the first compressed step decides."""
+        """Return the factor of each tensor's momentum during communication; the first compressed step fixes it."""
         kept, device = self.param_groups[0], momenta[0].device
         if kept["momentum_scale"] is None:
             norms = [n for block, m in zip(blocks, momenta, strict=True) for n in torch._foreach_norm(_views(m, block))]
@@ -332,7 +317,7 @@ class OnebitLamb(_Onebit, Lamb):
         return [[single[number] for number, _, _ in block.tensors] for block in blocks]
 
     def _compare(self, segment: Segment, old: torch.Tensor, new: torch.Tensor, ratios: torch.Tensor) -> None:
-        """Go on with the variance by the reconstructed gradient, and note the largest ratio of each tensor."""
+        """Update the variance with the reconstructed gradient; record the largest ratio of each tensor."""
         group, state = self.param_groups[segment.group], self.state[segment.parameter]
         (first, second), eps = group["betas"], group["eps"]
         _, frozen = self.moments(segment.parameter)
@@ -362,7 +347,6 @@ class OnebitLamb(_Onebit, Lamb):
         return limited.clamp(self.factor_min, self.factor_max)
 
     def _runs(self, segment: Segment) -> list[TensorRun]:
-        """Return the ranges of tensors in a segment."""
         assert self.shardwise_norms is not None
         return [run for run in self.shardwise_norms.runs(segment.parameter) if run.start < run.stop]
 
@@ -374,30 +358,24 @@ class ZeroOneAdam(_Adam):
 
     Until `var_freeze_step` some steps reduce the gradient exactly and update the variance: `var_update_scaler` of them
     at each interval, of 1, 2, 4, 8 ... steps. The steps between average the momentum with one bit per element. After
-    `var_freeze_step` ranks make steps of their own and average their sum with one bit per element: at intervals of 1,
-    2, 4 ... steps, each for `local_step_scaler` steps, but of at most `local_step_clipper`.
+    `var_freeze_step` ranks make local steps and average their sum with one bit per element: at intervals of 1, 2, 4 ...
+    steps, each for `local_step_scaler` steps, but of at most `local_step_clipper`.
 
-    What a rank has not sent is kept in units of the momentum, that is, of the sum of updates over the sum of their
-    learning rates; at a constant rate and interval this is Algorithm 1 of the paper, and a learning rate of zero or a
-    sudden change of it does no harm. Weight decay between averages is that of the parameters of the last one.
+    The compression error is kept in units of the momentum: the sum of updates over the sum of their learning rates. At
+    a constant rate and interval this is Algorithm 1 of the paper. A learning rate of zero, or a sudden change, does no
+    harm. Weight decay between averages uses the parameters of the last average.
 
-    Between averages ranks have different parameters, so it works with ZeRO stage 0 only. A checkpoint has the
-    parameters of the last average, and what each rank has done since, with which training goes on exactly on as many
-    ranks; `synchronize()` makes ranks equal at once. On one rank, and outside of an engine, this is AdamW.
+    Between averages ranks have different parameters, hence only ZeRO stage 0 works. A checkpoint has the parameters of
+    the last average and each rank's local updates since. Loaded on as many ranks, training continues exactly.
+    `synchronize()` makes ranks equal at once. On one rank, and without an engine, this is AdamW.
 
     Args:
-        params: as of any torch optimizer.
-        lr: learning rate.
-        betas: decay of momentum and variance.
-        eps: added to the root of the variance.
-        weight_decay: decoupled weight decay.
-        bias_correction: divide the moments by the sums of their weights.
+        params, lr, betas, eps, weight_decay, bias_correction: as for `AdamW`.
         var_freeze_step: step at which the variance is frozen.
         var_update_scaler: updates of the variance at each interval (kappa in the paper).
         local_step_scaler: steps for which an interval between averages lasts.
         local_step_clipper: longest interval between averages.
-        ignored: amsgrad and eps_inside_sqrt (only False), cuda_aware and comm_backend_name (nccl, mpi, compressed,
-            hccl or gloo), accepted for existing configurations; the backend is torch.distributed's.
+        ignored: as of `OnebitAdam`.
 
     Raises:
         ConfigError: a value has no meaning.
@@ -432,24 +410,24 @@ class ZeroOneAdam(_Adam):
     ) -> None:
         super().__init__(params, self._check(schema.ZeroOneAdamArguments, locals()))
 
-    # -- when what happens: functions of the number of steps, so that nothing has to be agreed ------------------------
+    # -- intervals: functions of the step number, hence equal on all ranks -------------------------------------------
 
     def updates_variance(self, step: int) -> bool:
-        """Return whether the step with this number (from 0) reduces the gradient exactly and updates the variance."""
+        """Return True if step number `step` (from 0) reduces the gradient exactly and updates the variance."""
         if step >= self.var_freeze_step:
             return False
         interval = 1 << (step // self.var_update_scaler + 1).bit_length() - 1
         return (step - self.var_update_scaler * (interval - 1)) % interval == 0
 
     def interval(self, step: int) -> int:
-        """Return how many steps are made from average to average at the step with this number (from 0)."""
+        """Return the number of steps between averages at step number `step` (from 0)."""
         if step < self.var_freeze_step:
             return 1
         doublings = (step - self.var_freeze_step) // self.local_step_scaler
         return min(1 << min(doublings, 62), self.local_step_clipper)
 
     def averages(self, step: int) -> bool:
-        """Return whether ranks agree on parameters again in the step with this number (from 0)."""
+        """Return True if step number `step` (from 0) averages the parameters."""
         interval = self.interval(step)
         if interval == 1 or self.interval(step + 1) != interval:
             return True
@@ -464,7 +442,7 @@ class ZeroOneAdam(_Adam):
     def _is_exact(self, step: int) -> bool:
         return self.updates_variance(step)
 
-    # -- what is kept between averages -------------------------------------------------------------------------------
+    # -- state between averages --------------------------------------------------------------------------------------
 
     @override
     def forget(self) -> None:
@@ -474,43 +452,43 @@ class ZeroOneAdam(_Adam):
         self._agree()
 
     def _agree(self) -> None:
-        self._apart = False
+        self._diverged = False
         self._rates = [[0.0, 0.0] for _ in self.param_groups]
         for total in self._sums.values():
             total.zero_()
 
     @override
-    def kept(self) -> Iterator[torch.Tensor]:
-        yield from super().kept()
+    def extra_tensors(self) -> Iterator[torch.Tensor]:
+        yield from super().extra_tensors()
         yield from self._anchors.values()
         yield from self._sums.values()
 
     @override
-    def agreed(self, segment: Segment) -> torch.Tensor:
-        for block in self._blocks if self._apart else ():
+    def synchronized_values(self, segment: Segment) -> torch.Tensor:
+        for block in self._blocks if self._diverged else ():
             if any(segment.parameter is own.parameter for own in block.segments):
                 return self._anchors[block.name][segment.start : segment.stop]
-        return super().agreed(segment)
+        return super().synchronized_values(segment)
 
     @override
-    def withdraw(self) -> None:
-        for block in self._blocks if self._apart else ():
+    def restore_synchronized(self) -> None:
+        for block in self._blocks if self._diverged else ():
             for segment in block.segments:
                 segment.parameter.detach().copy_(self._anchors[block.name][segment.start : segment.stop])
         self._agree()
 
     @property
-    def apart(self) -> bool:
-        """Whether ranks have made steps of their own since the last average."""
-        return bool(self.attached and self._apart)
+    def diverged(self) -> bool:
+        """Whether ranks have made local steps since the last average."""
+        return bool(self.attached and self._diverged)
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make the parameters of all ranks equal now: their updates since the last average are averaged exactly.
+        """Make the parameters of all ranks equal: local updates since the last average are averaged exactly.
 
-        A collective: every rank calls it, for instance before an evaluation. Where ranks are equal nothing happens.
+        A collective: every rank calls it, for instance before an evaluation. It does nothing if ranks are equal.
         """
-        if self.apart:
+        if self.diverged:
             totals = [self._sums[block.name] for block in self._blocks]
             exact = Averages(lambda block: ExactMean(self._ranks, f"{block.name}.synchronize"), self._hold)
             exact.average(self._blocks, totals)
@@ -522,11 +500,11 @@ class ZeroOneAdam(_Adam):
     @override
     def rank_state(self) -> dict[str, Any] | None:
         state = super().rank_state()
-        return None if state is None else {**state, "apart": self._apart, "rates": self._rates}
+        return None if state is None else {**state, "apart": self._diverged, "rates": self._rates}
 
     def _block_state(self, block: Block) -> dict[str, torch.Tensor]:
         state = super()._block_state(block)
-        if self._apart:
+        if self._diverged:
             state = {**state, "momentum": self._momenta[block.name], "sum": self._sums[block.name]}
         return state
 
@@ -535,7 +513,7 @@ class ZeroOneAdam(_Adam):
         fits = super().load_rank_state(state)
         if state is not None and fits and state["apart"]:
             self._rates = [list(rates) for rates in state["rates"]]
-            self._apart = True
+            self._diverged = True
             self._place()
             self._written()
         return fits
@@ -555,10 +533,10 @@ class ZeroOneAdam(_Adam):
             super()._step_averaged(blocks)
             return
         momenta = self._own_momenta(blocks)
-        if not self._apart:
+        if not self._diverged:
             for block in blocks:
                 self._begin(block)
-            self._apart = True
+            self._diverged = True
         for number, group in enumerate(self.param_groups):
             self._rates[number][0] += float(group["lr"]) / decay_rates(group)[0]
             self._rates[number][1] += float(group["lr"])
@@ -577,7 +555,7 @@ class ZeroOneAdam(_Adam):
             self._agree()
 
     def _by_rates(self, operation: Any, given: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
-        """Divide or multiply blocks by the sums of learning rates since the last average, where they are not zero."""
+        """Divide or multiply blocks by the sums of learning rates since the last average, unless zero."""
         for block, values, into in zip(self._blocks, given, out, strict=True):
             for number, start, stop in block.lanes:
                 rate = self._rates[number][0]
@@ -585,7 +563,6 @@ class ZeroOneAdam(_Adam):
                     operation(values[start:stop], rate, out=into[start:stop])
 
     def _begin(self, block: Block) -> None:
-        """Remember the parameters on which all ranks agree."""
         if block.name not in self._anchors:
             example = block.segments[0].parameter
             self._anchors[block.name] = torch.zeros(block.numel, dtype=example.dtype, device=example.device)
@@ -594,7 +571,6 @@ class ZeroOneAdam(_Adam):
             self._anchors[block.name][segment.start : segment.stop] = segment.parameter.detach()
 
     def _place(self) -> None:
-        """Put the parameters where the updates since the last average lead from there."""
         for block in self._blocks:
             anchors, sums = self._anchors[block.name], self._sums[block.name]
             for segment in block.segments:
@@ -613,7 +589,7 @@ def _views(tensor: torch.Tensor, block: Block) -> list[torch.Tensor]:
 
 
 def _root(variance: torch.Tensor, correction: float, eps: float, frozen: bool = False) -> torch.Tensor:
-    """Return what updates are divided by; infinity where a frozen variance is zero."""
+    """Return the denominator of updates; infinity where a frozen variance is zero."""
     root = variance.sqrt().div_(correction).add_(eps)
     return root.masked_fill_(variance == 0, math.inf) if frozen else root
 

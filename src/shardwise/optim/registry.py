@@ -1,10 +1,10 @@
 """Building an optimizer from the `type` and `params` of the configuration.
 
-Names are resolved in this order: our own (`adam`, `lion`, `lamb`, `muon`, `onebitadam`, those of the package mup and so
-on; any case), unless an option is asked for that only torch's class of that name has; the classes of `torch.optim` by
-exact name; the classes of `torch.optim` in any case.
+Names are resolved in this order. First, in any case, this library's (`adam`, `lion`, `lamb`, `muon`, `onebitadam`,
+those of the package mup ...), unless an option exists in torch's class only. Then the classes of `torch.optim` by exact
+name. Then the classes of `torch.optim` in any case.
 
-Invariant: every option either changes the optimizer or is refused or logged; none disappears.
+Invariant: every option changes the optimizer, is refused, or is logged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.optim.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 _log = logging.getLogger("shardwise")
 
 Params = Iterable[Any]
-"""What `torch.optim` accepts: tensors, (name, tensor) pairs, or dictionaries of a group with its options."""
+"""Parameters as `torch.optim` accepts them: tensors, (name, tensor) pairs, or dictionaries of groups."""
 
 
 def build(
@@ -47,24 +47,23 @@ def build(
     """Build the optimizer that the configuration names.
 
     Args:
-        name: `optimizer.type`: one of our own (any case), or the name of a class in torch.optim.
-        params: what torch.optim accepts as its first argument.
+        name: `optimizer.type`: one of this library (any case), or a class of torch.optim.
+        params: first argument of torch's optimizers.
         options: `optimizer.params`; not changed.
-        device: where the step will run; decides whether torch's fused implementation is available.
-        named: (name, parameter) pairs of the model, for optimizers that treat parameters by name (`muon`); `params` may
-            have names of their own.
-        parameter_dtype: what the parameters will be in forward and backward, in which `fp32_optimizer_states` false
-            keeps states. None: what they are.
+        device: of the step; decides whether torch's fused implementation is available.
+        named: (name, parameter) pairs of the model, for optimizers that treat parameters by name (`muon`).
+        parameter_dtype: dtype of the parameters in forward and backward, which is the states' dtype if
+            `fp32_optimizer_states` is false. None: their present dtype.
 
     Returns:
         `adam` and `adamw` give `shardwise.optim.AdamW`, `adam` with `"adam_w_mode": false` gives
-        `shardwise.optim.Adam`, our other names the classes of these names; all with weight_decay 0 by default. Options
-        that only torch's Adam, AdamW and Adagrad have (such as amsgrad) give those; other names give an instance of the
-        class in torch.optim.
+        `shardwise.optim.Adam`, and this library's other names their classes, all with weight_decay 0 by default.
+        Options of torch's Adam, AdamW and Adagrad only (such as amsgrad) give torch's class. Other names give the class
+        of torch.optim.
 
     Raises:
         ConfigError: the name or an option is unknown, or a value has no meaning.
-        NotBuiltError: a known name asks for something that this version does not have.
+        NotBuiltError: this version does not support an option of a known name.
 
     >>> weight = torch.zeros(3, requires_grad=True)
     >>> type(build("Adam", [weight], {"lr": 0.01}, device="cpu")).__name__
@@ -91,7 +90,7 @@ def build(
 
 
 def names() -> list[str]:
-    """Return the names that `build` accepts without further packages, in the spelling that always works."""
+    """Return the names that `build` accepts without further packages, in their usual spelling."""
     classes = torch_optimizers()
     served = {name.lower() for name in classes}
     return sorted([*classes, *(name for name in NATIVE_OPTIMIZERS if name not in served)], key=str.lower)
@@ -111,20 +110,20 @@ def _elementwise(
     device: torch.device,
     parameter_dtype: torch.dtype | None,
 ) -> torch.optim.Optimizer:
-    """Build Adam, Adagrad or Lion: ours, or torch's if an option asks for that. Weight decay is 0 by default."""
+    """Build Adam, Adagrad or Lion, or torch's class if an option needs it. Weight decay is 0 by default."""
     if "set_grad_none" in given:
         _log.info("optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them")
     cls = OURS[name.lower()]
     if isinstance(found, schema.AdamArguments) and found.adam_w_mode:
         cls = AdamW
-    plain = found.asks_torch() is None
+    plain = found.torch_only_option() is None
     if not plain:
         cls = getattr(torch.optim, cls.__name__)
-    # What the class does not have asks for nothing, or has decided the class.
+    # Options that the class lacks have no effect, or have already decided the class.
     options = {"weight_decay": 0.0, **{key: given[key] for key in given if key in inspect.signature(cls).parameters}}
     if plain and not found.fp32_optimizer_states:
         options["state_dtype"] = _narrow_states(params, parameter_dtype)
-    if not plain and isinstance(found, schema.AdamArguments) and found.leaves_implementation():
+    if not plain and isinstance(found, schema.AdamArguments) and found.allows_fused():
         reason = _fused_refusal(cls, params, device)
         options["fused"] = None if reason else True
         if reason:
@@ -133,7 +132,6 @@ def _elementwise(
 
 
 def _muon_groups(params: Iterable[Any], named: Iterable[tuple[str, torch.Tensor]]) -> list[Any]:
-    """Divide parameters into those of Muon and of Adam by their names in the model."""
     known: dict[int, list[str]] = {}
     for name, parameter in named:
         known.setdefault(id(parameter), []).append(name)
@@ -149,7 +147,7 @@ def _muon(params: list[Any], given: dict[str, Any], device: torch.device) -> tor
 
 
 def _from_mup(name: str, params: list[Any], options: dict[str, Any]) -> torch.optim.Optimizer:
-    """Build an optimizer of the package mup (Yang et al., "Tensor Programs V", 2022), which is not ours to install."""
+    """Build an optimizer of the package mup (Yang et al., "Tensor Programs V", 2022), which the user installs."""
     maker = _MUP[name.lower()]
     try:
         make = getattr(importlib.import_module("mup"), maker)
@@ -178,7 +176,6 @@ _MUP = {"muadam": "MuAdam", "muadamw": "MuAdamW", "musgd": "MuSGD"}
 
 
 def _narrow_states(params: list[Any], parameter_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the one type of the parameters, in which states are to be kept."""
     kinds = {parameter_dtype} if parameter_dtype else {tensor.dtype for tensor in _tensors(params)}
     if len(kinds) == 1 and torch.float16 not in kinds:
         return kinds.pop()
@@ -190,9 +187,9 @@ def _narrow_states(params: list[Any], parameter_dtype: torch.dtype | None) -> to
 
 
 def _fused_refusal(cls: type[torch.optim.Optimizer], params: list[Any], device: torch.device) -> str | None:
-    """Ask torch for one fused step on one element of each dtype; return why it refuses, or None.
+    """Run one fused step of torch on one element of each dtype; return torch's refusal, or None.
 
-    A trial rather than a list of devices, because such a list is not public and changes between versions.
+    A trial, because the list of devices with fused kernels is private and changes between versions.
     """
     for dtype in dict.fromkeys(tensor.dtype for tensor in _tensors(params)):
         probe = torch.zeros(1, dtype=dtype, device=device)
@@ -207,7 +204,7 @@ def _fused_refusal(cls: type[torch.optim.Optimizer], params: list[Any], device: 
 def _construct(
     cls: type[torch.optim.Optimizer], params: list[Any], options: dict[str, Any], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Call the class; turn what it refuses into an error that names the key."""
+    """Call the class; name the key in errors of its arguments."""
     if options.get("fused") and (reason := _fused_refusal(cls, params, device)):
         raise ConfigError(f"optimizer.params.fused: true is not possible, because torch says: {reason}; remove the key")
     try:
@@ -221,14 +218,13 @@ def _construct(
 
 
 def _group_with_list(entry: Any) -> Any:
-    """Copy a group whose tensors come from a generator, so that they can be looked at and then used."""
+    """Copy a group and list its tensors, because a generator can be read only once."""
     if isinstance(entry, dict) and not isinstance(entry["params"], torch.Tensor):
         return {**entry, "params": list(entry["params"])}
     return entry
 
 
 def _tensors(params: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Every tensor in a parameter list of any of torch's three forms."""
     for entry in params:
         if isinstance(entry, dict):
             group = entry["params"]

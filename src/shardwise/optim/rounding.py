@@ -1,12 +1,12 @@
-"""Rounding to bf16 without losing small updates: at random, or with the rest kept in a second number.
+"""Rounding to bf16 without losing small updates: stochastic rounding, or Kahan summation.
 
-A bf16 number has 8 significant bits: an update below 1/512 of a parameter disappears when the sum is rounded to
-nearest. *Stochastic* rounding goes up or down with probabilities that make the mean right (Croci et al., "Stochastic
-rounding: implementation, error analysis and applications", 2022). *Kahan* summation keeps the rest that did not fit
-in a second bf16 number (Zamirai et al., "Revisiting BFloat16 Training", 2020).
+A bf16 number has 8 significant bits: an update below 1/512 of a parameter disappears in rounding to nearest.
+*Stochastic* rounding goes up or down with probabilities that make the mean right (Croci et al., "Stochastic rounding:
+implementation, error analysis and applications", 2022). *Kahan* summation keeps the rounding error in a second bf16
+number (Zamirai et al., "Revisiting BFloat16 Training", 2020).
 
-Invariant: the random numbers of an element are a function of seed, step, tensor and position in the tensor. Neither
-sharding nor the number of ranks changes them, and there is no state to be saved.
+Invariant: the random number of an element is a function of seed, step, tensor and position in the tensor. Sharding and
+the number of ranks do not change it, and no RNG state is saved.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from collections.abc import Callable, Sequence
 import torch
 
 Origin = tuple[int, int, int, int]
-"""(number of a tensor, first element in the flattened tensor, first element in the run, count); both even."""
+"""(number of a tensor, first element in the flattened tensor, first element in the range, count); both even."""
 
 COMPENSATION = "compensation"
-"""Name of the state that holds the rest of each parameter that bf16 has cut off."""
+"""Name of the state that holds the rounding error of each bf16 parameter."""
 
 Scratch = Callable[[str, int, torch.dtype], torch.Tensor]
-"""Gives memory: (what for, elements, dtype) -> 1-D tensor of undefined content."""
+"""Allocates scratch memory: (purpose, elements, dtype) -> 1-D tensor of undefined content."""
 
 
 def _signed(value: int) -> int:
-    """Return the 32-bit integer with the same bits."""
     value &= 0xFFFFFFFF
     return value - (1 << 32) if value >> 31 else value
 
@@ -42,19 +41,11 @@ def key_of(*parts: int) -> int:
 def random_bits(
     numel: int, origins: Sequence[Origin], *, seed: int, step: int, stream: int, device: torch.device, scratch: Scratch
 ) -> torch.Tensor:
-    """Return a random 16-bit integer for each element of a run (int16, all values equally likely).
+    """Return a random 16-bit integer for each element of a range (int16, uniform), in memory of `scratch`.
 
-    A counter is mixed into a hash ("lowbias32" of Wellons' integer hash prospector, with a key added between its
-    rounds); each 32-bit hash serves two neighbouring elements.
-
-    Args:
-        numel: elements of the run.
-        origins: where they come from; what no origin names is padding, and gets any number.
-        seed: of the training run.
-        step: number of the step.
-        stream: number of the tensor among those that are rounded in the same step.
-        device: where the result lies.
-        scratch: gives the memory; the result is one of its tensors.
+    A counter is hashed ("lowbias32" of Wellons' integer hash prospector, with a key added between its rounds). Each
+    32-bit hash serves two adjacent elements. Elements without origin are padding. `stream` is the number of the tensor
+    among those rounded in the same step.
     """
     pairs = -(-numel // 2)
     x, shifted = scratch("bits", 2 * pairs, torch.int32).split(pairs)
@@ -65,7 +56,7 @@ def random_bits(
         first, last = offset // 2, -(-(offset + count) // 2)
         base = key_of(seed, step, stream, tensor) + start // 2 - first
         torch.add(shifted[first:last], _signed(base), out=x[first:last])
-    # Shifts of signed integers repeat the sign; the masks take that away.
+    # Right shifts of signed integers copy the sign bit; the masks clear it.
     x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(0xFFFF))
     x.mul_(_signed(0x7FEB352D))
     x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=shifted).bitwise_and_(0x1FFFF))
@@ -76,17 +67,13 @@ def random_bits(
 
 
 def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round fp32 values to bf16 numbers in place, up with a probability that is the part of a step they are above.
+    """Round fp32 values (1-D) to bf16 numbers in place: up with probability (value - lower) / (upper - lower).
 
-    Args:
-        values: 1-D fp32 tensor; afterwards each value is one that bf16 has.
-        noise: what `random_bits` gives for them.
-
-    What is not a number stays so; the carry would make 0 of a device's, whose bits are all ones.
+    NaN stays NaN, although the carry would turn the all-ones NaN of a GPU into 0.
 
     >>> values = torch.full((1000,), 1 + 1 / 512)  # a quarter of the way from 1 to the next bf16 number
-    >>> ask = lambda what, numel, dtype: torch.empty(numel, dtype=dtype)
-    >>> noise = random_bits(1000, [(0, 0, 0, 1000)], seed=0, step=1, stream=0, device=values.device, scratch=ask)
+    >>> new = lambda purpose, numel, dtype: torch.empty(numel, dtype=dtype)
+    >>> noise = random_bits(1000, [(0, 0, 0, 1000)], seed=0, step=1, stream=0, device=values.device, scratch=new)
     >>> sorted(set(round_stochastically(values, noise).tolist())), 200 < int((values > 1).sum()) < 300
     ([1.0, 1.0078125], True)
     """
@@ -96,10 +83,10 @@ def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Ten
 
 
 def compensated(values: torch.Tensor, compensation: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """Add to parameters (widened to fp32, in place) what their rounding has left out.
+    """Add rounding errors to parameters (widened to fp32, in place).
 
-    More than half a unit in the last place cannot have been left out: then another value has been written since,
-    and no more than that is taken over.
+    A rounding error is at most half a unit in the last place. A larger one shows that the parameter was written since;
+    it is clamped.
     """
     rest = scratch("rest", values.numel(), values.dtype).copy_(compensation)
     limit = torch.abs(values, out=scratch("limit", values.numel(), values.dtype)).mul_(2.0**-8)
@@ -111,7 +98,7 @@ def compensated(values: torch.Tensor, compensation: torch.Tensor, scratch: Scrat
 def round_compensated(
     values: torch.Tensor, parameters: torch.Tensor, compensation: torch.Tensor, scratch: Scratch
 ) -> None:
-    """Write fp32 values as the sum of a bf16 parameter and a bf16 compensation; `values` are used up."""
+    """Write fp32 values as the sum of a bf16 parameter and a bf16 compensation; overwrites `values`."""
     parameters.copy_(values)
     rest = values.sub_(scratch("rest", values.numel(), values.dtype).copy_(parameters))
     compensation.copy_(rest)

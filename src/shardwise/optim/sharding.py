@@ -1,14 +1,12 @@
-"""Which optimizers can step a part of a parameter, and which need it whole.
+"""Which optimizers can step a range of a parameter, and which need the unsharded tensor.
 
-A shard is a flat range of a parameter. An optimizer whose update of an element depends only on that
-element's own gradient, value and state gives, on ranges, exactly the numbers that it gives on whole
-tensors; ZeRO (Rajbhandari et al., 2020) rests on this. Others read the whole tensor: factored second
-moments (Adafactor), orthogonalised updates (Muon). Those get whole tensors, each owned by one rank. In
-between are optimizers that are elementwise but for norms of whole tensors (LAMB): they get ranges, and are
-given the norms.
+A shard is a flat range of a parameter. An elementwise optimizer, whose update of an element depends only on that
+element's gradient, value and state, gives the same numbers on ranges as on tensors (ZeRO; Rajbhandari et al., 2020).
+Others read the tensor: factored second moments (Adafactor), orthogonalised updates (Muon). Each of their tensors is
+owned by one rank. Optimizers that are elementwise except for norms (LAMB) get ranges and norms.
 
-Invariant: nothing is called elementwise unless this table or the class itself says so. A subclass may
-override the update in any way, so it does not inherit the property.
+Invariant: only this table or the class itself declares an optimizer elementwise. A subclass may override the update,
+and therefore does not inherit the declaration.
 """
 
 from __future__ import annotations
@@ -23,39 +21,39 @@ from shardwise.errors import ConfigError
 from shardwise.optim.comm_optimizer import CommOptimizer
 
 ATTRIBUTE = "shardwise_sharding"
-"""Name of the class attribute by which an optimizer class declares itself: the value of a `Sharding` but "refused"."""
+"""Name of the class attribute that declares the sharding of a class: a value of `Sharding` except "refused"."""
 
 GROUP_METHOD = "shardwise_group_sharding"
-"""Name of the method by which a "mixed" class says what it needs for a parameter group: another of these values."""
+"""Name of the method of a "mixed" class that returns the sharding of a parameter group."""
 
 COST_METHOD = "shardwise_cost"
-"""Name of the method by which a class may say what it costs to step a whole tensor of a shape: owners are balanced by
-it."""
+"""Name of the method that returns the cost to step a tensor of a shape; owners are balanced by it."""
 
 
 class Sharding(Enum):
-    """What an optimizer has to be given."""
+    """Form in which an optimizer gets parameters."""
 
     ELEMENTWISE = "elementwise"
-    """Flat ranges: the update of an element depends on that element's own gradient, value and state only.
-    Memory: each rank holds state for its ranges."""
+    """Flat ranges, elementwise. Each rank holds state for its ranges."""
 
     NORMS = "norms"
-    """Flat ranges, and norms of the tensors that these are parts of, in the attribute `shardwise_norms`
-    (`shardwise.precision.tensornorms.TensorNorms`). Memory: as elementwise."""
+    """Flat ranges, and norms of their unsharded tensors in the attribute `shardwise_norms`
+    (`shardwise.precision.tensornorms.TensorNorms`). Each rank holds state for its ranges.
+    """
 
     WHOLE = "whole"
-    """Whole tensors, each owned by one rank. Memory: a rank holds state for the tensors that it owns."""
+    """Unsharded tensors, each owned by one rank, which holds its state."""
 
     COMMUNICATES = "communicates"
-    """Flat memory of whole units, and gradients that it reduces itself (`shardwise.optim.comm_optimizer`).
-    Memory: as the class says."""
+    """Flat memory of units, and gradients that the optimizer reduces (`shardwise.optim.comm_optimizer`). The class
+    decides on its state.
+    """
 
     MIXED = "mixed"
-    """One of the above for each parameter group: the method `shardwise_group_sharding(group)` says which."""
+    """One of the above for each parameter group, by the method `shardwise_group_sharding(group)`."""
 
     REFUSED = "refused"
-    """Neither: the algorithm needs all parameters at once, or gradients of another kind."""
+    """Not shardable: the algorithm needs all parameters at once, or gradients of another kind."""
 
 
 _OF_GROUPS = (Sharding.ELEMENTWISE, Sharding.NORMS, Sharding.WHOLE)
@@ -75,7 +73,7 @@ _ELEMENTWISE = frozenset(
         torch.optim.SGD,
     }
 )
-"""What their state holds per tensor (step, eta, mu, mu_product) depends on step count and options only."""
+"""Their per-tensor states (step, eta, mu, mu_product) depend on step count and options only."""
 
 _WHOLE: dict[type, str] = {
     torch.optim.Adafactor: "Adafactor factors its second moment over rows and columns and scales by the tensor's norm",
@@ -90,9 +88,9 @@ _REFUSED: dict[type, str] = {
 
 
 def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
-    """Return what the optimizer has to be given, and the reason in words.
+    """Return the sharding of an optimizer, and the reason in words.
 
-    A class of one's own is declared by a class attribute:
+    A class attribute declares a class of one's own:
 
     >>> class Sign(torch.optim.SGD):
     ...     shardwise_sharding = "elementwise"
@@ -110,10 +108,10 @@ def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
         return Sharding.WHOLE, reason
     if reason := next((text for refused, text in _REFUSED.items() if isinstance(optimizer, refused)), None):
         return Sharding.REFUSED, reason
-    # Looked up in the class itself: a base class speaks for its own update only.
+    # Looked up in the class itself, because a base class declares its own update only.
     declared = vars(cls).get(ATTRIBUTE)
     if declared is None and getattr(cls, ATTRIBUTE, None) == Sharding.COMMUNICATES.value:
-        declared = Sharding.COMMUNICATES.value  # how its step gets gradients is no question of a single update
+        declared = Sharding.COMMUNICATES.value  # about gradients, not the update
     if declared is None:
         return Sharding.WHOLE, (
             f"{name} does not say how it may be split, so it gets whole tensors; if each element's update "
@@ -129,10 +127,8 @@ def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
 
 
 def group_shardings(optimizer: torch.optim.Optimizer) -> list[Sharding]:
-    """Return what the optimizer has to be given for each of its parameter groups.
-
-    Raises:
-        ConfigError: the optimizer cannot be sharded, or does not say how.
+    """Return the sharding of each parameter group. Raises ConfigError if the optimizer cannot be sharded, or does not
+    declare how.
 
     >>> group_shardings(torch.optim.SGD([torch.zeros(2)]))
     [<Sharding.ELEMENTWISE: 'elementwise'>]

@@ -1,8 +1,7 @@
-"""What the entries of an optimizer's state are.
+"""Kinds of optimizer state.
 
-The state of an elementwise optimizer is a dictionary of two kinds of entries: tensors with one value per
-element of the parameter (moments), which are cut like the parameter, and values for the tensor as a whole
-(step counts), which every range needs in a copy of its own, because optimizers advance them in place.
+A state entry is a tensor with one value per element (a moment), sharded like the parameter, or a value per tensor (a
+step count). Every range has its own copy of the latter, because optimizers advance it in place.
 """
 
 from __future__ import annotations
@@ -12,18 +11,13 @@ from typing import Any
 import torch
 
 _TENSOR_WIDE = frozenset({"step", "eta", "mu", "mu_product"})
-"""Names under which torch.optim keeps one value per tensor.
-
-They tell a step count from the moment of a parameter that has a single element."""
+"""torch.optim's names of values per tensor: they separate the step count of a one-element parameter from its moment."""
 
 
 def is_elementwise_state(value: Any, numel: int, name: str = "") -> bool:
-    """Return whether a state entry has one value per element of a parameter of `numel` elements.
+    """Return True if a state entry has one value per element of a parameter of `numel` elements.
 
-    Args:
-        value: the entry.
-        numel: number of elements of the parameter.
-        name: key of the entry; it decides only where `numel` is 1, since both kinds have one element there.
+    The entry's name decides only if `numel` is 1, because both kinds have one element then.
 
     >>> is_elementwise_state(torch.zeros(2, 3), 6), is_elementwise_state(torch.tensor(4.0), 6)
     (True, False)

@@ -25,7 +25,7 @@ class Origin:
             between calls. "own_gradient": a parameter's gradient, while all gradients between modules were finite.
         module: its name in the model; "" is the model itself, None is outside of the model.
         parameter: its name, for "parameter" and "own_gradient".
-        beside: for code: the module that received or produced the value.
+        other_module: for code: the module that received or produced the value.
         ranks: ranks with such values.
         micro_batch: number of the micro-batch in its accumulation window.
         line: `file:line` of the module's call.
@@ -37,7 +37,7 @@ class Origin:
     module: str | None
     of_class: str = ""
     parameter: str | None = None
-    beside: str | None = None
+    other_module: str | None = None
     kind: Literal["NaN", "infinite"] = "NaN"
     ranks: tuple[int, ...] = ()
     micro_batch: int | None = None
@@ -57,7 +57,7 @@ finite ones, of which the largest was 3.5
         return f"It began in the {self.phase} pass{which} on {who}: {self._words()}{line}"
 
     def _words(self) -> str:
-        kind, module, beside = self.kind, self.named, repr(self.beside)
+        kind, module, other_module = self.kind, self.named, repr(self.other_module)
         largest = "" if self.largest is None else f", of which the largest was {self.largest:.4g}"
         if self.what == "batch":
             return f"the inputs of the model were {kind}"
@@ -66,7 +66,7 @@ finite ones, of which the largest was 3.5
         if self.what == "output":
             return f"{module} made {kind} values of finite ones{largest}"
         if self.what == "code":
-            return f"the code of {module} made {kind} values, and passed them to {beside}"
+            return f"the code of {module} made {kind} values, and passed them to {other_module}"
         if self.what == "loss":
             return f"the outputs of the model were finite, and the loss was {kind}"
         if self.what == "loss_gradient":
@@ -74,7 +74,7 @@ finite ones, of which the largest was 3.5
         if self.what == "input_gradient":
             return f"{module} made {kind} gradients of finite ones{largest}"
         if self.what == "code_gradient":
-            return f"the code of {module} made {kind} gradients, that of the output of {beside} first"
+            return f"the code of {module} made {kind} gradients, that of the output of {other_module} first"
         return f"{module} made the gradient of its parameter {self.parameter!r} {kind}; what it handed on was finite"
 
     @property

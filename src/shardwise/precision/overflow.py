@@ -71,13 +71,13 @@ class Extent:
         following = names[places[-1] + 1] if places[-1] + 1 < len(names) else None
         return cls(len(places), len(names), names[places[-1]], following)
 
-    def told(self, phase: Phase) -> str:
+    def describe(self, phase: Phase) -> str:
         """Return a sentence for a message. In a backward pass NaN spreads from the last parameters to the first.
 
-        >>> print(Extent(3, 8, "layers.1.bias", "layers.2.weight").told("backward"))
+        >>> print(Extent(3, 8, "layers.1.bias", "layers.2.weight").describe("backward"))
         3 of 8 parameters have such gradients, the last 'layers.1.bias'; that of the next, 'layers.2.weight', is \
 finite, so in the order of the model it began between them
-        >>> print(Extent(8, 8, "head.bias", None).told("backward"))
+        >>> print(Extent(8, 8, "head.bias", None).describe("backward"))
         All 8 parameters have such gradients, so it began behind 'head.bias', or there
         """
         if self.count == self.total:
@@ -136,7 +136,7 @@ elements 2 are infinite and 1 NaN; the largest other is 0.5 (128 with the loss s
         """
         if self.origin is not None:
             return f"{self._words()}. {self.origin}"
-        where = "" if self.extent is None else f". {self.extent.told(self.phase)}"
+        where = "" if self.extent is None else f". {self.extent.describe(self.phase)}"
         later = (
             f". Modules are watched for {self.watched_for} steps from now on: module and line are named when it recurs "
             '("anomaly_watch": {"trace": "always"} names the first, too)'

@@ -96,7 +96,7 @@ class TensorNorms:
             overwrites=overwrites,
         )
 
-    def alone(self, groups: Sequence[Mapping[str, Any]]) -> TensorNorms:
+    def single_rank(self, groups: Sequence[Mapping[str, Any]]) -> TensorNorms:
         """Return norms of other, unsharded parameters for a trial step."""
         return TensorNorms.local(groups, overwrites=self.overwrites)
 

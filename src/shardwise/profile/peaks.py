@@ -11,7 +11,7 @@ class Peak(NamedTuple):
     """Peak throughput in 10^12 FLOPs a second, and a label with device and number type."""
 
     tflops: float
-    said: str
+    name: str
 
 
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
@@ -38,7 +38,7 @@ def peak_of(name: str, dtype: torch.dtype) -> Peak | None:
 
     Example:
         >>> peak_of("NVIDIA H100 80GB HBM3", torch.bfloat16)
-        Peak(tflops=989.0, said='H100, 16-bit')
+        Peak(tflops=989.0, name='H100, 16-bit')
         >>> peak_of("Some CPU", torch.float32)
     """
     kind = "16-bit" if dtype.itemsize == 2 else "FP32" if torch.get_float32_matmul_precision() == "highest" else "TF32"

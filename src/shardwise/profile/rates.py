@@ -93,6 +93,6 @@ class Rates:
             rates.append(f"{speed:.4g} TFLOP/s on each device")
             if self._peak is not None:
                 share = speed / self._peak.tflops
-                rates.append(f"MFU {share:.1%} of {self._peak.tflops:g} TFLOP/s ({self._peak.said})")
+                rates.append(f"MFU {share:.1%} of {self._peak.tflops:g} TFLOP/s ({self._peak.name})")
         self.restart()
         return ", ".join(rates)

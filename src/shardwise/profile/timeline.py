@@ -204,20 +204,20 @@ class Recorder(Listener, Watcher):
             later: offset at the end, if measured.
         """
 
-        def told(instant: Instant) -> float:
+        def microseconds(instant: Instant) -> float:
             here = self._on_host(instant)
             return 1e6 * (here + between(clock, later, here))
 
-        found = [self._of_span(span, told) for span in self._spans]
+        found = [self._of_span(span, microseconds) for span in self._spans]
         found += [
-            self._of_record(record, step, opened, members, told)
+            self._of_record(record, step, opened, members, microseconds)
             for record, step, opened in self._records.values()
             if record.finished is not None and record.sequence in self._ends and record.label != LABEL
         ]
         if self.cuda:
             _blame_streams(found)
-        found += self._other_waits(told)
-        found += _idle(found, told(self.begun), told(self.ended))
+        found += self._other_waits(microseconds)
+        found += _idle(found, microseconds(self.begun), microseconds(self.ended))
         for event in found:
             event["pid"] = rank
         names = _lay_out(found)
@@ -226,7 +226,7 @@ class Recorder(Listener, Watcher):
                 "name": "memory",
                 "cat": "memory",
                 "ph": "C",
-                "ts": round(told(at), 3),
+                "ts": round(microseconds(at), 3),
                 "pid": rank,
                 "tid": 0,
                 "args": {name: size for name, size in sizes.items() if size},
@@ -246,15 +246,15 @@ class Recorder(Listener, Watcher):
             (end - start) / whole if whole > 0 else 1.0
         )  # corrects the drift between host and device clocks
 
-    def _of_span(self, span: Span, told: Callable[[Instant], float]) -> Event:
+    def _of_span(self, span: Span, microseconds: Callable[[Instant], float]) -> Event:
         args = {"unit": span.unit, "bytes": span.size or self.sizes.get(span.unit, 0), "line": span.line}
-        begun = told(span.begun)
+        begun = microseconds(span.begun)
         return {
             "name": f"{_SHOWN.get(span.what, span.what)} {span.unit}".rstrip(),
             "cat": CATEGORIES.get(span.what, "compute"),
             "ph": "X",
             "ts": begun,
-            "dur": max(0.0, told(span.ended) - begun),
+            "dur": max(0.0, microseconds(span.ended) - begun),
             "tid": FLIGHTS_TRACK[0] if span.flight else 0,
             "args": {**args, "what": span.what, "step": span.step},
         }
@@ -265,11 +265,11 @@ class Recorder(Listener, Watcher):
         step: int,
         opened: Instant,
         members: Mapping[str, Sequence[int]],
-        told: Callable[[Instant], float],
+        microseconds: Callable[[Instant], float],
     ) -> Event:
         assert record.finished is not None
-        begun = told(opened if self.cuda else record.launched)
-        ended = told(self._ends[record.sequence] if self.cuda else record.finished)
+        begun = microseconds(opened if self.cuda else record.launched)
+        ended = microseconds(self._ends[record.sequence] if self.cuda else record.finished)
         args = {
             "unit": record.label,
             "bytes": record.size,
@@ -294,13 +294,13 @@ class Recorder(Listener, Watcher):
             "args": args,
         }
 
-    def _other_waits(self, told: Callable[[Instant], float]) -> list[Event]:
+    def _other_waits(self, microseconds: Callable[[Instant], float]) -> list[Event]:
         """Return host waits in collectives without a range: norms, agreements."""
         found = []
         for record, step, _ in self._records.values():
             other = category_of(record.kind) == "collective" and record.label != LABEL
             if other and record.finished is not None and record.waited:
-                begun = told(record.finished - record.waited)
+                begun = microseconds(record.finished - record.waited)
                 args = {"unit": record.label, "bytes": record.size, "line": record.line}
                 found.append(
                     {
@@ -308,7 +308,7 @@ class Recorder(Listener, Watcher):
                         "cat": "wait",
                         "ph": "X",
                         "ts": begun,
-                        "dur": max(0.0, told(record.finished) - begun),
+                        "dur": max(0.0, microseconds(record.finished) - begun),
                         "tid": 0,
                         "args": {**args, "what": "wait for collective", "step": step},
                     }
@@ -381,12 +381,15 @@ def _lay_out(events: list[Event]) -> dict[int, str]:
 
 def _named(rank: int, host: str, tracks: Mapping[int, str]) -> list[Event]:
 
-    def said(name: str, tid: int, /, **args: Any) -> Event:
+    def metadata(name: str, tid: int, /, **args: Any) -> Event:
         return {"name": name, "ph": "M", "pid": rank, "tid": tid, "args": args}
 
-    found = [said("process_name", 0, name=f"rank {rank} on {host}"), said("process_sort_index", 0, sort_index=rank)]
+    found = [
+        metadata("process_name", 0, name=f"rank {rank} on {host}"),
+        metadata("process_sort_index", 0, sort_index=rank),
+    ]
     for tid, name in sorted(tracks.items()):
-        found += [said("thread_name", tid, name=name), said("thread_sort_index", tid, sort_index=tid)]
+        found += [metadata("thread_name", tid, name=name), metadata("thread_sort_index", tid, sort_index=tid)]
     return found
 
 

@@ -137,11 +137,11 @@ class SynchronizedWallClockTimer:
             UsageError: the divisor is not above 0.
         """
         found = self.get_mean(names, normalizer, reset, mean=False)
-        told = " | ".join(f"{name}: {value:.2f}" for name, value in found.items())
+        text = " | ".join(f"{name}: {value:.2f}" for name, value in found.items())
         if memory_breakdown and _on_cuda():
             used, most = torch.cuda.memory_allocated() / 1e9, torch.cuda.max_memory_allocated() / 1e9
-            told += f" | memory (GB): {used:.2f}, at most {most:.2f}"
-        log_dist(f"time (ms) | {told}", ranks or [0])
+            text += f" | memory (GB): {used:.2f}, at most {most:.2f}"
+        log_dist(f"time (ms) | {text}", ranks or [0])
 
     def get_mean(
         self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True, *, mean: bool = True
@@ -230,8 +230,8 @@ class ThroughputTimer:
         self.total_elapsed_time = self.step_elapsed_time = 0.0
         self.started = False
         self._begun = 0.0
-        self._counted = self._told_step = 0
-        self._told_time = 0.0
+        self._counted = self._logged_step = 0
+        self._logged_time = 0.0
 
     def update_epoch_count(self) -> None:
         """Count the end of an epoch."""
@@ -271,17 +271,17 @@ class ThroughputTimer:
             return
         self.global_step_count += 1
         due = self.steps_per_output and self.global_step_count % self.steps_per_output == 0
-        if report_speed and due and self._counted > self._told_step:
-            steps, seconds = self._counted - self._told_step, self.total_elapsed_time - self._told_time
+        if report_speed and due and self._counted > self._logged_step:
+            steps, seconds = self._counted - self._logged_step, self.total_elapsed_time - self._logged_time
             now_speed = steps * self.batch_size / max(seconds, TIME_EPSILON)
-            told = (
+            text = (
                 f"epoch={self.epoch_count} micro_step={self.micro_step_count} step={self.global_step_count} "
                 f"samples/s={now_speed:.4g}, since the beginning {self.avg_samples_per_sec():.4g}"
             )
             if self.monitor_memory and _on_cuda():
-                told += f", memory (GB) {torch.cuda.memory_allocated() / 1e9:.2f}"
-            self.logging(told)
-            self._told_step, self._told_time = self._counted, self.total_elapsed_time
+                text += f", memory (GB) {torch.cuda.memory_allocated() / 1e9:.2f}"
+            self.logging(text)
+            self._logged_step, self._logged_time = self._counted, self.total_elapsed_time
         self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:

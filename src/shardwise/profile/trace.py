@@ -102,8 +102,8 @@ def _checked(file: Path) -> Timeline:
                     raise ValueError(f"{event['name']!r} is no event of a timeline")
         return Timeline(int(about["rank"]), str(about["host"]), about, events)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        said = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise TimelineError(f"{file}: this is not a timeline that shardwise has written: {said}") from None
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise TimelineError(f"{file}: this is not a timeline that shardwise has written: {reason}") from None
 
 
 def merge(timelines: Sequence[Timeline]) -> list[Event]:

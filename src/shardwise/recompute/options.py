@@ -55,8 +55,8 @@ def configure(
         "profile": profile,
         "partition_activations": partition_activations,
     }
-    told = {name: bool(value) for name, value in given.items() if value is not None}
-    set_script(replace(Settings.of(section), **told), mpu_)
+    flags = {name: bool(value) for name, value in given.items() if value is not None}
+    set_script(replace(Settings.of(section), **flags), mpu_)
     _configured = True
 
 

@@ -42,11 +42,11 @@ class _Divided:
 
     def __init__(self, group: TensorGroup, outer: Any) -> None:
         self._group, self._outer = group, outer
-        self._asked = getattr(outer[0], "__self__", None) if outer is not None else None
+        self._owner = getattr(outer[0], "__self__", None) if outer is not None else None
 
     def lets_go(self, tensor: torch.Tensor) -> bool:
         """Return True if an inner pair of hooks may keep the tensor itself."""
-        return self._asked is None or bool(self._asked.lets_go(tensor))
+        return self._owner is None or bool(self._owner.lets_go(tensor))
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -80,11 +80,11 @@ class _Divided:
         if self._group.compared >= _COMPARED or not has_values(tensor):
             return
         self._group.compared += 1
-        told = self._group.comm.exchange(fingerprint(tensor), "partition_activations")
-        if any(other != told[0] for other in told):
+        fingerprints = self._group.comm.exchange(fingerprint(tensor), "partition_activations")
+        if any(other != fingerprints[0] for other in fingerprints):
             raise DesyncError(
                 f"partition_activations: an input of a checkpointed function, of shape {list(tensor.shape)}, differs "
-                f"over ranks {self._group.comm.members}, which have one copy of the model among them: {told}. Switch "
+                f"over ranks {self._group.comm.members}, a tensor-parallel group: {fingerprints}. Switch "
                 "partition_activations off where these ranks have tokens, or parts of a layer, of their own there"
             )
 

@@ -18,7 +18,7 @@ from shardwise.recompute.settings import unit_of_script
 MODEL_PARALLEL = "model-parallel-rng"
 """Name of the rank-specific state."""
 
-_APART = 2718
+_SEED_OFFSET = 2718
 """Offset between the common seed and the rank-specific seeds, as in Megatron."""
 
 
@@ -118,7 +118,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     """
     _TRACKER.reset()
     _seed(seed)
-    _TRACKER.add(MODEL_PARALLEL, seed + _APART + _place())
+    _TRACKER.add(MODEL_PARALLEL, seed + _SEED_OFFSET + _place())
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:

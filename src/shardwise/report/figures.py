@@ -48,12 +48,12 @@ class Figure:
 
     Attributes:
         name: identifier in the page.
-        said: caption.
+        caption: caption.
     """
 
     name: str
     title: str
-    said: str
+    caption: str
     data: list[Spec]
     layout: Spec
     height: int = 320
@@ -131,18 +131,18 @@ def loss(summary: Summary) -> Figure | None:
         return None
     over = max(2, len(points) // 20)
     data = [_line("lr", x, rates, "@c2", yaxis="y2", showlegend=False)]
-    said = f"Learning rate of the first parameter group.{_together(summary)}"
+    caption = f"Learning rate of the first parameter group.{_together(summary)}"
     if any(value is not None for value in losses):
         data = [
             _line("loss", x, losses, "@c1", opacity=0.4, line={"width": 1}),
             _line(f"mean of {over}", x, smoothed(losses, over), "@c1"),
             *data,
         ]
-        said = f"Loss in the mean over ranks; the thick line is a mean of {over} points. {said}"
+        caption = f"Loss in the mean over ranks; the thick line is a mean of {over} points. {caption}"
     return Figure(
         "loss",
         "Loss and learning rate",
-        said,
+        caption,
         data,
         _layout(("loss", {}), ("lr", {"tickformat": ".1e", "rangemode": "tozero", "nticks": 4}), shares=(3, 1)),
         420,
@@ -169,16 +169,16 @@ def speed(summary: Summary) -> Figure | None:
     data.append(_line("step time", x, [point.seconds for point in points], "@ink", yaxis="y2", line={"width": 1.5}))
     usual = sorted(point.seconds or 0.0 for point in points)[min(len(points) - 1, int(0.98 * len(points)))]
     range_of = {"range": [0, 1.3 * usual]} if max(point.seconds or 0.0 for point in points) > 2 * usual else {}
-    said = (
+    caption = (
         f"Above, {what} of all ranks in a second. Below, seconds of a step: the line is the slowest rank's from the "
         "end of one step to the end of the next"
     )
     if parts:
-        said += ", the areas are its parts in the mean over ranks; what is between is data, and the rest of the script"
+        caption += ", the areas are its parts in the mean over ranks; the gap is data, and the rest of the script"
     return Figure(
         "speed",
         "Throughput and step time",
-        f"{said}.{_together(summary)}",
+        f"{caption}.{_together(summary)}",
         data,
         _layout(
             (f"{what}/s", {"rangemode": "tozero"}), ("seconds", {"rangemode": "tozero", **range_of}), shares=(1, 1.4)
@@ -207,15 +207,15 @@ def gradients(summary: Summary) -> Figure | None:
     if not panels:
         return None
     bad = sum(value is not None and not math.isfinite(value) for value in norms)
-    said = "Norm of all gradients before clipping" + (", and the loss scale" if len(panels) > 1 else "") + "."
+    caption = "Norm of all gradients before clipping" + (", and the loss scale" if len(panels) > 1 else "") + "."
     if bad:
-        said += f" At {bad} point{'s' * (bad > 1)} the norm is not finite, and not drawn."
+        caption += f" At {bad} point{'s' * (bad > 1)} the norm is not finite, and not drawn."
     skipped = max((rank.whole.skipped for rank in summary.ranks), default=0)
     if skipped:
-        said += f" {skipped} step{'s' * (skipped > 1)} skipped."
+        caption += f" {skipped} step{'s' * (skipped > 1)} skipped."
     layout = _layout(*panels, shares=[2, 1][: len(panels)])
     title = "Gradient norm and loss scale" if len(panels) > 1 else panels[0][0].replace("norm", "gradient norm")
-    return Figure("gradients", title[:1].upper() + title[1:], said + _together(summary), data, layout)
+    return Figure("gradients", title[:1].upper() + title[1:], caption + _together(summary), data, layout)
 
 
 def memory(summary: Summary) -> Figure | None:
@@ -237,14 +237,14 @@ def memory(summary: Summary) -> Figure | None:
     if not names:
         data.append(_line("held", x, [each.peak / size for _, each in held], "@c1"))
     data += _levels(x, size, {"planned": plan, "limit": limit if limit and limit < 3 * most else None})
-    said = (
+    caption = (
         f"What rank {rank.number} held on its device when it held most in a step: at most {in_bytes(most)}"
         + (f", planned {in_bytes(plan)}" if plan else "")
         + (f", limit {in_bytes(limit)}" if limit else "")
         + ". Activations are counted under track_activations only."
     )
     axis = {"rangemode": "tozero"}
-    return Figure("memory", "Memory by category", said + _together(summary), data, _layout((unit, axis)), 380)
+    return Figure("memory", "Memory by category", caption + _together(summary), data, _layout((unit, axis)), 380)
 
 
 def tiers(summary: Summary) -> Figure | None:
@@ -270,12 +270,12 @@ def tiers(summary: Summary) -> Figure | None:
     resident = [row.resident / size or None for _, row in rows]
     if any(resident):
         data.append(_line("process", x, resident, "@soft"))
-    said = (
+    caption = (
         f"Rank {rank.number}: most that each tier held in a step, what was planned for it, and the resident size of "
         "the process, in which are also Python, torch and data."
     )
     return Figure(
-        "tiers", "Memory by tier", said + _together(summary), data, _layout((unit, {"rangemode": "tozero"})), 340
+        "tiers", "Memory by tier", caption + _together(summary), data, _layout((unit, {"rangemode": "tozero"})), 340
     )
 
 
@@ -293,7 +293,7 @@ def _levels(x: Sequence[int], size: int, levels: Mapping[str, float | None]) -> 
 
 
 def _bars(
-    name: str, title: str, said: str, panels: Sequence[tuple[str, Mapping[str, float], Callable[[float], str]]]
+    name: str, title: str, caption: str, panels: Sequence[tuple[str, Mapping[str, float], Callable[[float], str]]]
 ) -> Figure:
     names = list(panels[0][1])[::-1]
     labels = [shown(one, 26) for one in names]
@@ -327,7 +327,7 @@ def _bars(
             "nticks": 4,
             "showticklabels": False,
         }
-    return Figure(name, title, said, data, layout, 90 + _ROW * max(2, len(names)) + 10 * len(names))
+    return Figure(name, title, caption, data, layout, 90 + _ROW * max(2, len(names)) + 10 * len(names))
 
 
 def communication(summary: Summary) -> Figure | None:
@@ -338,13 +338,13 @@ def communication(summary: Summary) -> Figure | None:
     ordered = dict(sorted(found.items(), key=lambda item: item[1][2], reverse=True)[:12])
     ranks = len(summary.ranks)
     who = f"{ranks} ranks together" if ranks > 1 else "one rank"
-    said = f"All steps, {who}. Sent is what goes on the wire; waited is how long the host stood still for results."
+    caption = f"All steps, {who}. Sent is what goes on the wire; waited is how long the host stood still for results."
     if summary.run.about.get("waits_on_host") is False:
-        said += " With NCCL the device waits, not the host: see the timeline."
+        caption += " With NCCL the device waits, not the host: see the timeline."
     return _bars(
         "communication",
         "Communication by operation",
-        said,
+        caption,
         (
             ("sent", {op: values[2] for op, values in ordered.items()}, in_bytes),
             ("waited", {op: values[3] for op, values in ordered.items()}, in_seconds),
@@ -359,12 +359,12 @@ def units(summary: Summary) -> Figure | None:
         return None
     steps = sum(rank.steady.steps for rank in summary.ranks)
     each = {name: seconds / steps for name, seconds in found.items()}
-    said = (
+    caption = (
         "Seconds of a step that a rank waited for collectives, by what they moved: parameters or gradients of a unit, "
         "the norm (gradient_norm), times of day (clocks). A mean without the first row; each row of the log has the "
         "eight longest."
     )
-    return _bars("units", "Longest waits", said, (("waited in a step", each, in_seconds),))
+    return _bars("units", "Longest waits", caption, (("waited in a step", each, in_seconds),))
 
 
 def window(spans: Sequence[Span]) -> list[Span]:
@@ -405,12 +405,12 @@ def timeline(summary: Summary) -> Figure | None:
                 }
             )
     left = len(summary.run.spans) - len(spans)
-    said = "What each rank did at each time."
+    caption = "What each rank did at each time."
     if left:
-        said += f" {left:,} parts before and after are left out; the file has all (open it in ui.perfetto.dev)."
+        caption += f" {left:,} parts before and after are left out; the file has all (open it in ui.perfetto.dev)."
     layout = {
         "barmode": "overlay",
         "xaxis": {"title": {"text": "milliseconds"}, "rangemode": "nonnegative"},
         "yaxis": {"tickvals": list(range(len(lanes))), "ticktext": labels, **_LANES},
     }
-    return Figure("timeline", "Timeline", said, data, layout, 130 + 26 * max(2, len(lanes)))
+    return Figure("timeline", "Timeline", caption, data, layout, 130 + 26 * max(2, len(lanes)))

@@ -122,16 +122,16 @@ def _sections(summary: Summary, drawn: Mapping[str, Figure]) -> Iterable[str]:
         )
     yield from _warnings(run.events, _configured(run))
     box = {name: _figure(figure) for name, figure in drawn.items()}
-    yield _beside(box.get("loss", ""), box.get("speed", ""))
-    yield _beside(box.get("memory", ""), box.get("tiers", ""))
+    yield _two_columns(box.get("loss", ""), box.get("speed", ""))
+    yield _two_columns(box.get("memory", ""), box.get("tiers", ""))
     yield _memory_table(summary)
-    yield _beside(box.get("communication", "") + _ranks_table(summary), box.get("units", ""))
+    yield _two_columns(box.get("communication", "") + _ranks_table(summary), box.get("units", ""))
     yield box.get("gradients", "")
     yield box.get("timeline", "")
     yield from _configuration(run)
 
 
-def _beside(left: str, right: str) -> str:
+def _two_columns(left: str, right: str) -> str:
     return f"<div class='pair'><div>{left}</div><div>{right}</div></div>\n" if left and right else left or right
 
 
@@ -140,8 +140,8 @@ def _figure(figure: Figure) -> str:
     return (
         f"<section aria-labelledby='{name}'><h2 id='{name}'>{escape(figure.title)}</h2><figure>"
         f"<div class='chart' id='chart-{figure.name}' style='height:{figure.height}px' role='img' "
-        f"aria-labelledby='{name}' aria-describedby='said-{figure.name}'></div>"
-        f"<figcaption id='said-{figure.name}'>{escape(figure.said)}</figcaption></figure></section>\n"
+        f"aria-labelledby='{name}' aria-describedby='caption-{figure.name}'></div>"
+        f"<figcaption id='caption-{figure.name}'>{escape(figure.caption)}</figcaption></figure></section>\n"
     )
 
 
@@ -185,8 +185,8 @@ def _period(summary: Summary) -> str:
     ended = max((rank.whole.time for rank in summary.ranks), default=0.0)
     if not begun or not 0 < begun < 1e11:
         return ""
-    said = time.strftime("%Y-%m-%d %H:%M", time.localtime(begun))
-    return f"{said}, {in_seconds(ended - begun)}" if ended > begun else said
+    caption = time.strftime("%Y-%m-%d %H:%M", time.localtime(begun))
+    return f"{caption}, {in_seconds(ended - begun)}" if ended > begun else caption
 
 
 def _tiles(summary: Summary) -> Iterable[tuple[str, str, str]]:
@@ -268,7 +268,7 @@ def _of_listed(count: int) -> str:
 def _kind(kind: str, event: Event, all_of_it: Sequence[Event]) -> str:
     ranks = sorted({one["rank"] for one in all_of_it if isinstance(one.get("rank"), int)})
     steps = [one["step"] for one in all_of_it if isinstance(one.get("step"), int)]
-    said = [
+    caption = [
         f"{len(all_of_it)} times" if len(all_of_it) > 1 else "",
         (f"steps {min(steps)} to {max(steps)}" if len(set(steps)) > 1 else f"step {steps[0]}") if steps else "",
         f"rank{'s' * (len(ranks) > 1)} {_some(ranks)}" if ranks else "",
@@ -277,7 +277,7 @@ def _kind(kind: str, event: Event, all_of_it: Sequence[Event]) -> str:
     advice = _text(event.get("advice"))
     return (
         f"<li{bad}><div class='head'><b>{escape(kind.replace('_', ' '))}</b>"
-        f"<span>{escape(', '.join(part for part in said if part))}</span></div>"
+        f"<span>{escape(', '.join(part for part in caption if part))}</span></div>"
         f"<p>{escape(_text(event.get('text')))}</p>"
         + (f"<p class='advice'>{escape(advice)}</p>" if advice else "")
         + "</li>"
@@ -350,14 +350,14 @@ def _memory_table(summary: Summary) -> str:
             [f"on {tier}, at most", in_bytes(tiers.get(tier)), in_bytes(peak), _beyond({tier: peak}, tiers, tier)]
         )
     table = _table("Memory against plan", ("", "planned", "measured", "difference"), rows, total=True)
-    said = (
+    caption = (
         f"Most that rank {rank.number} held at once in each category, which need not be at the same moment."
         + ("" if planned else " There is no plan: run_log.plan is off, or the plan could not be made.")
         + _moved(rank)
     )
     return (
         "<section aria-labelledby='against'><h2 id='against'>Memory against plan</h2>"
-        f"{table}<p class='after'>{escape(said)}</p></section>\n"
+        f"{table}<p class='after'>{escape(caption)}</p></section>\n"
     )
 
 
@@ -398,17 +398,17 @@ def _ranks_table(summary: Summary) -> str:
         )
     columns = ("rank", "step", "waits", "share", "was last", "device", "process")
     verdict = _verdict(known) if on_host and len(known) > 1 else ""
-    said = (
+    caption = (
         "Sorted by who waits least: the others wait for that one. Was last: at how many points it waited least of all. "
         "Times are of a step in the mean, without the first."
     )
     if not on_host:
-        said += " With NCCL the device waits, not the host, so waiting is not seen here: see the timeline."
+        caption += " With NCCL the device waits, not the host, so waiting is not seen here: see the timeline."
     return (
         "<section aria-labelledby='ranks'><h2 id='ranks'>Ranks</h2>"
         + (f"<p>{escape(verdict)}</p>" if verdict else "")
         + _table("Ranks", columns, rows)
-        + f"<p class='after'>{escape(said)}</p></section>\n"
+        + f"<p class='after'>{escape(caption)}</p></section>\n"
     )
 
 

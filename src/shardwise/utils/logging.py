@@ -29,7 +29,7 @@ def log_dist(message: str, ranks: list[int] | None = None, level: int = logging.
     Args:
         message: text.
         ranks: ranks that log; [-1] means every rank. None or empty: rank 0 before `torch.distributed` is initialised,
-            nobody afterwards.
+            no rank afterwards.
         level: of the `logging` module.
     """
     import torch.distributed as dist

@@ -221,11 +221,11 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
     Args:
         checkpoint_dir: the checkpoint itself, `<save_dir>/<tag>`.
-        zero_stage: the stage it was saved with, as `get_optim_files` gives it; not asked of DeepSpeed's.
+        zero_stage: the stage at saving, from `get_optim_files`; not needed for DeepSpeed's.
 
     Returns:
-        For a checkpoint of DeepSpeed a path. For one of ours a `StateFile` with the client state, beside it
-        `global_steps`, `skipped_steps`, `dp_world_size` and `mp_world_size`, and no weights: for these there is
+        For a checkpoint of DeepSpeed a path. For one of ours a `StateFile` with the client state,
+        `global_steps`, `skipped_steps`, `dp_world_size` and `mp_world_size`, and no weights: for these use
         `get_fp32_state_dict_from_zero_checkpoint`.
 
     Raises:
@@ -254,7 +254,7 @@ def _stage(path: str, found: Manifest) -> int:
     if not isinstance(stage, int):
         raise CheckpointError(
             f"{path}: does not say with which ZeRO stage it was saved (layout.stage in its manifest is {stage!r}). "
-            "`shardwise export` writes its weights without being told"
+            "`shardwise export` writes its weights without a stage"
         )
     return stage
 

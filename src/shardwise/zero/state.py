@@ -129,7 +129,7 @@ class ShardedState:
         self._model.take_changes()
         runs = {}
         for index, (section, own) in self._own_pieces().items():
-            with self.shown(index):
+            with self.materialized(index):
                 if section.layout.trainable and self._model.update is not None:
                     runs[index] = self._model.update.master_pieces(index)
                 else:
@@ -146,7 +146,7 @@ class ShardedState:
         owned = self._model.update is not None and self._model.section_of(tensor.index).layout.cut
         return None if owned else tensor.box
 
-    def saved_ranges(self) -> dict[int, list[tuple[int, int]]]:
+    def owned_ranges(self) -> dict[int, list[tuple[int, int]]]:
         """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
         ranges: dict[int, list[tuple[int, int]]] = {}
         for index, (section, own) in self._own_pieces().items():
@@ -275,13 +275,13 @@ class ShardedState:
             self.let_go(gathered)
 
     @property
-    def away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether anything has to be lent before it can be read."""
         return any(section.away for unit in self._model.units for section in unit.sections) or bool(
             self._model.owners is not None and self._model.owners.borrowing()
         )
 
-    def bring(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
+    def fetch(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
         """Read values that may live elsewhere, in their order, some of them at a time; the next are on their way then.
 
         Args:
@@ -301,9 +301,9 @@ class ShardedState:
                 groups[-1][1].append((lender, False))
         in_turn(groups, use)
 
-    def lent_in_turn(self) -> Iterator[Collection[int]]:
+    def iter_resident(self) -> Iterator[Collection[int]]:
         """Yield the parameters, some at a time, of which everything is on the device meanwhile and may be written."""
-        if not self.away or (self._model.owners is not None and self._model.owners.borrowing()):
+        if not self.is_offloaded or (self._model.owners is not None and self._model.owners.borrowing()):
             with self.lent():  # tensors that are stepped whole are lent together
                 yield range(len(self._model.registry))
             return
@@ -330,7 +330,7 @@ class ShardedState:
         return borrowed([(loans, written and writes) for loans, writes in wanted])
 
     @contextlib.contextmanager
-    def shown(self, index: int) -> Iterator[None]:
+    def materialized(self, index: int) -> Iterator[None]:
         """Let views be made of a parameter's values and state inside of the block, without there being any values."""
         with contextlib.ExitStack() as stack:
             for loans in self._model.section_of(index).away:

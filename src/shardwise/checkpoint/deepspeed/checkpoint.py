@@ -1,4 +1,4 @@
-"""A checkpoint of DeepSpeed, opened as one of ours: the same names, ranges and matching, whatever is loaded into."""
+"""A checkpoint of DeepSpeed, with the interface of `shardwise.checkpoint.Checkpoint`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.checkpoint.deepspeed.directory import Files, check_parts, check_r
 from shardwise.checkpoint.deepspeed.experts import Experts
 from shardwise.checkpoint.deepspeed.files import TorchFile
 from shardwise.checkpoint.deepspeed.stage0_optimizer import Numbered, Target
-from shardwise.checkpoint.deepspeed.tp_merge import Divisions, Whole, join
+from shardwise.checkpoint.deepspeed.tp_merge import Divisions, TargetParameter, join
 from shardwise.checkpoint.deepspeed.zero_partitions import (
     DeepSpeedLayout,
     DeepSpeedPiece,
@@ -33,7 +33,7 @@ from shardwise.errors import CheckpointError
 
 _EXTRA = "_extra_state"
 _OF_A_RANK = {"rng": None, "loader": None, "compression": None, "optimizer": None}
-"""What a rank of ours saves and one of DeepSpeed does not."""
+"""State of a rank that DeepSpeed does not save."""
 
 _SAMPLE = 16
 """Elements of each piece of an expert that are compared with the expert's own file."""
@@ -42,22 +42,22 @@ _SAMPLE = 16
 class DeepSpeedCheckpoint(Checkpoint):
     """A checkpoint that DeepSpeed has written at ZeRO stage 0, 1, 2 or 3.
 
-    Parameters have their fp32 master values where there are any. Everything is read by name and range from mapped
-    files, on as many ranks as there are.
+    Parameters have their fp32 master values if there are any. Everything is read by name and range from mapped files,
+    on any number of ranks.
 
     Args:
         path: its directory, as `save_dir/tag`.
-        target: the optimizer that it is for; None: not known.
-        wholes: parameters of the model that it is for, by all their names; how several model-parallel ranks divided
-            them may depend on it.
+        target: the optimizer to load into; None: unknown.
+        target_parameters: parameters of the model to load into, by all their names; a source of their split over
+            model-parallel ranks.
 
     Attributes:
-        manifest: what it holds, as in a checkpoint of ours. Trees are plain Python values.
+        manifest: its content, as in `Checkpoint`. Trees are plain Python values.
         stage: the ZeRO stage at which it was saved.
-        notes: what cannot be taken over, for people.
+        notes: state that cannot be loaded, in words.
 
     Raises:
-        CheckpointError: files are missing, damaged, of several checkpoints, of a kind that is not read, or hold objects
+        CheckpointError: files are missing, damaged, of several checkpoints, of an unsupported kind, or hold objects
             whose rebuilding would run code.
 
     Example: one parameter, without DeepSpeed.
@@ -66,10 +66,12 @@ class DeepSpeedCheckpoint(Checkpoint):
         ...     moment = saved.read(saved.find("h.0.attn.weight", "optimizer/exp_avg"))
     """
 
-    def __init__(self, path: str, target: Target | None = None, wholes: Mapping[str, Whole] | None = None) -> None:
+    def __init__(
+        self, path: str, target: Target | None = None, target_parameters: Mapping[str, TargetParameter] | None = None
+    ) -> None:
         self.path = path
         self._target = target
-        self._wholes = wholes or {}
+        self._target_parameters = target_parameters or {}
         self._files = {}
         self._opened: dict[str, TorchFile] = {}
         self._views: dict[tuple[str, str], torch.Tensor] = {}
@@ -116,11 +118,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             self._join(opened)
 
     def _join(self, opened: Sequence[tuple[str, Mapping[str, Any], int, Manifest]]) -> None:
-        """Make one checkpoint of model-parallel parts.
-
-        Args:
-            opened: of each part the file of model states, its content, the stage, and what the part holds.
-        """
+        """Merge model-parallel parts: for each its file of model states, the content, the stage, and its manifest."""
         (first, model, stage, manifest), *others = opened
         for file, other, its_stage, _ in others:
             self._compare_models(first, model, file, other)
@@ -137,13 +135,13 @@ class DeepSpeedCheckpoint(Checkpoint):
                     f"{outline(sorted(strange))}. Pipeline parallelism, or files of two checkpoints"
                 )
         self._compare_buffers(opened)
-        told = Divisions(model.get("universal_checkpoint_info"), self._wholes)
+        splits = Divisions(model.get("universal_checkpoint_info"), self._target_parameters)
         divisions = {}
         for (name, kind), tensor in tables[0].items():
             if kind == PARAMETER:
                 parts = [table[name, kind] for table in tables]
                 alike = functools.partial(self._equal, parts)
-                divisions[name] = told.of((name, *tensor.aliases), [part.shape for part in parts], alike)
+                divisions[name] = splits.of((name, *tensor.aliases), [part.shape for part in parts], alike)
         world = manifest.layout["world"] * len(opened)
         self.manifest = replace(
             manifest,
@@ -156,7 +154,6 @@ class DeepSpeedCheckpoint(Checkpoint):
         self.notes = list(dict.fromkeys(self.notes))
 
     def _equal(self, parts: Sequence[StoredTensor]) -> bool:
-        """Whether parts of a parameter have the same values."""
         first = self.read(parts[0])
         return all(_equal_bits(self.read(part), first) for part in parts[1:])
 
@@ -171,11 +168,7 @@ class DeepSpeedCheckpoint(Checkpoint):
                     )
 
     def _joined_optimizer(self, manifests: Sequence[Manifest]) -> dict[str, Any] | None:
-        """Return what all parts say of the optimizer.
-
-        Raises:
-            CheckpointError: they do not say the same.
-        """
+        """Return the optimizer of all parts. Raises CheckpointError if the parts differ."""
         found = [manifest.optimizer for manifest in manifests]
         refused = next((own for own in found if own is not None and "refused" in own), None)
         if refused is not None or None in found:
@@ -193,7 +186,6 @@ class DeepSpeedCheckpoint(Checkpoint):
         return {**(found[0] or {}), "values": joined}
 
     def _open_part(self, first: str, model: Mapping[str, Any], files: Files) -> None:
-        """Find everything in the files of one model-parallel rank."""
         experts = self._experts(model, files)
         world = self._world(model, files)
         models = [model]
@@ -262,7 +254,6 @@ class DeepSpeedCheckpoint(Checkpoint):
         return content
 
     def _experts(self, model: Mapping[str, Any], files: Files) -> Experts:
-        """Open the files of all experts."""
         if model.get("ds_autoep_layers"):
             raise CheckpointError(
                 f"{self.path}: experts of layers that DeepSpeed has divided by itself (expert_parallel), which cannot "
@@ -284,10 +275,8 @@ class DeepSpeedCheckpoint(Checkpoint):
         return experts
 
     def _compare_experts(self, experts: Experts, layout: DeepSpeedLayout) -> None:
-        """Check with a few elements that the optimizer's experts are those of the files of model states.
-
-        Raises:
-            CheckpointError: they are not, so that they belong to other ones than it seems.
+        """Compare a few elements of the optimizer's experts with the files of model states. Raises CheckpointError
+        if they differ, because the optimizer's experts are other ones.
         """
         for name, home in experts.homes.items():
             value = experts.values[name]
@@ -301,7 +290,6 @@ class DeepSpeedCheckpoint(Checkpoint):
                     )
 
     def _world(self, model: Mapping[str, Any], files: Files) -> int:
-        """Return the number of ranks among which the optimizer was divided."""
         if not files.optimizer:
             return int(model["dp_world_size"])
         content = self._optimizer_file(files.optimizer[min(files.optimizer)])
@@ -313,7 +301,7 @@ class DeepSpeedCheckpoint(Checkpoint):
 
     @staticmethod
     def _counts(rank: Opened, groups: int) -> list[int]:
-        """Return the number of ranks among which each flat group was divided."""
+        """Return the number of ranks over which each flat group was sharded."""
         count = rank.get("partition_count")
         counts = list(count) if isinstance(count, (list, tuple)) else [count] * groups
         if len(counts) != groups:
@@ -368,7 +356,7 @@ class DeepSpeedCheckpoint(Checkpoint):
                     "files of two checkpoints"
                 )
 
-    # -- what it holds -----------------------------------------------------------------------------------------------
+    # -- content -----------------------------------------------------------------------------------------------------
 
     def _describe(self, model: Mapping[str, Any], world: int) -> Manifest:
         config = model.get("ds_config")
@@ -390,7 +378,9 @@ class DeepSpeedCheckpoint(Checkpoint):
         layout: DeepSpeedLayout,
         experts: Experts,
     ) -> list[StoredTensor]:
-        """Add buffers and frozen parameters; return all parameters, without slices where the values are elsewhere."""
+        """Add buffers and frozen parameters; return all parameters, without slices if their values are in other
+        files.
+        """
         first = files.shared or files.model[0]
         module: Mapping[str, Any] = {**model["module"], **experts.values}
         buffer_names = frozenset(model["buffer_names"])
@@ -452,14 +442,13 @@ class DeepSpeedCheckpoint(Checkpoint):
         )
 
     def _add_divided(self, tensor: StoredTensor, files: Files, models: Sequence[Mapping[str, Any]]) -> None:
-        """Add a frozen parameter of stage 3, of which each rank has a part."""
         part = -(-tensor.numel // len(models))
         pieces = []
         for rank, model in enumerate(models):
             values = (model.get("frozen_param_fragments") or {}).get(tensor.name)
             first, last = (min(tensor.numel, edge * part) for edge in (rank, rank + 1))
             if values is None:
-                return  # left out of the checkpoint; whoever needs it will miss it by name
+                return  # left out of the checkpoint; a strict load names it as missing
             if values.numel() < last - first:
                 raise CheckpointError(
                     f"{os.path.join(self.path, files.model[rank])}: frozen parameter {tensor.name!r}: expected "
@@ -469,7 +458,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         self._add_stored(tensor, [piece for piece in pieces if piece.stop > piece.start])
 
     def _add_buffer(self, name: str, first: str, models: Sequence[Mapping[str, Any]], files: Files) -> None:
-        """Add a buffer: the first rank's value, and those of others where they differ."""
+        """Add a buffer: the first rank's value, and those of others if they differ."""
         for rank, model in enumerate(models):
             value = model["module"].get(name)
             if not isinstance(value, torch.Tensor):
@@ -483,13 +472,13 @@ class DeepSpeedCheckpoint(Checkpoint):
     def _stage_0(
         self, first: str, model: Mapping[str, Any], whole: Sequence[StoredTensor], experts: Experts, files: Files
     ) -> tuple[DeepSpeedLayout, Any]:
-        """Return what the optimizer of stage 0 holds, if its parameters can be told."""
+        """Return the optimizer state of stage 0, if its parameters can be named."""
         wrapped = model["optimizer"]
         if wrapped is None:
             return DeepSpeedLayout(), None
         ranks = files.expert_optimizer
         held = Numbered.of(os.path.join(self.path, first), wrapped)
-        apart = {
+        separate = {
             rank: Numbered.of(os.path.join(self.path, file), self._content(file).get("optimizer"))
             for rank, file in sorted(ranks.items())
         }
@@ -503,7 +492,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         check_ranks(self.path, ranks, max([len(ranks), *sizes.values()]), "experts' optimizer")
         data_first = trainer_state.data_before_experts(self.manifest.config)
         try:
-            for rank, numbered in [(0, held), *apart.items()]:
+            for rank, numbered in [(0, held), *separate.items()]:
                 own = experts.own(sizes, rank, max(1, len(ranks)), data_first=data_first)
                 names = numbered.names(shapes, members, experts, own)
                 taken = [
@@ -521,14 +510,13 @@ class DeepSpeedCheckpoint(Checkpoint):
         return layout, wrapped
 
     def _refused(self, held: Numbered, error: CheckpointError) -> DeepSpeedLayout:
-        """Note that an optimizer's state cannot be taken over; return that nothing of it is known."""
+        """Note that an optimizer's state cannot be loaded; return an empty layout."""
         self.manifest = Manifest(**{**vars(self.manifest), "optimizer": {"refused": str(error)}})
         if held.masters is not None:
             self.notes.append("parameters come from the 16-bit values of the module, because " + str(error))
         return DeepSpeedLayout()
 
     def _add(self, layout: DeepSpeedLayout, whole: Mapping[str, StoredTensor]) -> None:
-        """Add the trained parameters and their optimizer state."""
         missing = [name for name in layout.shapes if name not in whole]
         if missing:
             raise CheckpointError(f"{self.path}: parameters of the optimizer are not in the module: {outline(missing)}")
@@ -538,7 +526,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         for name in layout.shapes:
             pieces = layout.pieces.get((name, PARAMETER))
             trained = {"trainable": True, "group": layout.group[name]}
-            if pieces is None and name in held:  # whole, in the module
+            if pieces is None and name in held:  # unsharded, in the module
                 tensors.append(StoredTensor(**{**vars(held[name]), **trained}))
                 continue
             pieces = pieces or []
@@ -561,7 +549,6 @@ class DeepSpeedCheckpoint(Checkpoint):
         self.manifest.tensors.append(StoredTensor(**{**vars(tensor), "slices": tuple(slices)}))
 
     def _describe_optimizer(self, model: Mapping[str, Any], layout: DeepSpeedLayout) -> None:
-        """Say what the optimizer was, or why the one here cannot go on with it."""
         layout.take_steps(self.path)
         refused = (self.manifest.optimizer or {}).get("refused")
         entries = {kind.removeprefix(OPTIMIZER) for _, kind in layout.pieces if kind != PARAMETER}
@@ -594,7 +581,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         self.manifest = Manifest(**{**vars(self.manifest), "optimizer": found})
 
     def _other_groups(self, layout: DeepSpeedLayout) -> str | None:
-        """Return where the target's parameter groups have other members; None if nowhere."""
+        """Return a group of the target with other members, in words; None if there is none."""
         assert self._target is not None
         for number, members in enumerate(self._target.groups):
             for known in members:
@@ -623,26 +610,24 @@ class DeepSpeedCheckpoint(Checkpoint):
             }
         )
 
-    # -- reading, as of a checkpoint of ours -------------------------------------------------------------------------
+    # -- reading, as in `Checkpoint` ----------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Release all files."""
         self._views = {}
         self._opened = {}
 
     def read_into(self, tensor: StoredTensor, start: int, out: torch.Tensor) -> None:
-        """Read elements of the flattened tensor, from `start` on, into a 1-D tensor of any dtype and device.
-
-        Raises:
-            CheckpointError: they are not stored.
+        """Read elements of the flattened tensor, from `start` on, into a 1-D tensor of any dtype and device. Raises
+        CheckpointError if they are not stored.
         """
-        with torch.no_grad():  # threads that read record gradients, whatever the one that has started them does
+        with torch.no_grad():  # grad mode is per thread
             for part, patch in tensor.runs(start, start + out.numel()):
                 view = self._views[part.file, part.key]
                 read_patch(patch, view.dtype, functools.partial(_take, view), out)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """Return a whole tensor, on the CPU: what it is made of was checked when the files were opened."""
+        """Return an unsharded tensor, on the CPU; its pieces were checked when the files were opened."""
         values = torch.empty(tensor.shape, dtype=tensor.torch_dtype, device="cpu")
         self.read_into(tensor, 0, values.view(-1))
         return values
@@ -654,21 +639,17 @@ class DeepSpeedCheckpoint(Checkpoint):
     def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[tuple[str, int]]:
         """Return (file, record) of the records of the files that hold some tensors; of all files if None.
 
-        Nested values have been read when the files were opened: `trees` add none.
+        `trees` add none, because nested values were read when the files were opened.
         """
         names = set(self._opened) if tensors is None else {part.file for tensor in tensors for part in tensor.slices}
         return [(name, number) for name in sorted(names) for number in range(self._opened[name].records)]
 
     def places(self, runs: Iterable[Run]) -> tuple[list[FilePlace], list[Run]]:
-        """Return no places: the files are mapped into memory, and copied from there."""
+        """Return no places, because the files are mapped into memory and copied from there."""
         return [], list(runs)
 
     def verify(self, blocks: Iterable[tuple[str, int]], places: Sequence[FilePlace] = ()) -> None:
-        """Compare records with the checksums that torch has written.
-
-        Raises:
-            CheckpointError: a file is damaged.
-        """
+        """Compare records with the checksums that torch has written. Raises CheckpointError if a file is damaged."""
         by_file: dict[str, list[int]] = {}
         for name, record in blocks:
             by_file.setdefault(name, []).append(record)
@@ -677,7 +658,7 @@ class DeepSpeedCheckpoint(Checkpoint):
 
 
 def _lacks(key: tuple[str, str], *parts: Mapping[tuple[str, str], StoredTensor]) -> bool:
-    """Whether an entry of optimizer state is missing only where a model-parallel part of its parameter is empty."""
+    """Return True if optimizer state is missing only where a model-parallel part of its parameter is empty."""
     owner = (key[0], PARAMETER)
     return key != owner and all(key in part or (owner in part and not part[owner].numel) for part in parts)
 
@@ -687,7 +668,6 @@ def _take(view: torch.Tensor, first: int, out: torch.Tensor) -> None:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what two names of one tensor have in common."""
     return (
         tensor.untyped_storage().data_ptr(),
         tensor.storage_offset(),

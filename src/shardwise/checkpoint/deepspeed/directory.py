@@ -1,4 +1,4 @@
-"""Which files a checkpoint of DeepSpeed has, and whether they belong together."""
+"""Files of a DeepSpeed checkpoint, and whether they belong together."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PIPELINE = re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt")
 
 @dataclass
 class Files:
-    """Names of the files of one model-parallel part of a checkpoint; mostly there is one.
+    """File names of one model-parallel part of a checkpoint; usually there is one part.
 
     Attributes:
         shared: the file of model states that all ranks share; None at stage 3.
@@ -43,20 +43,15 @@ def expert_file(layer: int, expert: int) -> str:
 
 
 def recognised(path: str) -> bool:
-    """Whether a directory holds a checkpoint of DeepSpeed, perhaps of a kind that cannot be read, and none of ours."""
+    """Return True if a directory holds a checkpoint of DeepSpeed, readable or not, and none of shardwise."""
     names = _names(path)
     patterns = (_MODEL, _OPTIMIZER, _EXPERT, _EXPERT_OPTIMIZER, _PIPELINE)
     return manifest.NAME not in names and any(p.fullmatch(name) for p in patterns for name in names)
 
 
 def find_files(path: str) -> dict[int, Files]:
-    """Sort the files of a checkpoint.
-
-    Returns:
-        Those of each model-parallel part, by its number.
-
-    Raises:
-        CheckpointError: they are of a kind that cannot be read, or of several checkpoints.
+    """Sort the files of a checkpoint; return those of each model-parallel part, by its number. Raises
+    CheckpointError if they are of an unsupported kind, or of several checkpoints.
     """
     parts: dict[int, Files] = {}
     for name in _names(path):
@@ -107,11 +102,7 @@ def find_files(path: str) -> dict[int, Files]:
 
 
 def check_parts(path: str, parts: Mapping[int, Files], world: Any) -> None:
-    """Check that there are files for each of `world` model-parallel ranks and for no other.
-
-    Raises:
-        CheckpointError: some are missing or too many; the message names one.
-    """
+    """Raise CheckpointError unless there are files for each of `world` model-parallel ranks and for no other."""
     if not isinstance(world, int) or world < 1:
         raise CheckpointError(f"{path}: mp_world_size: expected a number of model-parallel ranks, found {world!r}")
     missing = sorted(set(range(world)) - set(parts))
@@ -129,11 +120,7 @@ def check_parts(path: str, parts: Mapping[int, Files], world: Any) -> None:
 
 
 def check_ranks(path: str, files: dict[int, str], world: int, kind: str) -> None:
-    """Check that there is a file for each of `world` ranks and for no other.
-
-    Raises:
-        CheckpointError: one is missing or too many; the message names it.
-    """
+    """Raise CheckpointError unless there is a file for each of `world` ranks and for no other."""
     missing = sorted(set(range(world)) - set(files))
     if missing:
         raise CheckpointError(

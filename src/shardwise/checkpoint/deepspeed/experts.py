@@ -1,16 +1,15 @@
-"""Experts: which of DeepSpeed's files have them, and under which names.
+"""Experts: the files of DeepSpeed that have them, and the experts' names.
 
-Each expert of a layer has a file `layer_L_expert_E_mp_rank_00_model_states.pt`, with the names that the model would
-have if one rank had all experts. In everything else a rank's experts are numbered from 0 on: in `param_shapes`, and in
-the optimizer's flat buffers, which are those of the ranks with the same experts.
+Each expert of a layer has a file `layer_L_expert_E_mp_rank_00_model_states.pt`, with the names of a model in which one
+rank has all experts. Everywhere else a rank's experts are numbered from 0: in `param_shapes`, and in the optimizer's
+flat buffers, which are those of the expert-data-parallel group.
 
-    stages 1, 2   the flat buffer of a group of experts is divided among the ranks that have the same ones
-                  (`partition_count` of them), in files `zero_pp_rank_R_...` as for everything else
-    stage 0       `expp_rank_R_mp_rank_00_optim_states.pt` has the optimizer of the R-th rank of a group of ranks that
-                  have all experts among them; that in the model states is the first rank's
+    stages 1, 2   the flat buffer of a group of experts is sharded over the expert-data-parallel group
+                  (`partition_count` ranks), in files `zero_pp_rank_R_...` as everything else
+    stage 0       `expp_rank_R_mp_rank_00_optim_states.pt` has the optimizer of the R-th rank of an expert-parallel
+                  group; the model states have the first rank's
 
-Ranks that have all experts among them are neighbours, or with `use_data_before_expert_parallelism` those that have the
-same ones.
+Expert-parallel groups are adjacent ranks; with `use_data_before_expert_parallelism` expert-data-parallel groups are.
 """
 
 from __future__ import annotations
@@ -33,13 +32,10 @@ _GROUP = re.compile(r"ep_size_(\d+)")
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """One layer.
+    """One layer, with its number in names of files, and its count of experts.
 
-    Attributes:
-        number: of the layer, as in names of files.
-        prefix: what names have before the number of the expert.
-        count: experts.
-        inside: names of one expert's parameters, behind its number.
+    `prefix` is the part of a name before the number of the expert. `inside` are names of one expert's parameters, after
+    its number.
     """
 
     number: int
@@ -54,11 +50,8 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks among which one copy of a flat group is divided.
-
-    Attributes:
-        ranks: in the order of their parts.
-        names: what parameters are called in the model, where they have another name there.
+    """Ranks over which one copy of a flat group is sharded, in order; `names` are other names of its parameters in the
+    model.
     """
 
     ranks: Sequence[int]
@@ -69,7 +62,6 @@ class Experts:
     """The experts of a checkpoint.
 
     Args:
-        path: its directory.
         files: by (layer, expert).
         opened: opens one of them.
         counts: `num_experts` of the model states: experts of each layer.
@@ -78,9 +70,6 @@ class Experts:
         layers: in the order of the model.
         values: all parameters of all experts, by the names of the model.
         homes: the file of each.
-
-    Raises:
-        CheckpointError: the file of an expert is missing, too many, or not of this model.
     """
 
     def __init__(self, path: str, files: Mapping[tuple[int, int], str], counts: Any, opened: Mapping[str, Any]) -> None:
@@ -149,7 +138,7 @@ class Experts:
         return found
 
     def layer_of(self, name: str) -> tuple[ExpertLayer, int, str] | None:
-        """Return the layer, the expert's number and the name inside of it of an expert's parameter."""
+        """Return layer, expert number and inner name of an expert's parameter."""
         match = _PARTS.fullmatch(name)
         if match is None:
             return None
@@ -157,11 +146,7 @@ class Experts:
         return None if layer is None else (layer, int(match.group(2)), match.group(3))
 
     def check_buffers(self, buffers: Iterable[str]) -> None:
-        """Raise for buffers inside of experts.
-
-        Raises:
-            CheckpointError: there is one.
-        """
+        """Raise for buffers inside of experts. Raises CheckpointError if there is one."""
         for name in buffers:
             if self.layer_of(name) is not None:
                 raise CheckpointError(
@@ -178,12 +163,11 @@ class Experts:
 
         Args:
             shapes: `param_shapes`, of rank 0.
-            counts: `partition_count`: ranks among which each group is divided.
-            world: ranks.
-            data_first: ranks with the same experts are neighbours.
+            counts: `partition_count`: ranks over which each group is sharded.
+            data_first: expert-data-parallel groups are adjacent ranks.
 
         Raises:
-            CheckpointError: groups, experts and ranks do not fit together.
+            CheckpointError: groups, experts and ranks contradict each other.
         """
         here = self._local(name for group in shapes for name in group)
         found = []
@@ -219,7 +203,7 @@ class Experts:
         return found
 
     def _local(self, names: Iterable[str]) -> dict[ExpertLayer, int]:
-        """Return how many experts of each layer a rank has, by its own names."""
+        """Return the number of experts of each layer on a rank, from its names."""
         own: dict[ExpertLayer, set[int]] = {}
         for place in map(self.layer_of, names):
             if place is not None:
@@ -231,27 +215,23 @@ class Experts:
     def sizes(
         self, settings: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]] | None, ranks: int
     ) -> dict[ExpertLayer, int]:
-        """Return over how many ranks the experts of each layer were divided.
+        """Return the expert-parallel size of each layer.
 
-        Args:
-            settings: of each parameter group; DeepSpeed's own for experts are called `ep_size_N`.
-            members: names of the parameters in each group of the engine; None: not known.
-            ranks: files of optimizer states of experts.
-
-        Raises:
-            CheckpointError: it cannot be told.
+        `settings` are those of parameter groups; DeepSpeed's own for experts are called `ep_size_N`. `members` are
+        names of the parameters in each group of the engine; None: unknown. `ranks` counts files of experts' optimizer
+        states.
         """
-        told = {n: int(match.group(1)) for n, g in enumerate(settings) if (match := _GROUP.fullmatch(_name(g)))}
-        if members is None and len(set(told.values())) > 1:
+        by_group = {n: int(match.group(1)) for n, g in enumerate(settings) if (match := _GROUP.fullmatch(_name(g)))}
+        if members is None and len(set(by_group.values())) > 1:
             raise CheckpointError(
-                f"experts were divided over {' and '.join(map(str, sorted(set(told.values()))))} ranks, and which "
-                "layers over how many cannot be told from the file"
+                f"experts were divided over {' and '.join(map(str, sorted(set(by_group.values()))))} ranks, and the "
+                "file does not give the number of each layer"
             )
-        usual = next(iter(told.values())) if len(set(told.values())) == 1 else max(1, ranks)
+        usual = next(iter(by_group.values())) if len(set(by_group.values())) == 1 else max(1, ranks)
         found = dict.fromkeys(self.layers, usual)
         for number, names in enumerate(members or ()):
-            if number in told:
-                found.update((place[0], told[number]) for place in map(self.layer_of, names) if place is not None)
+            if number in by_group:
+                found.update((place[0], by_group[number]) for place in map(self.layer_of, names) if place is not None)
         for layer, size in found.items():
             if layer.count % size:
                 raise CheckpointError(
@@ -261,13 +241,9 @@ class Experts:
 
     @staticmethod
     def own(sizes: Mapping[ExpertLayer, int], rank: int, ranks: int, *, data_first: bool) -> dict[ExpertLayer, range]:
-        """Return the experts that a rank had of each layer.
+        """Return the experts of the rank of a file, by layer, from the expert-parallel `sizes` and the number of files.
 
-        Args:
-            sizes: ranks over which each was divided.
-            rank: of the rank's file.
-            ranks: files.
-            data_first: ranks with the same experts were neighbours.
+        `data_first`: expert-data-parallel groups were adjacent ranks.
         """
         found = {}
         for layer, size in sizes.items():
@@ -277,17 +253,10 @@ class Experts:
         return found
 
     def of_rank(self, members: Sequence[Sequence[str]], own: Mapping[ExpertLayer, range]) -> list[list[str]]:
-        """Return the members of parameter groups as they are on a rank that has other experts.
+        """Return the members of parameter groups on a rank with experts `own`, from those on the engine's rank.
 
-        Where a rank had as many experts as the engine's has, each takes the place of one. Otherwise a layer's experts
-        must be in one group, in which those that it had follow one another.
-
-        Args:
-            members: names of the parameters in each group of the engine, on its rank.
-            own: experts that the rank had.
-
-        Raises:
-            CheckpointError: experts of a layer are in several groups here.
+        If the rank had as many experts as the engine's, each replaces one. Otherwise a layer's experts must be
+        consecutive in one group.
         """
         here: dict[ExpertLayer, set[int]] = {}
         groups: dict[ExpertLayer, set[int]] = {}
@@ -333,5 +302,5 @@ def _name(group: Mapping[str, Any]) -> str:
 
 
 def is_of_experts(group: Mapping[str, Any]) -> bool:
-    """Whether settings are those of a parameter group of experts."""
+    """Return True if settings are those of a parameter group of experts."""
     return bool(group.get("moe"))

@@ -1,14 +1,14 @@
-"""One file that `torch.save` has written, read without running anything that is in it.
+"""One file of `torch.save`, read without running its code.
 
-`torch.load(weights_only=True)` rebuilds tensors, numbers, strings and containers, and refuses every other class before
-it is called. DeepSpeed's files have four small objects of its own in them. They are let in by name, and become objects
-that have attributes and no methods, or a number:
+`torch.load(weights_only=True)` rebuilds tensors, numbers, strings and containers, and refuses other classes before
+calling them. DeepSpeed's files have four small classes of its own. They are allowed by name, and become objects with
+attributes and no methods, or a number:
 
     LossScaler, DynamicLossScaler   the loss scale and its counts
-    fragment_address                where a piece of a parameter lies in a partition
+    fragment_address                place of a piece of a parameter in a partition
     ZeroStageEnum                   the number of the stage
 
-The file is mapped, not read: a tensor takes memory only for what is copied out of it.
+The file is mapped: only copied tensors take memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from shardwise.errors import CheckpointError
 _CHUNK = 4 << 20
 
 _LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19\x2e"
-"""First bytes of files that torch wrote before it used zip archives, and writes still if it is asked to."""
+"""First bytes of torch's old file format without a zip archive, still written on request."""
 
 
 class TensorAttributes:
-    """What is left of an object of DeepSpeed: its attributes."""
+    """Attributes of an object of DeepSpeed."""
 
 
 class Scaler(TensorAttributes):
@@ -50,19 +50,9 @@ _HARMLESS: list[Any] = [
 
 
 class TorchFile:
-    """A file of `torch.save`, opened.
+    """An opened file of `torch.save`: its content (tensors are on the CPU and mapped), size, and time of modification.
 
-    Args:
-        path: the file.
-
-    Attributes:
-        content: what was saved; tensors are on the CPU and mapped.
-        size: bytes of the file.
-        modified: seconds since 1970.
-        records: number of parts that have a checksum of their own.
-
-    Raises:
-        CheckpointError: it is missing, truncated or damaged, or something is in it that could run code.
+    `records` counts the parts with a checksum of their own.
     """
 
     def __init__(self, path: str) -> None:
@@ -81,7 +71,6 @@ class TorchFile:
         self.content = self._load()
 
     def _check_structure(self) -> None:
-        """Find the records, and verify the one that says what the others are."""
         try:
             with zipfile.ZipFile(self.path) as archive:
                 entries = archive.infolist()
@@ -100,7 +89,7 @@ class TorchFile:
             try:
                 return torch.load(self.path, map_location="cpu", weights_only=True, mmap=self._archived)
             except Exception as error:
-                # A damaged pickle can fail in any way; none of what it names has been called.
+                # A damaged pickle can fail in any way; nothing that it names has been called.
                 strange = self._unsafe()
                 if strange:
                     raise CheckpointError(
@@ -118,14 +107,12 @@ class TorchFile:
             return []
         try:
             return sorted(get_unsafe_globals_in_checkpoint(self.path))
-        except Exception:  # of the same damage that is being reported
+        except Exception:  # of the damage that is being reported
             return []
 
     def verify(self, numbers: list[int]) -> None:
-        """Compare records with the checksums (CRC-32) that `torch.save` has written.
-
-        Raises:
-            CheckpointError: bytes have been changed, or the file cannot be read.
+        """Compare records with the checksums (CRC-32) that `torch.save` has written. Raises CheckpointError if bytes
+        have changed, or the file cannot be read.
         """
         try:
             with zipfile.ZipFile(self.path) as archive:

@@ -1,4 +1,4 @@
-"""Stage 0: which parameters an optimizer holds state of. Its file only numbers them."""
+"""Stage 0: names of the parameters with optimizer state, which the file only numbers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shardwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Target:
-    """The optimizer that a checkpoint will be loaded into. What the files leave open is decided by it.
+    """The optimizer to load into; it resolves ambiguities of the files.
 
     Attributes:
         optimizer: name of its class.
-        groups: for each parameter group the names of its parameters, all names of each, in its order.
+        groups: for each parameter group the names of its parameters, all names of each, in order.
         settings: for each parameter group the names of its settings.
     """
 
@@ -28,18 +28,14 @@ class Target:
     settings: Sequence[frozenset[str]]
 
     def members(self, shapes: Mapping[str, Any]) -> list[list[str]]:
-        """Return one name of each parameter of each group: that of a checkpoint, if it has one."""
+        """Return one name of each parameter of each group: the checkpoint's, if it has one."""
         return [[next((n for n in known if n in shapes), known[0]) for known in group] for group in self.groups]
 
 
 @dataclass(frozen=True)
 class Numbered:
-    """The optimizer of one file of stage 0.
-
-    Attributes:
-        file: its path.
-        state: the state dict, in torch's form.
-        masters: fp32 values of the parameters of each group, where the module has 16-bit ones.
+    """The optimizer of one file of stage 0: its state dict in torch's form, and fp32 masters of 16-bit parameters by
+    group.
     """
 
     file: str
@@ -48,11 +44,7 @@ class Numbered:
 
     @classmethod
     def of(cls, file: str, wrapped: Any) -> Numbered:
-        """Return what lies under `optimizer` in a file.
-
-        Raises:
-            CheckpointError: it is no optimizer's.
-        """
+        """Return the optimizer under `optimizer` in a file. Raises CheckpointError if there is none."""
         state = wrapped.get("optimizer_state_dict", wrapped) if isinstance(wrapped, Mapping) else None
         if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
             raise CheckpointError(f"{file}: optimizer: a layout that is not known")
@@ -79,14 +71,8 @@ class Numbered:
     ) -> list[list[str]]:
         """Return the names of the parameters of each group.
 
-        Args:
-            shapes: of all parameters.
-            members: of the engine's groups; None: not known.
-            experts: of the model.
-            own: those that the rank of this file had, of each layer.
-
-        Raises:
-            CheckpointError: they cannot be told, or the engine's are others.
+        `members` are those of the engine's groups; None: unknown. `own` are the experts of the rank of this file, by
+        layer.
         """
         if members is None:
             found = self._by_shapes(shapes, experts, own)
@@ -110,11 +96,11 @@ class Numbered:
     def _by_shapes(
         self, shapes: Mapping[str, tuple[int, ...]], experts: Experts, own: Mapping[ExpertLayer, range]
     ) -> list[list[str]]:
-        """Return names by shapes and order alone; experts are in groups of their own."""
+        """Return names by shapes and order only; experts are in groups of their own."""
         found: list[list[str]] = [[] for _ in self.groups]
         others = [name for name in shapes if experts.layer_of(name) is None]
-        apart = [name for layer, numbers in own.items() for name in layer.names(numbers)]
-        for names, marked in ((others, False), (apart, True)):
+        separate = [name for layer, numbers in own.items() for name in layer.names(numbers)]
+        for names, marked in ((others, False), (separate, True)):
             chosen = [n for n, group in enumerate(self.groups) if is_of_experts(group) == marked]
             sizes = [[self._shape(n, i, key) for i, key in enumerate(self.groups[n]["params"])] for n in chosen]
             given = names_of_numbers({name: shapes[name] for name in names}, sizes)
@@ -123,7 +109,6 @@ class Numbered:
         return found
 
     def _shape(self, group: int, position: int, key: Any, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
-        """Return the shape of one of the optimizer's parameters, by what it holds for it."""
         if self.masters is not None:
             return tuple(self.masters[group][position].shape)
         entries = self.state["state"].get(key, {})
@@ -131,24 +116,21 @@ class Numbered:
         if found:
             return tuple(found[0].shape)
         if default is None:
-            raise CheckpointError(f"the optimizer holds nothing for its parameter {key}, so its name cannot be told")
+            raise CheckpointError(f"the optimizer holds nothing for its parameter {key}, so its name is unknown")
         return default
 
 
 def names_of_numbers(
     shapes: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[list[str]]:
-    """Give names to the parameters of an optimizer by their shapes and order alone.
+    """Name the parameters of an optimizer by their shapes and order only.
 
-    It is taken for granted that each group has its parameters in the module's order, as `model.parameters()` and
-    comprehensions over it give them. A name is given only where no other one would do.
+    Each group is assumed to have its parameters in the module's order, as `model.parameters()` and comprehensions over
+    it give them. A name is returned only if no other would fit.
 
     Args:
         shapes: of all parameters of the module, in its order.
         groups: for each parameter group the shapes of its parameters.
-
-    Raises:
-        CheckpointError: several ways are possible, or none.
 
     >>> names_of_numbers({"w": (2, 3), "b": (2,), "v": (3, 3)}, [[(2, 3), (3, 3)], [(2,)]])
     [['w', 'v'], ['b']]
@@ -156,7 +138,7 @@ def names_of_numbers(
     if sum(len(group) for group in groups) != len(shapes):
         raise CheckpointError(
             f"the optimizer has {sum(len(group) for group in groups)} parameters and the model {len(shapes)}, so which "
-            "of them it had cannot be told from the file"
+            "of them it had is not in the file"
         )
     names: list[list[str]] = [[] for _ in groups]
     for name, shape in shapes.items():
@@ -168,7 +150,7 @@ def names_of_numbers(
         if len(fitting) != 1:
             raise CheckpointError(
                 f"parameter {name!r} of shape {list(shape)} may belong to {len(fitting)} of the {len(groups)} "
-                "parameter groups, and the file does not tell"
+                "parameter groups, and the file has no names"
             )
         names[fitting[0]].append(name)
     return names

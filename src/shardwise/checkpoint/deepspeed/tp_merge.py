@@ -1,16 +1,15 @@
-"""Model-parallel parts: which region of a parameter each file of `mp_rank_XX` has, and all of them as one checkpoint.
+"""Merging model-parallel parts: the box of a parameter in each file of `mp_rank_XX`.
 
-The files of one `mp_rank_XX` are a checkpoint of a smaller model. How a parameter was divided is taken from
+The files of one `mp_rank_XX` are a checkpoint of a smaller model. The split of a parameter is taken from
 
-    affine_map   in `universal_checkpoint_info`, which DeepSpeed writes for models that it has divided itself: where
-                 each run of a part lies in the whole, fused parameters too
-    patterns     of the same, which libraries that divide models themselves write: what is divided by input features,
-                 what is whole on all ranks, and else by the first dimension
-    the engine   that the checkpoint is loaded into, where it divides the model over as many ranks; and shapes, where
-                 every part has that of the whole
+    affine_map   in `universal_checkpoint_info`, which DeepSpeed writes for models that it has split itself: the place
+                 of each run of a part in the unsplit tensor, fused parameters too
+    patterns     in `universal_checkpoint_info`, which other libraries write: parameters split by input features,
+                 replicated ones, and else the first dimension
+    the engine   to load into, if its tensor-parallel size is the same; and shapes, if every part has the unsplit shape
 
-and where none of these tells, that is an error: of parts that lie side by side sizes tell the dimension, but not
-whether the parameter is several in one (query, key and value), each of which was divided by itself.
+Otherwise an error is raised. The sizes of parts show the dimension, but not whether the parameter is fused (query, key
+and value) and each of its tensors was split.
 """
 
 from __future__ import annotations
@@ -35,13 +34,8 @@ _ROW, _WHOLE, _WORDS = (
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A parameter of the engine that a checkpoint is loaded into.
-
-    Attributes:
-        shape: of the whole.
-        parts: (region, ranks that hold it) of each part, where ranks have parts of it.
-    """
+class TargetParameter:
+    """A parameter of the engine to load into: its unsplit shape, and (region, ranks that hold it) of each part."""
 
     shape: tuple[int, ...]
     parts: Sequence[tuple[Region, Sequence[int]]] = ()
@@ -49,45 +43,30 @@ class Whole:
 
 @dataclass(frozen=True)
 class Division:
-    """How a parameter was divided.
-
-    Attributes:
-        shape: of the whole.
-        regions: what each part has.
-    """
+    """The split of a parameter: its unsplit shape, and the region of each part."""
 
     shape: tuple[int, ...]
     regions: tuple[Region, ...]
 
 
 class Divisions:
-    """How the parameters of a checkpoint were divided.
-
-    Args:
-        info: `universal_checkpoint_info`, or None.
-        wholes: parameters of the engine, by all their names.
+    """The splits of a checkpoint's parameters, from `universal_checkpoint_info` (or None) and the engine's
+    parameters.
     """
 
-    def __init__(self, info: Any, wholes: Mapping[str, Whole]) -> None:
+    def __init__(self, info: Any, target_parameters: Mapping[str, TargetParameter]) -> None:
         found = info if isinstance(info, Mapping) else {}
         affine = found.get("affine_map")
         self._affine = _Patterns(affine.get("params") or {} if isinstance(affine, Mapping) else {})
-        told = {key: _strings(value) for key, value in found.items() if key != "affine_map"}
-        self._rows, self._same, self._words = (_Patterns(told.pop(key, ())) for key in (_ROW, _WHOLE, _WORDS))
-        self._others = _Patterns(name for names in told.values() for name in names)
+        patterns = {key: _strings(value) for key, value in found.items() if key != "affine_map"}
+        self._rows, self._same, self._words = (_Patterns(patterns.pop(key, ())) for key in (_ROW, _WHOLE, _WORDS))
+        self._others = _Patterns(name for names in patterns.values() for name in names)
         self._speaks = _ROW in found
-        self._wholes = wholes
+        self._target_parameters = target_parameters
 
     def of(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], equal: Callable[[], bool]) -> Division:
-        """Return how a parameter was divided.
-
-        Args:
-            names: all of it.
-            shapes: of its parts.
-            equal: says whether the parts have the same values.
-
-        Raises:
-            CheckpointError: it cannot be told, or what is told does not fit the parts.
+        """Return the split of a parameter by its names and the shapes of its parts; `equal` compares the parts'
+        values.
         """
         described = next((found for name in names if (found := self._affine.find(name)) is not None), None)
         if described is not None:
@@ -95,7 +74,7 @@ class Divisions:
         return self._named(names, shapes) or self._known(names, shapes, equal)
 
     def _named(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Division | None:
-        """Return what patterns say; None: nothing."""
+        """Return the split by patterns; None without a match."""
         rows, same, words, others = (
             any(patterns.find(name) is not None for name in names)
             for patterns in (self._rows, self._same, self._words, self._others)
@@ -107,36 +86,35 @@ class Divisions:
         return _side_by_side(names[0], shapes, 1 if rows and len(shapes[0]) > 1 else 0)
 
     def _known(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], equal: Callable[[], bool]) -> Division:
-        """Return what the engine and shapes say."""
-        whole = next((self._wholes[name] for name in names if name in self._wholes), None)
+        whole = next((self._target_parameters[name] for name in names if name in self._target_parameters), None)
         count = len(shapes)
         listed = outline([str(list(shape)) for shape in shapes])
-        told = f"parameter {names[0]!r}: {count} model-parallel parts of shapes {listed}"
+        subject = f"parameter {names[0]!r}: {count} model-parallel parts of shapes {listed}"
         if whole is None:
             raise CheckpointError(
-                f"{told}, and the files do not tell how it was divided. Load the checkpoint into an engine of a model "
+                f"{subject}, and the files do not describe its split. Load the checkpoint into an engine of a model "
                 f"that has it, with tensor_parallel.autotp_size={count}, which knows; what that saves fits any layout"
             )
         if all(shape == whole.shape for shape in shapes):
             if not equal():
                 raise CheckpointError(
-                    f"{told}, each of them that of the whole, and the values are not the same: files of several "
-                    "checkpoints, or ranks that have drifted apart. Nothing tells which of them is right"
+                    f"{subject}, each of them that of the whole, and the values are not the same: files of several "
+                    "checkpoints, or ranks that have diverged. Which of them is right is unknown"
                 )
             return _replicated(names[0], shapes)
         regions = [box for n in range(count) for box, ranks in whole.parts if any(rank % count == n for rank in ranks)]
         if [boxes.sizes(region) for region in regions] == list(shapes):
             return Division(whole.shape, tuple(regions))
         raise CheckpointError(
-            f"{told} of a whole of {list(whole.shape)}, and the files do not tell whether it lies in them in one run "
-            "or is several parameters in one, each divided by itself. Load the checkpoint with "
-            f"tensor_parallel.autotp_size={count} (rules of tensor_parallel.partition_config.layer_specs say how your "
-            "own layers are divided); what that saves fits any layout"
+            f"{subject} of an unsplit {list(whole.shape)}, and the files do not describe whether it is one tensor "
+            "or several fused ones, each split. Load the checkpoint with "
+            f"tensor_parallel.autotp_size={count} (rules of tensor_parallel.partition_config.layer_specs describe the "
+            "split of your own layers); what that saves fits any layout"
         )
 
 
 class _Patterns:
-    """Regular expressions that names match, and what they stand for."""
+    """Regular expressions for names, with a value each."""
 
     def __init__(self, patterns: Mapping[str, Any] | Iterable[str]) -> None:
         given = patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns, True)
@@ -155,14 +133,13 @@ class _Patterns:
                 ) from error
 
     def find(self, name: str) -> Any:
-        """Return what stands for a name; None: nothing."""
+        """Return the value for a name; None without a match."""
         if name in self._exact:
             return self._exact[name]
         return next((value for pattern, value in self._others if pattern.match(name)), None)
 
 
 def _strings(value: Any) -> list[str]:
-    """Return all patterns in a value: texts in lists, under `patterns`, or keys."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
@@ -198,10 +175,8 @@ def _side_by_side(name: str, shapes: Sequence[tuple[int, ...]], dimension: int) 
 
 
 def _mapped(name: str, shapes: Sequence[tuple[int, ...]], described: Any) -> Division:
-    """Return what an entry of `affine_map` says.
-
-    Raises:
-        CheckpointError: it does not fit the parts, or is of a form that is not known.
+    """Return the split by an entry of `affine_map`. Raises CheckpointError if it does not fit the parts, or has an
+    unknown form.
     """
     try:
         whole = tuple(int(size) for size in described["logical_shape"])
@@ -216,13 +191,13 @@ def _mapped(name: str, shapes: Sequence[tuple[int, ...]], described: Any) -> Div
 
 
 def _region(whole: tuple[int, ...], shape: tuple[int, ...], described: Mapping[str, Any]) -> Region:
-    """Return the region that a part is; its pieces lie in it one after the other, along one dimension."""
+    """Return the region of a part; its pieces are consecutive along one dimension."""
     if tuple(described["shard_shape"]) != shape:
-        raise ValueError(f"a part is said to be of shape {list(described['shard_shape'])}")
+        raise ValueError(f"a part should have shape {list(described['shard_shape'])}")
     pieces = [piece for piece in described["pieces"] if math.prod(piece["shape"])]
     if not pieces:
         if math.prod(shape):
-            raise ValueError("a part has elements of which nothing is said")
+            raise ValueError("a part has elements without a description")
         return ((0, 0),) * len(whole)
     found = sorted((_box(shape, p["dest"], p["shape"]), _box(whole, p["source"], p["shape"])) for p in pieces)
     region = boxes.region(
@@ -238,10 +213,10 @@ def _region(whole: tuple[int, ...], shape: tuple[int, ...], described: Mapping[s
 
 
 def _box(shape: tuple[int, ...], place: Sequence[Any], sizes: Sequence[int]) -> boxes.Box:
-    """Return the box of some sizes that begins at (offset, strides) of a tensor."""
+    """Return the box of given sizes at (offset, strides) of a tensor."""
     offset, given = int(place[0]), tuple(place[1])
     strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-    if any(own != told and size > 1 for own, told, size in zip(strides, given, sizes, strict=True)):
+    if any(own != expected and size > 1 for own, expected, size in zip(strides, given, sizes, strict=True)):
         raise ValueError(f"strides {list(given)} in a tensor of shape {list(shape)}")
     found = []
     for stride, size in zip(strides, sizes, strict=True):
@@ -255,15 +230,7 @@ def _box(shape: tuple[int, ...], place: Sequence[Any], sizes: Sequence[int]) -> 
 def join(
     tensors: Sequence[Mapping[tuple[str, str], StoredTensor]], divisions: Mapping[str, Division]
 ) -> list[StoredTensor]:
-    """Return the tensors of all parts, each as a whole.
-
-    Args:
-        tensors: of each part, by name and kind.
-        divisions: of each parameter, by name.
-
-    Raises:
-        CheckpointError: parts differ in what they have, or leave something of a tensor out.
-    """
+    """Return the merged tensors of all parts; `tensors` has those of each part, by name and kind."""
     placed: list[StoredTensor] = []
     taken: set[tuple[str, str, Region]] = set()
     for part, held in enumerate(tensors):
@@ -271,7 +238,7 @@ def join(
             division = divisions[name]
             region = division.regions[part]
             if not tensor.numel and 0 not in division.shape:
-                continue  # its optimizer does not even know of an empty part
+                continue  # an optimizer has no state for an empty part
             key = (name, kind, region)
             repeated = key in taken
             taken.add(key)

@@ -1,4 +1,4 @@
-"""What DeepSpeed keeps beside parameters, in our words: loss scale, schedule, counters, the optimizer's class."""
+"""Converting DeepSpeed's trainer state: loss scale, schedule, counters, the optimizer's class."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OWN_KEYS = frozenset(
         "ds_version",
     }
 )
-"""Keys of the file of model states that are not of the script's `client_state`, which lies between them."""
+"""Keys of the file of model states that are not of the script's `client_state`, stored among them."""
 
 _ENTRIES: dict[str, frozenset[str]] = {
     "Adam": frozenset({"exp_avg", "exp_avg_sq"}),
@@ -57,25 +57,25 @@ _ADAM = ("adam", "adamw")
 _SETTINGS = frozenset(
     {"lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "lr_decay", "amsgrad"}
 )
-"""Settings of parameter groups that mean the same for every optimizer that has them."""
+"""Settings of parameter groups with the same meaning for every optimizer."""
 
 _FORM = frozenset(
     {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "step", "name", "param_names", "moe"}
 )
-"""Entries of parameter groups that say how a step is computed, or what is known otherwise."""
+"""Entries of parameter groups that select an implementation, or are known from elsewhere."""
 
 
 def scaler_state(scaler: Any) -> dict[str, Any] | None:
     """Return the state of a loss scaler in the form of `shardwise.precision.scaler.LossScaler.state_dict`.
 
-    DeepSpeed doubles its scale in the step in which the number of steps since the last overflow is a multiple of the
-    window, ours when so many steps in a row had no overflow.
+    DeepSpeed doubles its scale when the number of steps since the last overflow is a multiple of the window; shardwise
+    after as many consecutive steps without overflow.
 
     Args:
-        scaler: what is left of a scaler object, or a dictionary with the same names.
+        scaler: attributes of a scaler object, or a dictionary with the same names.
 
     Returns:
-        None if there was no scaling.
+        None without loss scaling.
 
     >>> scaler_state({"dynamic_loss_scale": True, "cur_scale": 256.0, "cur_iter": 6, "last_overflow_iter": 2,
     ...               "scale_window": 1000})["clean_steps"]
@@ -100,10 +100,10 @@ def scaler_state(scaler: Any) -> dict[str, Any] | None:
 
 
 def schedule_state(state: Any) -> Any:
-    """Return the state of a learning-rate schedule in our form.
+    """Return the state of a learning-rate schedule in shardwise's form.
 
-    Our schedules and DeepSpeed's count alike: `last_batch_iteration` names the step whose rate is in force, so that
-    rates go on as they would have. Before the first step DeepSpeed has -1 there and the rate of step 0 in force.
+    Both count alike: `last_batch_iteration` is the step whose rate is in force. Before the first step DeepSpeed has -1,
+    with the rate of step 0 in force.
     """
     if isinstance(state, Mapping) and state.get("last_batch_iteration") == -1:
         return {**state, "last_batch_iteration": 0}
@@ -111,10 +111,8 @@ def schedule_state(state: Any) -> Any:
 
 
 def counters(model: Mapping[str, Any], world: int) -> dict[str, int]:
-    """Return the counters; what a window of accumulation was comes from the configuration.
-
-    Raises:
-        CheckpointError: one is missing.
+    """Return the counters; the accumulation window is that of the configuration. Raises CheckpointError if one is
+    missing.
     """
     found = {}
     for name in ("global_steps", "skipped_steps", "global_samples"):
@@ -149,23 +147,20 @@ def configured_optimizer(config: Any) -> str | None:
 
 
 def data_before_experts(config: Any) -> bool:
-    """Whether ranks with the same experts were neighbours."""
+    """Return True if expert-data-parallel groups were adjacent ranks."""
     return isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
 
 
 def reordered(config: Any) -> bool:
-    """Whether parameters were put into another order for their gradients' sake (`round_robin_gradients`)."""
+    """Return True if parameters were reordered for communication (`round_robin_gradients`)."""
     section = config.get("zero_optimization") if isinstance(config, Mapping) else None
     return isinstance(section, Mapping) and bool(section.get("round_robin_gradients"))
 
 
 def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return which of our optimizers goes on with some state; None if several or none would.
+    """Return the class of this library that continues with some state; None if several or none would.
 
-    Args:
-        config: DeepSpeed's configuration.
-        entries: names of state with one value per element.
-        settings: of each parameter group.
+    `entries` are names of state with one value per element, `settings` those of each parameter group.
     """
     named = configured_optimizer(config)
     if named is not None and named.lower() in _ADAM:
@@ -181,12 +176,9 @@ def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[s
 
 
 def refusal(config: Any, entries: Collection[str], target: str) -> str | None:
-    """Return why an optimizer cannot go on with some state, or None if it can.
+    """Return why an optimizer of class `target` cannot continue with some state, or None if it can.
 
-    Args:
-        config: DeepSpeed's configuration.
-        entries: names of state with one value per element; none if it was saved before the first step.
-        target: class of the optimizer.
+    `entries` are names of state with one value per element; empty if saved before the first step.
     """
     named = configured_optimizer(config)
     if named is not None:
@@ -206,11 +198,9 @@ def refusal(config: Any, entries: Collection[str], target: str) -> str | None:
 def fitting_settings(
     settings: Mapping[str, Any], known: Collection[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of a parameter group that can be taken over, and those that ask for something else.
+    """Return the settings of a parameter group that can be loaded, and those that request other behaviour.
 
-    Args:
-        settings: as DeepSpeed saved them.
-        known: names of the settings that the group has here; None: it is not known yet.
+    `known` are names of the group's settings here; None: unknown.
     """
     kept: dict[str, Any] = {}
     left: dict[str, Any] = {}
@@ -219,21 +209,21 @@ def fitting_settings(
             continue
         if name in _SETTINGS if known is None else name in known:
             kept[name] = value
-        elif not _asks_for_nothing(name, value):
+        elif not _has_no_effect(name, value):
             left[name] = value
     if known is None and not kept.get("amsgrad"):
         kept.pop("amsgrad", None)
     return kept, left
 
 
-def _asks_for_nothing(name: str, value: Any) -> bool:
+def _has_no_effect(name: str, value: Any) -> bool:
     if name == "bias_correction":
         return value is True
     return value is None or (isinstance(value, (bool, int, float)) and not value)
 
 
 def plain_json(value: Any) -> Any:
-    """Return a configuration as JSON can say it: other values as text."""
+    """Return a configuration as JSON, with other values as text."""
     if isinstance(value, Mapping):
         return {str(key): plain_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

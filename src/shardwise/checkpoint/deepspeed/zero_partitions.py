@@ -1,15 +1,15 @@
-"""Where in DeepSpeed's files each parameter and each entry of its optimizer state lies.
+"""Place of each parameter and its optimizer state in DeepSpeed's files.
 
-Stage 0: the module's state dict holds all parameters whole, and the optimizer's state dict numbers them without names.
-In 16 bits, fp32 masters are beside it, in the same order.
+Stage 0: the module's state dict holds all parameters unsharded. The optimizer's state dict numbers them without names.
+In 16 bits the file also has fp32 masters, in the same order.
 
-Stages 1 and 2: the trained parameters of a group lie end to end in a flat buffer, padded at its end to a multiple of
-the number of ranks. Each rank has a range of it, so a parameter may begin on one rank and end on the next. The state of
-the optimizer is flat in the same way. The order is that of `param_shapes`; `param_alignment_paddings` are gaps behind
-single parameters. The last ranks' masters mostly come without the padding, their optimizer state with it.
+Stages 1 and 2: the trained parameters of a group are concatenated in a flat buffer, padded at its end to a multiple of
+the number of ranks. Each rank has a range of it, hence a parameter may begin on one rank and end on the next. Optimizer
+state is flat in the same way. The order is that of `param_shapes`; `param_alignment_paddings` are gaps after single
+parameters. The last ranks' masters usually lack the padding, their optimizer state has it.
 
-Stage 3: each parameter is divided by itself, padded to a multiple of the number of ranks. A rank's parts of the
-parameters of a (sub-)group lie end to end. Frozen parameters are divided in the same way, each a tensor of its own.
+Stage 3: each parameter is padded to a multiple of the number of ranks and sharded. A rank's shards of the parameters of
+a (sub-)group are concatenated. Frozen parameters are sharded in the same way, each a tensor of its own.
 """
 
 from __future__ import annotations
@@ -26,19 +26,12 @@ from shardwise.checkpoint.manifest import OPTIMIZER, PARAMETER, outline
 from shardwise.errors import CheckpointError
 
 _TENSOR_WIDE = frozenset({"step"})
-"""Entries of optimizer state that are one number even where a partition has one element."""
+"""Optimizer states that are one number even if a partition has one element."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedPiece:
-    """Elements `[start, stop)` of a flattened tensor.
-
-    Attributes:
-        start: first element.
-        stop: end (exclusive).
-        values: 1-D, in a mapped file.
-        file: name of that file.
-    """
+    """Elements `[start, stop)` of a flattened tensor, as 1-D values in a mapped file."""
 
     start: int
     stop: int
@@ -54,9 +47,9 @@ class DeepSpeedLayout:
         shapes: of each parameter.
         group: parameter group of each parameter.
         pieces: by name and kind (`parameter`, `optimizer/<entry>`), in order.
-        values: for each parameter the entries of its state that are one value, such as step counts.
+        values: for each parameter the state entries with one value, such as step counts.
         settings: of each parameter group.
-        dropped: entries of state that have no place, with what they are.
+        dropped: state entries that cannot be loaded, with a description.
     """
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -67,7 +60,7 @@ class DeepSpeedLayout:
     dropped: set[str] = field(default_factory=set)
 
     def add(self, name: str, kind: str, piece: DeepSpeedPiece) -> None:
-        """Add a piece behind those that are there."""
+        """Append a piece."""
         if piece.values.numel() != piece.stop - piece.start:
             raise CheckpointError(
                 f"{piece.file}: {kind} {name!r}: expected {piece.stop - piece.start} elements, found "
@@ -77,7 +70,7 @@ class DeepSpeedLayout:
             self.pieces.setdefault((name, kind), []).append(piece)
 
     def set_value(self, name: str, entry: str, value: Any, file: str) -> None:
-        """Set an entry that is one value; ranks must agree on it."""
+        """Set an entry with one value; ranks must agree."""
         held = self.values.setdefault(name, {})
         value = as_scalar(value)
         if entry in held and not same(held[entry], value):
@@ -88,7 +81,7 @@ class DeepSpeedLayout:
         held[entry] = value
 
     def take_steps(self, file: str) -> None:
-        """Give parameters the step count of their group, where the optimizer keeps it there and not in its state."""
+        """Copy step counts from groups to parameters, for optimizers that keep them in groups."""
         held = {name for name, kind in self.pieces if kind != PARAMETER}
         for name in held:
             count = self.settings[self.group[name]].get("step")
@@ -96,11 +89,7 @@ class DeepSpeedLayout:
                 self.set_value(name, "step", count, file)
 
     def check(self) -> None:
-        """Check that every element of what there is of a parameter is there, once.
-
-        Raises:
-            CheckpointError: some are missing.
-        """
+        """Check that every element of each present entry exists once. Raises CheckpointError if some are missing."""
         for (name, kind), pieces in self.pieces.items():
             place = 0
             for piece in pieces:
@@ -121,14 +110,14 @@ class DeepSpeedLayout:
 
 
 def as_scalar(value: Any) -> Any:
-    """Return a number as the 0-d fp32 tensor that torch's optimizers keep."""
+    """Return a number as a 0-d fp32 tensor, as torch's optimizers keep it."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     return torch.tensor(float(value), dtype=torch.float32, device="cpu")
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values of optimizer state are the same."""
+    """Return True if two values of optimizer state are equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return bool(one == other)
@@ -136,17 +125,13 @@ def same(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class Opened:
-    """A file of optimizer states: its name and what is under `optimizer_state_dict`."""
+    """A file of optimizer states: its name, and its content under `optimizer_state_dict`."""
 
     file: str
     content: Mapping[str, Any]
 
     def get(self, *keys: str) -> Any:
-        """Return what is under a path of keys.
-
-        Raises:
-            CheckpointError: there is no such key.
-        """
+        """Return the value under a path of keys. Raises CheckpointError if there is no such key."""
         found: Any = self.content
         for depth, key in enumerate(keys):
             if not isinstance(found, Mapping) or key not in found:
@@ -175,17 +160,14 @@ def flat_partitions(
     *,
     reordered: bool,
 ) -> DeepSpeedLayout:
-    """Find everything in files of stages 1 and 2.
+    """Return the layout of files of stages 1 and 2.
 
     Args:
         shapes: `param_shapes`: for each group, shapes by name in the order of its flat buffer.
         ranks: files of optimizer states, in rank order.
         holders: for each group the ranks of each of its copies, which are other parameters.
-        reordered: with `round_robin_gradients` buffers are in the order of `param_shapes`, and `param_slice_mappings`
-            names what would be there without.
-
-    Raises:
-        CheckpointError: the files do not fit together.
+        reordered: `round_robin_gradients` was on: buffers are in the order of `param_shapes`, and
+            `param_slice_mappings` has the names of the other order.
     """
     layout = DeepSpeedLayout()
     bases = [_base_state(rank) for rank in ranks]
@@ -245,7 +227,6 @@ def _base_state(rank: Opened) -> tuple[dict[int, Any], Sequence[Mapping[str, Any
 
 
 def _places(group: Mapping[str, Any], rank: Opened, number: int) -> dict[str, tuple[int, int]]:
-    """Return the first element and the number of elements of each parameter in the flat buffer of a group."""
     paddings = rank.content.get("param_alignment_paddings")
     gaps = [0] * len(group) if paddings is None else paddings[number]
     places, place = {}, 0
@@ -256,7 +237,7 @@ def _places(group: Mapping[str, Any], rank: Opened, number: int) -> dict[str, tu
 
 
 def _partition_size(held: Sequence[tuple[Opened, int]], number: int) -> int:
-    """Return the elements of a rank's range of a flat buffer, of which masters may come without the padding."""
+    """Return the elements of a rank's range of a flat buffer; masters may lack the padding."""
     whole = {count + rank.get("group_paddings")[number] for rank, count in held}
     sizes = whole if len(whole) == 1 else {count for _, count in held}
     if len(sizes) != 1:
@@ -268,18 +249,17 @@ def _partition_size(held: Sequence[tuple[Opened, int]], number: int) -> int:
 
 
 def _compare_mapping(rank: Opened, number: int, found: Mapping[str, tuple[int, int]]) -> None:
-    """Check that a rank's file says the same about what lies where; older ones say nothing."""
+    """Compare the places with those of a rank's file; older files have none."""
     mappings = rank.content.get("param_slice_mappings")
     if mappings is None:
         return
-    told = {name: (fragment.start, fragment.numel) for name, fragment in mappings[number].items()}
-    if told != found:
-        name = next(name for name in {**found, **told} if found.get(name) != told.get(name))
+    expected = {name: (fragment.start, fragment.numel) for name, fragment in mappings[number].items()}
+    if expected != found:
+        name = next(name for name in {**found, **expected} if found.get(name) != expected.get(name))
         raise CheckpointError(
             f"{rank.file}: {name!r} should have (start, elements) {found.get(name)} in the partition of group {number} "
-            "by "
-            f"param_shapes, and {told.get(name)} by param_slice_mappings: files of several checkpoints, or a layout "
-            "that is not known"
+            f"by param_shapes, and {expected.get(name)} by param_slice_mappings: files of several checkpoints, or an "
+            "unknown layout"
         )
 
 
@@ -296,16 +276,10 @@ def _add_state(
     cut: slice,
     elements: tuple[int, int],
 ) -> None:
-    """Add what a rank's optimizer keeps for a fragment.
+    """Add a rank's optimizer state of a fragment to a layout.
 
-    Args:
-        layout: what is added to.
-        file: the rank's file.
-        name: of the parameter.
-        state: of the partition that the fragment is in.
-        least: elements of the partition without padding.
-        cut: the fragment's place in the partition.
-        elements: of the parameter, first and end.
+    `state` is that of the partition, which has `least` elements without padding. `cut` is the fragment's place in the
+    partition, `elements` its range of the parameter.
     """
     for entry, value in state.items():
         number = (
@@ -321,14 +295,9 @@ def _add_state(
 
 
 def divided_parameters(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened]) -> DeepSpeedLayout:
-    """Find everything in files of stage 3.
+    """Return the layout of files of stage 3, in rank order.
 
-    Args:
-        shapes: `param_shapes`: for each (sub-)group, shapes by name in the order of its flat buffer.
-        ranks: files of optimizer states, in rank order.
-
-    Raises:
-        CheckpointError: the files do not fit together.
+    `shapes` is `param_shapes`: for each (sub-)group, shapes by name in the order of its flat buffer.
     """
     layout = DeepSpeedLayout()
     world = len(ranks)
@@ -382,18 +351,10 @@ def numbered_states(
     state: Mapping[str, Any],
     masters: Sequence[Sequence[torch.Tensor]] | None,
 ) -> None:
-    """Find everything in the optimizer's state dict of stage 0.
+    """Add the contents of stage 0's optimizer state dict (torch's form) to a layout.
 
-    Args:
-        layout: what is added to.
-        file: where it is, for messages.
-        shapes: of all parameters.
-        names: of the parameters of each group, in the order in which they are numbered; None: not taken from here.
-        state: the state dict, in torch's form.
-        masters: fp32 values of the parameters of each group, where the module has 16-bit ones.
-
-    Raises:
-        CheckpointError: an entry does not fit its parameter.
+    `names` are those of the parameters of each group, by number; None: not taken from here. `masters` are fp32 values
+    of the parameters of each group, where the module has 16-bit ones.
     """
     layout.settings = [_settings(group) for group in state["param_groups"]]
     for number, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):

@@ -1,8 +1,8 @@
-"""Building blocks of the configuration schema: the base class of a section and the types of its keys.
+"""Base class of a section, and the types of its keys.
 
-Invariant: nothing is converted silently. Numbers stay numbers, booleans stay booleans, and an unknown key is
-never dropped. The only conversions are those that lose nothing and that published configurations rely on:
-`5e8` for an integer, a tuple for a list, `torch.bfloat16` or `"bfloat16"` for `"bf16"`.
+Invariant: nothing is converted silently. Numbers stay numbers, booleans stay booleans, and an unknown key is never
+dropped. The only conversions lose nothing and occur in published configurations: `5e8` for an integer, a tuple for a
+list, `torch.bfloat16` or `"bfloat16"` for `"bf16"`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from shardwise.errors import ConfigError, ConflictError
 from shardwise.sizes import size_in_bytes
 
 AUTO = "auto"
-"""The value that asks the library to choose."""
+"""The value that the library replaces."""
 
 MASK = "***"
-"""What stands for a secret where a configuration is shown or stored. Given, it counts as nothing."""
+"""Replaces a secret where a configuration is shown or stored. As input it counts as absent."""
 
 LARGEST_INT = (1 << 63) - 1
-"""No integer is larger: it fits 64 bits, as all counts and sizes of torch do."""
+"""Largest integer: it fits 64 bits, as all counts and sizes of torch do."""
 
 OTHER_NAMES = "x-other-names"
 DEPRECATED_FOR = "x-deprecated-for"
@@ -40,7 +40,7 @@ class ConfigSection(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         strict=True,
-        defer_build=True,  # Sections are compiled at first use: half of the import time.
+        defer_build=True,  # Sections are compiled at first use, which halves the import time.
         validate_assignment=True,
         allow_inf_nan=False,
         protected_namespaces=(),
@@ -48,7 +48,7 @@ class ConfigSection(BaseModel):
 
 
 class Arguments(ConfigSection):
-    """Arguments of a class: what a configuration has under `params`, and a script gives to the constructor."""
+    """Arguments of a class: those under `params` in a configuration, and those of the constructor."""
 
     @classmethod
     def called(cls) -> str:
@@ -56,15 +56,11 @@ class Arguments(ConfigSection):
         return cls.__name__.removesuffix("Arguments")
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """Yield what is wrong with values that are right one by one.
-
-        Args:
-            at: writes where another argument stands.
-        """
+        """Yield the contradictions between valid values; `at` returns the path of another argument."""
         yield from ()
 
     def ordered(self, least: str, most: str, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """Yield a lower bound that is above its upper one, in any parameter group where they are lists."""
+        """Yield each lower bound above its upper bound; bounds may be lists, one item per parameter group."""
         bounds = (getattr(self, least), getattr(self, most))
         lengths = {len(value) for value in bounds if isinstance(value, list)} or {1}
         lows, highs = (value if isinstance(value, list) else [value] * max(lengths) for value in bounds)
@@ -80,7 +76,7 @@ class Arguments(ConfigSection):
 
 
 Contradiction = tuple[str, str, type[ConfigError]]
-"""The argument, what is wrong and the fix, which error stands for it."""
+"""The argument, problem and fix, class of the error."""
 
 
 def key(
@@ -99,11 +95,11 @@ def key(
 
     Args:
         default: value when the key is absent (`...` for a required key).
-        description: one sentence for people; it feeds the docs and the JSON Schema.
+        description: one sentence for people, used in docs and JSON Schema.
         names: other accepted spellings of the same key.
         deprecated_for: dotted path (from the root) of the key that replaced this one.
         no_effect: why the key is accepted although it changes nothing in this library.
-        default_note: why this default, where other libraries have had several.
+        default_note: why this default, if other libraries differ.
         free_form: the value is a dictionary whose keys are not part of this schema.
         secret: the value is shown and stored as `MASK`.
         constraints: passed to `pydantic.Field` (`ge`, `gt`, `le`, `lt`, `min_length`, ...).
@@ -127,7 +123,7 @@ def key(
 def section(
     model: Callable[[], ConfigSection], description: str, *, names: tuple[str, ...] = (), no_effect: str = ""
 ) -> Any:
-    """Declare a subsection that is always present, filled with its defaults when the user leaves it out."""
+    """Declare a subsection, which has its defaults when absent."""
     extra: dict[str, Any] = {}
     if names:
         extra[OTHER_NAMES] = list(names)
@@ -137,38 +133,38 @@ def section(
 
 
 def integral(value: Any) -> Any:
-    """Turn 5e8 into 500000000; leave everything else to the type check."""
+    """Convert 5e8 to 500000000; leave other values to the type check."""
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         return int(value)
     return value
 
 
 def fits_64_bits(value: int) -> int:
-    """Refuse integers that no count and no size can be."""
+    """Raise for an integer beyond 64 bits."""
     if abs(value) > LARGEST_INT:
         raise ValueError(f"more than {LARGEST_INT}")
     return value
 
 
-def whole(value: Any) -> Any:
-    """Like `integral` for a choice of integers, among which Python would find true as 1."""
+def exact_integer(value: Any) -> Any:
+    """Convert as `integral` before a `Literal` of integers, and refuse booleans, which equal 0 and 1."""
     if isinstance(value, bool):
         raise ValueError("true and false are not integers")
     return integral(value)
 
 
 def as_list(value: Any) -> Any:
-    """Turn a tuple into a list; leave everything else to the type check."""
+    """Convert a tuple to a list; leave other values to the type check."""
     return list(value) if isinstance(value, tuple) else value
 
 
 def one_or_many(value: Any) -> Any:
-    """Turn one string into a list of it; leave everything else to the type check."""
+    """Convert one string to a list; leave other values to the type check."""
     return [value] if isinstance(value, str) else as_list(value)
 
 
 def _or_like_a_number(value: Any, check: Callable[[Any], Any]) -> Any:
-    """Check a tensor (or NumPy's scalar) of one number by the number, and leave it what it is."""
+    """Check a one-element tensor (or NumPy scalar) as a number; return the tensor."""
     if isinstance(value, int | float | str) or not hasattr(type(value), "__float__"):
         return check(value)
     try:
@@ -189,19 +185,19 @@ DTYPE_NAMES: dict[str, str] = {
     "bf16": "bf16",
     "bfloat16": "bf16",
 }
-"""Accepted spellings of a floating-point type and the one that the code uses."""
+"""Canonical dtype names by accepted spelling."""
 
 
 def _dtype_name(value: Any) -> Any:
-    """Map every accepted spelling, `torch.float16` itself included, to fp32 / fp16 / bf16."""
+    """Convert every accepted spelling, `torch.float16` itself included, to fp32 / fp16 / bf16."""
     if type(value).__name__ == "dtype" or isinstance(value, str):
         name = str(value).removeprefix("torch.").lower()
         return DTYPE_NAMES.get(name, name)
     return value
 
 
-Whole = BeforeValidator(whole)
-"""Goes before a `Literal` of integers."""
+ExactInt = BeforeValidator(exact_integer)
+"""Precedes a `Literal` of integers."""
 Int = Annotated[int, BeforeValidator(integral), AfterValidator(fits_64_bits)]
 """An integer; a float with an integral value (1e9) is one."""
 Size = Annotated[
@@ -213,34 +209,34 @@ Size = Annotated[
         {"type": ["integer", "string"], "exclusiveMinimum": 0, IN_WORDS: 'bytes, or a size such as "2GiB" or "500 MB"'}
     ),
 ]
-"""A number of bytes, written as one or with a unit."""
+"""A number of bytes, as an integer or with a unit."""
 Flag = Annotated[
     bool, BeforeValidator(lambda value: bool(value) if isinstance(value, int | float) and value in (0, 1) else value)
 ]
-"""True or false, which some writers of JSON put as 1 and 0."""
+"""True or false; some writers of JSON write 1 and 0."""
 AsNumber = WrapValidator(_or_like_a_number)
-"""Goes last in the type of a number that may be a tensor: PyTorch's optimizers take a learning rate of this form."""
+"""Last in the type of a number that may be a tensor, as a learning rate of PyTorch's optimizers."""
 _AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Anything = Annotated[Any, _AsTuple]
-"""A value that is not checked here; a list becomes the tuple that JSON has not."""
+"""An unchecked value; a list becomes a tuple."""
 Number = Annotated[int | float, WithJsonSchema({"type": "number"}), AsNumber]
 """A finite number."""
 NotNegative = Annotated[float, Field(ge=0), AsNumber]
-"""A finite number from 0."""
+"""A finite number >= 0."""
 PartOfOne = Annotated[float, Field(ge=0, lt=1)]
-"""A number from 0 and below 1."""
+"""A number in [0, 1)."""
 Betas = Annotated[
     tuple[PartOfOne, PartOfOne],
     _AsTuple,
     WithJsonSchema({IN_WORDS: "two numbers in [0, 1)"}),
 ]
-"""Decays of two averages."""
+"""Decay rates of two averages."""
 _NEVER = {"type": "number", "minimum": 1e308, "description": "Infinity: never."}
 StepCount = (
     Annotated[int, BeforeValidator(integral), Field(ge=0)]
     | Annotated[float, Field(ge=math.inf, allow_inf_nan=True), WithJsonSchema(_NEVER)]
 )
-"""A number of steps, where infinity means never."""
+"""A number of steps; infinity means never."""
 Strings = Annotated[list[str], BeforeValidator(as_list)]
 """A list (or tuple) of strings."""
 Ints = Annotated[list[Int], BeforeValidator(as_list)]
@@ -261,7 +257,7 @@ DType = Annotated[
         }
     ),
 ]
-"""A floating-point type by any of its usual names; read back as fp32, fp16 or bf16."""
+"""A floating-point type by any of its usual names; normalised to fp32, fp16 or bf16."""
 LEVELS = ("debug", "info", "warning", "error", "critical")
 LogLevel = Annotated[
     Literal["debug", "info", "warning", "error", "critical"],

@@ -71,7 +71,7 @@ class WriterOptions(ConfigSection):
 
 
 class OnSignal(ConfigSection):
-    """`checkpoint.on_signal`: a checkpoint when a rank is sent a signal. A section of ours."""
+    """`checkpoint.on_signal`: a checkpoint when a rank is sent a signal. Not a section of DeepSpeed."""
 
     save_dir: str | None = key(None, "Directory as for `save_checkpoint`; required.", min_length=1)
     exit_on: Signals = key(["SIGTERM"], "Signals after which the job saves and ends with 128 + signal.")
@@ -79,12 +79,12 @@ class OnSignal(ConfigSection):
 
 
 class MemoryCopiesOptions(ConfigSection):
-    """`checkpoint.memory_copies`: the training state in memory, outside of the processes. A section of ours."""
+    """`checkpoint.memory_copies`: training state in memory, outside of the processes. Not a section of DeepSpeed."""
 
     every: Int = key(10, "Steps between two copies.", gt=0)
     replicas: Int = key(1, "Other nodes that keep a copy of each part.", ge=0)
     directory: str | None = key(
-        None, "Where copies are kept, on a tmpfs of each node; null: where `shardwise run` says.", min_length=1
+        None, "Where copies are kept, on a tmpfs of each node; null: the directory of `shardwise run`.", min_length=1
     )
 
 
@@ -115,13 +115,13 @@ class CheckpointOptions(ConfigSection):
 
     @property
     def in_background(self) -> bool:
-        """Whether saves are asynchronous unless a call says otherwise."""
+        """Whether saves are asynchronous by default."""
         return self.async_save or (self.writer is not None and self.writer.decoupled)
 
     def writes_directly(self, *, background: bool) -> bool:
-        """Whether files are written past the page cache where the file system can do that.
+        """Return True if files are written past the page cache where the file system supports it.
 
-        In the background that is so without being told: the processor time that it saves is that of training.
+        Background saves always are, because direct writes leave processor time to training.
         """
         return background if self.writer is None else self.writer.type == "fast"
 

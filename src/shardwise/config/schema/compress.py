@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import ConfigSection, Int, Ints, Names, Strings, Whole, as_list, key, section
+from .base import ConfigSection, ExactInt, Int, Ints, Names, Strings, as_list, key, section
 
 _Symmetry = Literal["symmetric", "asymmetric"]
 
@@ -57,7 +57,7 @@ class SparsePruningShared(ConfigSection):
 class RowPruningShared(ConfigSection):
     """`compression_training.row_pruning` and `channel_pruning`: `shared_parameters`."""
 
-    enabled: bool = key(False, "Prune whole rows or channels.")
+    enabled: bool = key(False, "Prune rows or channels.")
     method: Literal["l1", "topk"] = key("l1", "Criterion.")
     schedule_offset: Int = key(1000, "First step.", ge=0)
 
@@ -176,7 +176,7 @@ class CompressionTraining(ConfigSection):
 class QuantizedTensor(ConfigSection):
     """Settings of one quantized weight."""
 
-    num_bits: Annotated[Literal[4, 8], Whole] = key(8, "Bits.")
+    num_bits: Annotated[Literal[4, 8], ExactInt] = key(8, "Bits.")
     group_size: Int = key(512, "Elements per scale.", gt=0)
     group_dim: Int = key(0, "Dimension of the groups.", ge=0)
     symmetric: bool = key(False, "Symmetric range.")

@@ -53,7 +53,7 @@ class Blocks(ConfigSection):
     block_size: Int = key(256, "Values to a scale; even.", ge=2, multiple_of=2)
     start_compressing_after_step: Int = key(0, _START, ge=0)
     use_error_feedback: bool = key(
-        False, "Add what rounding has cut off to the next gradient.", names=("error_feedback",)
+        False, "Add the rounding error to the next gradient (error feedback).", names=("error_feedback",)
     )
     err_beta: float = key(0.0, "Part of what is kept that stays kept (LoCo); the rest is the newest error.", ge=0, lt=1)
     reset_T: Int | None = key(None, "Steps after which what is kept is forgotten; null: never.", gt=0)
@@ -68,11 +68,11 @@ METHODS: dict[str, type[ConfigSection]] = {
     "int8": Blocks,
     "int4": Blocks,
 }
-"""Methods by `compression.type`, which is read in any case, with their parameters."""
+"""Methods by `compression.type`, in any case, with their parameters."""
 
 
 def canonical_method(written: str) -> str | None:
-    """Return the name of a method as `METHODS` spells it, or None if there is none.
+    """Return the name of a method as `METHODS` spells it, or None if it is unknown.
 
     >>> canonical_method("PowerSGD")
     'powerSGD'

@@ -62,7 +62,7 @@ class Timeline(ConfigSection):
     steps: Int = key(3, "Steps to record.", gt=0)
     ranks: Ints | None = key(None, "Ranks that record; null: all.")
     max_events: Int = key(
-        200_000, "Ranges and collectives that a rank keeps at most; the file says what is left out.", gt=0
+        200_000, "Most ranges and collectives that a rank keeps; the file has the number left out.", gt=0
     )
 
 
@@ -123,7 +123,7 @@ class Comet(ConfigSection):
 
 
 class RunLog(ConfigSection):
-    """`run_log`: what `shardwise report` draws; every rank writes its own files."""
+    """`run_log`: input of `shardwise report`; every rank writes its own files."""
 
     enabled: bool = key(False, "Write the run log.")
     path: str | None = key(
@@ -138,7 +138,7 @@ class RunLog(ConfigSection):
 
 
 class Progress(ConfigSection):
-    """`progress`: how far training is, on standard error of the first rank."""
+    """`progress`: progress of the training, on standard error of the first rank."""
 
     mode: Literal["auto", "bar", "lines", "off"] | None = key(
         None,

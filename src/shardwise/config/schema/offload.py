@@ -26,7 +26,7 @@ class OffloadParam(ConfigSection):
     buffer_size: Int = key(100_000_000, "Elements per buffer.", gt=0, no_effect=_SCHEDULED)
     max_in_cpu: Int = key(
         1_000_000_000,
-        "Elements of each rank's parameters that stay in host memory when the rest is on disk; whole units.",
+        "Elements of each rank's parameters that stay in host memory when the rest is on disk; in units.",
         ge=0,
     )
     pin_memory: bool = key(True, "Page-lock the host memory (on a CUDA device).", default_note=_PIN_NOTE)
@@ -66,7 +66,7 @@ class OffloadOptimizer(ConfigSection):
     )
     ratio: float = key(
         1.0,
-        "Fraction of the trained parameters whose state is not on the device, in whole units; below 1 needs stage 3.",
+        "Fraction of the trained parameters whose state is not on the device, in units; below 1 needs stage 3.",
         ge=0,
         le=1,
     )
@@ -99,7 +99,7 @@ class ZenFlow(ConfigSection):
 
 
 class ActivationOffload(ConfigSection):
-    """`activation_offload`: what autograd saves in the engine's forward pass lives on the host until it is needed."""
+    """`activation_offload`: tensors that autograd saves in the engine's forward pass, kept on the host until used."""
 
     enabled: bool = key(False, "Move saved activations of any model to host memory (without `checkpoint` calls, too).")
     min_bytes: Int = key(
@@ -130,7 +130,7 @@ class AIO(ConfigSection):
 
 
 class MemoryLimits(ConfigSection):
-    """`memory_limits`: what may be taken on each tier, beside what the system allows. A section of ours."""
+    """`memory_limits`: most memory of each tier, below the system's own limits. Not a section of DeepSpeed."""
 
     device: Size | None = key(
         None,

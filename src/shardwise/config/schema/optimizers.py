@@ -1,7 +1,7 @@
 """Arguments of the optimizers: one model for each that the configuration knows by name.
 
-The constructors of these classes check what they are given by the same models; the classes of torch.optim have models
-that are made of their signatures.
+The constructors of these classes use the same models. For classes of torch.optim, models are made from their
+signatures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.errors import ConfigError, ConflictError, NotBuiltError
 from .base import Arguments, Betas, Contradiction, Flag, Int, NotNegative, Number, PartOfOne, key
 
 CLIPPING = "the engine clips gradients; write `gradient_clipping` at the top level"
-"""What to do in place of an optimizer's own max_grad_norm."""
+"""Fix for an optimizer's own max_grad_norm."""
 
 _LR = "Learning rate."
 _BETAS = "Decays of the averages of gradients and of their squares."
@@ -34,27 +34,27 @@ _OF_TORCH = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "
 
 
 class Elementwise(Arguments):
-    """Optimizers that torch has, too: options that only torch's class has make that class the one that is built."""
+    """Optimizers that torch has, too. An option of torch's class only selects that class."""
 
     lr: NotNegative = key(1e-3, _LR)
     weight_decay: NotNegative = key(0.0, _DECAY)
     fp32_optimizer_states: Flag = key(True, "false: states in the parameters' type.")
     set_grad_none: Flag = key(True, "", no_effect="the engine owns the gradients and frees them")
 
-    def asks_torch(self) -> str | None:
-        """The first option that asks for something that only torch's class has; None: there is none."""
+    def torch_only_option(self) -> str | None:
+        """Return the first option in use that only torch's class has, or None."""
         fields = type(self).model_fields
         return next((n for n in _OF_TORCH if n in fields and getattr(self, n) is not fields[n].default), None)
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """Options that torch's class lacks beside options that ask for it."""
-        cause = self.asks_torch()
+        """Yield the options that torch's class lacks, if another option needs torch's class."""
+        cause = self.torch_only_option()
         for name in ("bias_correction", "fp32_optimizer_states"):
             if cause is not None and not getattr(self, name, True):
-                asked = f"{at(cause)} {json.dumps(getattr(self, cause))}"
+                option = f"{at(cause)} {json.dumps(getattr(self, cause))}"
                 yield (
                     name,
-                    f"false contradicts {asked}, for which torch's class is built, which lacks this; remove one",
+                    f"false contradicts {option}, for which torch's class is built, which lacks this; remove one",
                     ConflictError,
                 )
 
@@ -77,11 +77,11 @@ class AdamArguments(Elementwise):
     fused: Flag | None = key(None, _FUSED)
 
     @override
-    def asks_torch(self) -> str | None:
-        return "torch_adam" if self.torch_adam else super().asks_torch()
+    def torch_only_option(self) -> str | None:
+        return "torch_adam" if self.torch_adam else super().torch_only_option()
 
-    def leaves_implementation(self) -> bool:
-        """Whether torch's class is to run the fused implementation where there is one."""
+    def allows_fused(self) -> bool:
+        """Whether torch's class may run its fused implementation."""
         return self.fused is None and not (self.torch_adam or self.foreach or self.differentiable)
 
 
@@ -130,7 +130,7 @@ class LambArguments(Arguments):
     amsgrad: Flag = key(False, "Only false.")
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """Options of published configurations that are somebody else's, and limits in the wrong order."""
+        """Yield options of other libraries, and limits in the wrong order."""
         if self.max_grad_norm:
             yield "max_grad_norm", f"{CLIPPING}, and 0 here or nothing", ConfigError
         if self.amsgrad:
@@ -151,14 +151,14 @@ class MuonArguments(Arguments):
     nesterov: Flag = key(True, "Look one step ahead.")
     ns_steps: Int = key(5, "Steps of the Newton-Schulz iteration.", ge=1)
     ns_method: Literal["gram", "standard"] = key("gram", "How the iteration multiplies.")
-    per_head_muon: Flag = key(False, "Only false: matrices are orthogonalised as a whole.")
+    per_head_muon: Flag = key(False, "Only false: matrices are orthogonalised unsplit.")
     adam_w_mode: Flag = key(True, "false: Adam's half adds the decay to the gradient.")
     torch_adam: Flag = key(False, "Adam's half runs the implementation that torch picks.")
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """What this version does not have."""
+        """Yield options that this version lacks."""
         if self.per_head_muon:
-            reason = "this version orthogonalises matrices as a whole; remove the key"
+            reason = "this version orthogonalises matrices unsplit; remove the key"
             yield "per_head_muon", reason, NotBuiltError
 
 
@@ -178,7 +178,6 @@ class _Onebit(Arguments):
     )
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """Switches that cannot be on."""
         for name, reason in (
             ("amsgrad", "the running maximum of a variance that is frozen would be frozen with it"),
             ("eps_inside_sqrt", "eps is added to the root, as torch.optim.Adam does"),
@@ -205,7 +204,7 @@ class OnebitLambArguments(_Onebit):
     factor_threshold: Number = key(0.1, "Largest relative change of the factor in one step.")
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """See `_Onebit.contradictions`; and limits in the wrong order."""
+        """Yield switches that cannot be on, and limits in the wrong order."""
         yield from super().contradictions(at)
         yield from self.ordered("min_coeff", "max_coeff", at)
         yield from self.ordered("factor_min", "factor_max", at)
@@ -229,7 +228,7 @@ class Mup(Arguments):
 ONEBIT_OPTIMIZERS: dict[str, type[Arguments]] = {
     cls.called().lower(): cls for cls in (OnebitAdamArguments, OnebitLambArguments, ZeroOneAdamArguments)
 }
-"""Optimizers that communicate themselves, by names in any case."""
+"""Optimizers that communicate themselves, by lower-case name."""
 
 NATIVE_OPTIMIZERS: dict[str, type[Arguments]] = {
     **{
@@ -238,4 +237,4 @@ NATIVE_OPTIMIZERS: dict[str, type[Arguments]] = {
     },
     **ONEBIT_OPTIMIZERS,
 }
-"""Our own, by the names that configurations use, in any case."""
+"""This library's optimizers, by lower-case name."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from .base import ConfigSection, DType, Int, Ints, Strings, Whole, as_list, key
+from .base import ConfigSection, DType, ExactInt, Int, Ints, Strings, as_list, key
 
 
 class Pipeline(ConfigSection):
@@ -30,7 +30,7 @@ class TPSize(ConfigSection):
         1, "Ranks have multiples of so many features of MLPs and words of heads; the last has the rest.", ge=1
     )
     mpu: Any = key(None, "Model-parallel unit object; pass it to `initialize(mpu=...)`.")
-    tp_group: Any = key(None, "Process group of the tensor-parallel ranks; they are neighbours.")
+    tp_group: Any = key(None, "Process group of the tensor-parallel ranks; adjacent ranks.")
 
 
 class LayerSpec(ConfigSection):
@@ -83,9 +83,7 @@ class PartitionConfig(ConfigSection):
     lm_head_patterns: Strings = key(
         ["lm_head", "embed_out"], "Regular expressions for the last parts of the names of output heads."
     )
-    strict_mode: bool = key(
-        False, "A matrix that nothing says how to split is an error, and so is a pattern that matches none."
-    )
+    strict_mode: bool = key(False, "A matrix without a rule is an error, and so is a pattern without a match.")
     layer_specs: Annotated[list[LayerSpec], BeforeValidator(as_list)] = key([], "Rules, first match wins.")
 
 
@@ -97,7 +95,7 @@ class TensorParallel(ConfigSection):
     dtype: DType = key(
         "fp16",
         "Type of the split parameters.",
-        no_effect="parts have the number types of the whole: those of `bf16`, `fp16` and `torch_autocast`",
+        no_effect="shards have the model's dtypes: those of `bf16`, `fp16` and `torch_autocast`",
     )
     sequence_parallel: bool = key(
         False,
@@ -121,7 +119,7 @@ class TensorParallel(ConfigSection):
     partition_config: PartitionConfig | None = key(None, "Rules for splitting layers.")
     check_division: bool = key(
         True,
-        "Compare each kind of split block with the whole one, on a few tokens of the first forward pass. false: never.",
+        "Compare each kind of split block with the unsplit block on some tokens of the first forward. false: never.",
     )
     keep_module_on_host: bool = key(
         False,
@@ -140,7 +138,7 @@ class TensorParallel(ConfigSection):
 
     @property
     def size(self) -> int:
-        """Ranks that have a copy of the model among them: the first degree above 1 that is written, else 1."""
+        """Size of the tensor-parallel group: the first written degree above 1, else 1."""
         if self.enabled is False:
             return 1
         nested = self.tp.tp_size if self.tp is not None else 1
@@ -158,7 +156,7 @@ class ExpertParallel(ConfigSection):
 
     enabled: bool = key(False, "Distribute experts.")
     autoep_size: Int = key(1, "Ranks over which the experts of a layer are divided.", ge=1)
-    expert_tensor_parallel_size: Annotated[Literal[1], Whole] = key(
+    expert_tensor_parallel_size: Annotated[Literal[1], ExactInt] = key(
         1, "Tensor-parallel degree inside an expert; only 1."
     )
     validate_folding_routing: bool = key(

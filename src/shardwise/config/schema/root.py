@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from .base import ConfigSection, DType, Int, LogLevel, StepCount, Whole, key, section
+from .base import ConfigSection, DType, ExactInt, Int, LogLevel, StepCount, key, section
 from .checkpoint import CheckpointOptions, DataStates, Nebula
 from .compress import CompressionTraining, Eigenvalue, QuantizeTraining, WeightQuantization
 from .data import DataEfficiency, LegacyCurriculum, ProgressiveLayerDrop
@@ -39,13 +39,12 @@ from .zero import ZeroConfig
 
 
 class Config(ConfigSection):
-    """A whole configuration.
+    """A complete configuration, such as `config.zero_optimization.stage`.
 
-    Read it by attribute: `config.zero_optimization.stage`, `config.fp16.enabled`, `config.optimizer.params`.
     After `resolve` the three batch keys are integers.
     """
 
-    schema_version: Annotated[Literal[1], Whole] = key(
+    schema_version: Annotated[Literal[1], ExactInt] = key(
         1,
         "Version of the defaults, which change only with this number.",
     )
@@ -67,7 +66,7 @@ class Config(ConfigSection):
     )
     data_parallel_size: Int | None = key(None, "Must be the number of ranks / sequence_parallel_size.", ge=1)
     use_data_before_expert_parallelism: bool = key(
-        False, "Ranks with the same experts are neighbours, not those among which tokens travel."
+        False, "Expert-data-parallel groups are adjacent ranks, in place of expert-parallel groups."
     )
     vocabulary_size: Int | None = key(None, "Size of the vocabulary; warns if 8 does not divide it.", gt=0)
     disable_python_gc: bool = key(False, "The engine collects cyclic garbage by itself.")
@@ -77,7 +76,7 @@ class Config(ConfigSection):
     zero_allow_untested_optimizer: bool = key(
         False,
         "Allow sharding with an optimizer class that was not tested with it.",
-        no_effect="an unknown optimizer gets whole tensors",
+        no_effect="an unknown optimizer gets unsharded tensors",
     )
     zero_force_ds_cpu_optimizer: bool = key(
         True,
@@ -116,7 +115,7 @@ class Config(ConfigSection):
     )
     stall_limit: float = key(
         30.0,
-        "Seconds that a collective may wait before all ranks are asked where they are: the log says who is waited for, "
+        "Seconds that a collective may wait before all ranks report their state: the log names the missing ranks, "
         "and ranks that wait for each other in different collectives end. 0: never.",
         ge=0,
     )

@@ -1,4 +1,4 @@
-"""Arguments of the schedules: one model for each, by which their constructors check what they are given."""
+"""Arguments of the schedules: one model for each, which its constructor uses, too."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class OneCycleArguments(_Schedule):
     decay_mom_rate: NotNegative = key(0.0, "Growth of the momentum after the cycle.")
 
     def contradictions(self, at: Callable[[str], str]) -> Iterator[Contradiction]:
-        """Minima above their maxima."""
+        """Yield minima above their maxima."""
         yield from self.ordered("cycle_min_lr", "cycle_max_lr", at)
         yield from self.ordered("cycle_min_mom", "cycle_max_mom", at)
 
@@ -90,4 +90,4 @@ NATIVE_SCHEDULES: dict[str, type[Arguments]] = {
         WarmupCosineLRArguments,
     )
 }
-"""Our own schedules, by exact name; warmup_max_lr null: the optimizer's lr."""
+"""This library's schedules, by exact name; warmup_max_lr null: the optimizer's lr."""

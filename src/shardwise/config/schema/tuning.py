@@ -44,7 +44,7 @@ class Autotuning(ConfigSection):
     overwrite: bool = key(
         False,
         "Overwrite earlier results.",
-        default_note="DeepSpeed's documentation says false, its code true; results are kept unless asked",
+        default_note="DeepSpeed's documentation says false, its code true; results are kept by default",
     )
     num_nodes: Int | None = key(None, "Nodes to use; null: all.", gt=0)
     num_gpus: Int | None = key(None, "Devices per node to use; null: all.", gt=0)

@@ -1,4 +1,4 @@
-"""Watching the numbers of a run: losses, gradient norms, and where values become infinite or NaN."""
+"""Watching the numbers of a run: losses, gradient norms, and infinite or NaN values."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ OnSpike = Literal["warn", "skip", "stop", "rewind", "ignore"]
 
 
 class AnomalyWatch(ConfigSection):
-    """`anomaly_watch`: loss spikes, gradients that grow, and the module in which values become infinite or NaN. A
-    section of ours.
+    """`anomaly_watch`: loss spikes, growing gradients, and the module that first computes infinite or NaN values. Not
+    a section of DeepSpeed.
     """
 
     enabled: bool = key(False, "Watch losses, gradient norms and modules.")
@@ -32,4 +32,4 @@ class AnomalyWatch(ConfigSection):
     threshold: float = key(
         8.0, "Deviations above the median of the window from which a value is a spike (1.4826 MAD is one).", gt=0
     )
-    max_rewinds: Int = key(3, "Rewinds after which the next anomaly that asks for one ends the run instead.", gt=0)
+    max_rewinds: Int = key(3, "Most rewinds; the next anomaly that requests one ends the run.", gt=0)

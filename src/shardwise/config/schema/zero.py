@@ -1,17 +1,17 @@
-"""The `zero_optimization` section: what is sharded over the ranks, in which pieces, and where it lives."""
+"""The `zero_optimization` section: which state is sharded over ranks, in which units, and its tier."""
 
 from __future__ import annotations
 
 import sys
 from typing import Annotated, Literal
 
-from .base import ConfigSection, Int, Names, Whole, key, section
+from .base import ConfigSection, ExactInt, Int, Names, key, section
 from .offload import OffloadOptimizer, OffloadParam, ZenFlow
 
 _SAME_RESULT = "every setting runs the same collectives"
 
 
-Stage = Annotated[Literal[0, 1, 2, 3], Whole]
+Stage = Annotated[Literal[0, 1, 2, 3], ExactInt]
 """A ZeRO stage."""
 
 
@@ -109,7 +109,7 @@ class ZeroConfig(ConfigSection):
     )
     stage3_param_persistence_threshold: Int | None = key(
         None,
-        "Units of at most this many elements stay gathered (stage 3), beside those that null keeps; 0: none. null: "
+        "Units of at most this many elements stay gathered (stage 3), in addition to those of null; 0: none. null: "
         "those whose release would not lower the peak.",
         names=("param_persistence_threshold",),
         default_note="1e5 elements of a parameter in DeepSpeed",
@@ -204,7 +204,7 @@ class ZeroConfig(ConfigSection):
     zero_quantized_nontrainable_weights: bool = key(False, "Store frozen parameters as 8-bit integers.")
     zero_quantized_gradients: bool = key(False, "Reduce gradients as 4-bit integers, first within nodes (stage 3).")
     zeropp_loco_param: LoCo | None = key(
-        None, "Error feedback for zero_quantized_gradients; null: what rounding cuts off is lost."
+        None, "Error feedback for zero_quantized_gradients; null: the rounding error is lost."
     )
     zero_node_size: Int | None = key(
         None,
@@ -232,7 +232,7 @@ class ZeroConfig(ConfigSection):
     override_module_apply: bool = key(
         True,
         "Inside zero.Init, Module.apply sees gathered parameters.",
-        no_effect="whoever touches a parameter sees it gathered",
+        no_effect="any access to a parameter finds it unsharded",
     )
     log_trace_cache_warnings: bool = key(
         False,

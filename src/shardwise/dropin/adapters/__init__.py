@@ -1,1 +1,1 @@
-"""What has another form in DeepSpeed than here: small objects that translate one into the other."""
+"""Adapters: small objects with DeepSpeed's interface."""

@@ -1,6 +1,6 @@
-"""get_accelerator(): the device of this process behind DeepSpeed's interface; CUDA where there is one, else the CPU.
+"""get_accelerator(): the device of this process with DeepSpeed's interface; CUDA if present, else the CPU.
 
-shardwise itself does not use it (`shardwise.device`); scripts do, for device names, memory figures and events.
+For scripts only; shardwise itself uses `shardwise.device`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,26 @@ KINDS = ("cuda", "cpu")
 
 
 class _HostEvent:
-    """An event on a device that does everything at once: the time at which it was recorded."""
+    """An event of a synchronous device: the time at which it was recorded."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._time = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Take the time."""
         self._time = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: no work is pending."""
 
     def query(self) -> bool:
-        """Nothing is pending."""
         return True
 
     def elapsed_time(self, end: _HostEvent) -> float:
-        """Return the milliseconds from this event to another."""
         return (end._time - self._time) * 1e3
 
 
 class Accelerator:
-    """A kind of device, "cuda" or "cpu". Methods are those of torch.cuda, or what they come to on the CPU."""
+    """A kind of device, "cuda" or "cpu". Methods are those of torch.cuda, or their equivalents on the CPU."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
@@ -64,73 +61,65 @@ class Accelerator:
         return f"cuda:{device_index}" if self._cuda and device_index is not None else self._name
 
     def current_device(self) -> int | str:
-        """Return the index of the device in use; the CPU has its name."""
+        """Return the index of the current device, or "cpu"."""
         return torch.cuda.current_device() if self._cuda else "cpu"
 
     def current_device_name(self) -> str:
-        """Return the name of the device in use."""
         return self.device_name(torch.cuda.current_device() if self._cuda else None)
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return a context in which a device is in use."""
         return torch.cuda.device(device_index) if self._cuda else contextlib.nullcontext()
 
     def set_device(self, device_index: int) -> None:
-        """Use a device from now on; there is only one CPU."""
         if self._cuda:
             torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
-        """Return the number of devices: of CPUs one for each process of this machine, as LOCAL_SIZE or
-        LOCAL_WORLD_SIZE says."""
+        """Return the number of devices: of CPUs LOCAL_SIZE or LOCAL_WORLD_SIZE, the processes of this machine."""
         if self._cuda:
             return torch.cuda.device_count()
         return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
     def is_available(self) -> bool:
-        """Whether there is such a device."""
         return torch.cuda.is_available() if self._cuda else True
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for the device."""
         if self._cuda:
             torch.cuda.synchronize(device_index)
 
     def is_synchronized_device(self) -> bool:
-        """Whether work is done when the call that starts it returns."""
+        """Return True if a call returns when its work is done."""
         return not self._cuda
 
     def use_host_timers(self) -> bool:
-        """Whether the host's clock measures work on the device."""
+        """Return True if the host's clock measures work on the device."""
         return not self._cuda
 
     def resolves_data_dependency(self) -> bool:
-        """Whether streams are ordered by the device itself."""
+        """Return True if the device itself orders streams."""
         return not self._cuda
 
     def handles_memory_backpressure(self) -> bool:
-        """Whether the device itself waits for memory."""
+        """Return True if the device itself waits for memory."""
         return not self._cuda
 
     def visible_devices_envs(self) -> list[str]:
-        """Return the variables that choose devices."""
+        """Return the environment variables that select devices."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
-        """Put devices into these variables of an environment."""
+        """Write device numbers to these variables of an environment."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
     def export_envs(self) -> list[str]:
-        """Return the beginnings of the variables that processes on other machines need."""
+        """Return the prefixes of the variables that processes on other machines need."""
         return ["NCCL", "LD_LIBRARY", "PATH"] if self._cuda else []
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on such a device."""
         return tensor.device.type == self._name
 
     def communication_backend_name(self) -> str:
-        """Return torch.distributed's backend for it."""
         return self._communication_backend_name
 
     def communication_backend_version(self) -> Any:
@@ -144,84 +133,71 @@ class Accelerator:
         return torch.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Set the state of the generator."""
         if self._cuda:
             torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
         else:
             torch.set_rng_state(new_state)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Return the state of the generator."""
         if self._cuda:
             return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
         return torch.get_rng_state()
 
     def manual_seed(self, seed: int) -> Any:
-        """Seed the generator of the device in use."""
+        """Seed the generator of the current device."""
         return torch.cuda.manual_seed(seed) if self._cuda else torch.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> Any:
-        """Seed the generators of all devices."""
         return torch.cuda.manual_seed_all(seed) if self._cuda else torch.manual_seed(seed)
 
     def initial_seed(self) -> int:
-        """Return the seed of the generator."""
         return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        """Return the generator."""
         return torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
 
     # -- streams and memory -------------------------------------------------------------------------------------------
 
     @property
     def Stream(self) -> Any:
-        """Class of streams; None on the CPU."""
         return torch.cuda.Stream if self._cuda else None
 
     @property
     def Event(self) -> Any:
-        """Class of events."""
         return torch.cuda.Event if self._cuda else _HostEvent
 
     def stream(self, stream: Any) -> Any:
-        """Return a context in which work goes to a stream."""
         return torch.cuda.stream(stream) if self._cuda else contextlib.nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> Any:
-        """Return the stream in use; None on the CPU."""
         return torch.cuda.current_stream(device_index) if self._cuda else None
 
     def default_stream(self, device_index: int | None = None) -> Any:
-        """Return the default stream; None on the CPU."""
         return torch.cuda.default_stream(device_index) if self._cuda else None
 
     def empty_cache(self) -> None:
-        """Give cached memory back."""
         if self._cuda:
             torch.cuda.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the bytes in use; of a CPU, what is resident of the process."""
+        """Return the allocated bytes; of a CPU, the resident memory of the process."""
         return torch.cuda.memory_allocated(device_index) if self._cuda else resident_bytes() or 0
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the most bytes that have been in use."""
         return torch.cuda.max_memory_allocated(device_index) if self._cuda else peak_resident_bytes() or 0
 
     def memory_reserved(self, device_index: int | None = None) -> int:
-        """Return the bytes that torch keeps; of a CPU, what is resident."""
+        """Return the bytes that torch's allocator holds; of a CPU, the resident memory."""
         return torch.cuda.memory_reserved(device_index) if self._cuda else resident_bytes() or 0
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """Return the most bytes that torch has kept."""
         return torch.cuda.max_memory_reserved(device_index) if self._cuda else peak_resident_bytes() or 0
 
     memory_cached = memory_reserved
     max_memory_cached = max_memory_reserved
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Begin new maxima; the system's of a process cannot be begun anew."""
+        """Reset the maxima, except those of the system."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(device_index)
 
@@ -229,7 +205,7 @@ class Accelerator:
     reset_max_memory_cached = reset_peak_memory_stats
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """Return torch's figures by name; two of the same names on the CPU."""
+        """Return torch's figures by name; two of them on the CPU."""
         if self._cuda:
             return dict(torch.cuda.memory_stats(device_index))
         return {
@@ -244,7 +220,7 @@ class Accelerator:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes that are free, or could be."""
+        """Return the bytes that are free or cached."""
         if self._cuda:
             return self.total_memory(device_index) - self.memory_allocated(device_index)
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -253,37 +229,33 @@ class Accelerator:
         return torch.cuda.current_device() if device_index is None else device_index
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return a tensor in memory from which the device can copy; the CPU needs none."""
+        """Return a pinned copy of a tensor; the CPU needs none."""
         return tensor.pin_memory() if self._cuda else tensor
 
     def unpin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in ordinary memory."""
+        """Return a tensor in pageable memory."""
         return tensor.clone() if self.is_pinned(tensor) else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in such memory."""
         return tensor.is_pinned() if self._cuda else False
 
-    # -- what it can --------------------------------------------------------------------------------------------------
+    # -- features ----------------------------------------------------------------------------------------------------
 
     def is_bf16_supported(self) -> bool:
-        """Whether it computes in bf16."""
         return torch.cuda.is_bf16_supported() if self._cuda else True
 
     def is_fp16_supported(self) -> bool:
-        """Whether it computes in fp16."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Return the floating-point types that it computes in."""
         return [torch.float32, torch.float16, *([torch.bfloat16] if self.is_bf16_supported() else [])]
 
     def is_triton_supported(self) -> bool:
-        """Whether Triton's kernels run on it; shardwise has none."""
+        """Return True if Triton's kernels run on the device; shardwise has none."""
         return self._cuda and torch.cuda.get_device_capability() >= (7, 0)
 
     def range_push(self, msg: str) -> int:
-        """Begin a range that a profiler shows."""
+        """Begin a range for profilers."""
         return range_push(msg)
 
     def range_pop(self) -> int:
@@ -291,7 +263,7 @@ class Accelerator:
         return range_pop()
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Call something once the device is in use: here at once."""
+        """Call a function when the device is initialized: here at once."""
         if self._cuda:
             torch.cuda.init()
         return callback()
@@ -305,29 +277,22 @@ class Accelerator:
         return torch.cuda.graph(graph, pool=pool, stream=stream) if self._cuda else contextlib.nullcontext()
 
     def replay_graph(self, graph: Any) -> None:
-        """Do the work of a graph again."""
         if not self._cuda:
             raise UsageError("get_accelerator().replay_graph(): the CPU has no graphs")
         graph.replay()
 
     def create_op_builder(self, class_name: str) -> OpBuilder:
-        """Return a builder of operators by the name of its class.
-
-        Raises:
-            UsageError: there is no builder of that name.
-        """
+        """Return a builder of operators by class name. Raises UsageError if the name is unknown."""
         return create_op_builder(class_name)
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
-        """Return the class of a builder by its name; None if there is no such."""
+        """Return the class of a builder by name, or None."""
         return op_builder(class_name)
 
     def get_compile_backend(self) -> str:
-        """Return the backend of torch.compile."""
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
-        """Set the backend of torch.compile that the former returns."""
         self._compile_backend = backend
 
     def _tensors_of(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -335,37 +300,30 @@ class Accelerator:
 
     @property
     def BFloat16Tensor(self) -> Callable[..., torch.Tensor]:
-        """Maker of tensors."""
         return self._tensors_of(torch.bfloat16)
 
     @property
     def ByteTensor(self) -> Callable[..., torch.Tensor]:
-        """Maker of tensors."""
         return self._tensors_of(torch.uint8)
 
     @property
     def DoubleTensor(self) -> Callable[..., torch.Tensor]:
-        """Maker of tensors."""
         return self._tensors_of(torch.float64)
 
     @property
     def FloatTensor(self) -> Callable[..., torch.Tensor]:
-        """Maker of tensors."""
         return self._tensors_of(torch.float32)
 
     @property
     def HalfTensor(self) -> Callable[..., torch.Tensor]:
-        """Maker of tensors."""
         return self._tensors_of(torch.float16)
 
     @property
     def IntTensor(self) -> Callable[..., torch.Tensor]:
-        """Maker of tensors."""
         return self._tensors_of(torch.int32)
 
     @property
     def LongTensor(self) -> Callable[..., torch.Tensor]:
-        """Maker of tensors."""
         return self._tensors_of(torch.int64)
 
 
@@ -373,28 +331,26 @@ _chosen: Any = None
 
 
 def get_accelerator() -> Any:
-    """Return the accelerator: what `set_accelerator` has set, else what DS_ACCELERATOR says, else what there is.
-
-    Raises:
-        UsageError: DS_ACCELERATOR asks for something else than cuda or cpu, or for CUDA where there is none.
+    """Return the accelerator of `set_accelerator`, else that of DS_ACCELERATOR, else the present device. Raises
+    UsageError if DS_ACCELERATOR is neither cuda nor cpu, or is cuda without a GPU.
     """
     global _chosen
     if _chosen is None:
-        asked = os.environ.get(VARIABLE)
-        if asked is not None and asked not in KINDS:
-            raise UsageError(f"{VARIABLE}={asked}: this version runs on {' and '.join(KINDS)}; unset it")
-        if asked == "cuda" and not torch.cuda.is_available():
+        requested = os.environ.get(VARIABLE)
+        if requested is not None and requested not in KINDS:
+            raise UsageError(f"{VARIABLE}={requested}: this version runs on {' and '.join(KINDS)}; unset it")
+        if requested == "cuda" and not torch.cuda.is_available():
             raise UsageError(f"{VARIABLE}=cuda, but torch finds no CUDA device; unset it")
-        _chosen = Accelerator(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+        _chosen = Accelerator(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
     return _chosen
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """Let `get_accelerator` return this object; the library does not read it."""
+    """Set the object that `get_accelerator` returns; the library does not read it."""
     global _chosen
     _chosen = accel_obj
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether the accelerator is one of this version's."""
+    """Return True if the accelerator is one of this version's."""
     return isinstance(get_accelerator(), Accelerator)

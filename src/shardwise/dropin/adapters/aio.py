@@ -1,4 +1,4 @@
-"""What `AsyncIOBuilder().load()` returns: asynchronous reading and writing of files."""
+"""Result of `AsyncIOBuilder().load()`: asynchronous reading and writing of files."""
 
 from shardwise.offload.named import FileHandle as aio_handle
 

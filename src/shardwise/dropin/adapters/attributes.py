@@ -1,7 +1,7 @@
-"""What scripts written for DeepSpeed read of the optimizer, the loader and the engine that `initialize` returns.
+"""Attributes of DeepSpeed's optimizer, loader and engine that scripts read.
 
-DeepSpeed returns a wrapper of the optimizer; here it is torch's own optimizer. So its class gets descriptors that
-answer for optimizers which an engine steps, and for all others say that there is no such attribute.
+DeepSpeed wraps the optimizer; here it is torch's own. Descriptors on torch's class return values for optimizers that an
+engine steps, and raise AttributeError for others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def note(engine: Engine) -> None:
 
 
 class _OfEngine:
-    """One attribute of an optimizer; without a setter, so that a script may put its own value there."""
+    """One attribute of an optimizer, without a setter, because a script may assign its own value."""
 
     def __init__(self, answer: Callable[[Engine], Any], name: str = "") -> None:
         self._answer, self.name = answer, name
@@ -46,7 +46,7 @@ class _OfEngine:
 
 
 class LossScaler:
-    """The loss scale of an engine, in the form of DeepSpeed's scalers."""
+    """The loss scale of an engine, with the interface of DeepSpeed's scalers."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -77,7 +77,7 @@ def _set_lr(engine: Engine) -> Callable[[float], None]:
 
 
 def _reload(engine: Engine) -> Callable[[], None]:
-    """Have the next step take over parameters that were changed through `.data`, which leaves no trace."""
+    """Return a function that marks parameters as changed, because changes through `.data` are not detected."""
 
     def reload_model_params() -> None:
         with torch.no_grad():
@@ -104,7 +104,7 @@ def _nothing(engine: Engine) -> Callable[..., None]:
 
 
 class OptimizerAttributes:
-    """The attributes; see the module docstring."""
+    """The attributes; see the module."""
 
     loss_scale = _OfEngine(lambda engine: engine.cur_scale)
     cur_scale = _OfEngine(lambda engine: engine.cur_scale)
@@ -131,7 +131,7 @@ _FLAT = (
     "fp32_partitioned_groups_flat",
     "single_partition_of_fp32_groups",
 )
-"""Flat tensors that scripts reach into DeepSpeed's optimizers for."""
+"""Flat tensors of DeepSpeed's optimizers that scripts access."""
 
 _DESCRIPTORS = {
     **{name: value for name, value in vars(OptimizerAttributes).items() if isinstance(value, _OfEngine)},
@@ -145,7 +145,7 @@ _ALIASES: tuple[tuple[type, str, Any], ...] = (
 
 
 def attach() -> None:
-    """Let optimizers, loaders and engines have the attributes; a second call changes nothing."""
+    """Add the attributes to optimizers, loaders and engines; idempotent."""
     for name, descriptor in _DESCRIPTORS.items():
         setattr(torch.optim.Optimizer, name, descriptor)
     for owner, name, value in _ALIASES:

@@ -1,4 +1,4 @@
-"""What `deepspeed.git_version_info` says of torch and of the device. Reading it asks CUDA for its version."""
+"""Contents of `deepspeed.git_version_info`. Reading it queries CUDA for its version."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ _CUDA = torch.cuda.is_available()
 
 
 def _short(version: str | None) -> str:
-    """Return the first two numbers of a version."""
     return ".".join((version or "0.0").split(".")[:2])
 
 
@@ -19,7 +18,7 @@ TORCH_INFO: dict[str, str | bool] = {
     "nccl_version": ".".join(map(str, torch.cuda.nccl.version())) if _CUDA else "none",
     "hip_version": _short(torch.version.hip),
 }
-"""Versions of torch and of what it was built with; "0.0" for what it was built without."""
+"""Versions of torch and of its libraries; "0.0" for absent ones."""
 
 ACCELERATOR_NAME = "cuda" if _CUDA else "cpu"
-"""The kind of device that there is."""
+"""Kind of the present device."""

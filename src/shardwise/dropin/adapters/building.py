@@ -1,4 +1,4 @@
-"""Building models: on a device and in a dtype, and what scripts replace around `zero.Init`."""
+"""Building models on a device and in a dtype, and functions that scripts replace around `zero.Init`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ _orig_torch_arange = torch.arange
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Any], target_fp_dtype: torch.dtype | None = None, **options: Any
 ) -> Callable[..., Any]:
-    """Return `fn` as it is: `zero.Init` leaves the functions that make tensors alone.
+    """Return `fn` unchanged, because `zero.Init` does not replace tensor constructors.
 
-    In DeepSpeed this changes their dtype and device inside the context, and scripts replace it where they do not want
-    that.
+    In DeepSpeed this sets their dtype and device inside the context, and scripts replace it to avoid that.
     """
     return fn
 
 
 class MiCS_Init(zero.Init):
-    """`zero.Init`: groups of ranks are the engine's business (`zero_optimization.mics_shard_size`)."""
+    """`zero.Init`; the engine makes the groups of ranks (`zero_optimization.mics_shard_size`)."""
 
     def __init__(
         self,
@@ -60,24 +59,19 @@ class MiCS_Init(zero.Init):
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether an engine or `zero.Init` owns a parameter."""
+    """Return True if an engine or `zero.Init` owns a parameter."""
     return isinstance(parameter, torch.Tensor) and released.owner_of(parameter) is not None
 
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Engine) -> Iterator[Any]:
-    """Gather all parameters of an engine (a collective), and give its module for as long (`engine.gathered()`)."""
+    """Unshard all parameters of an engine (a collective) and yield its module (`engine.gathered()`)."""
     with model.gathered():
         yield model.module
 
 
 class OnDevice:
-    """Context in which modules and tensors are made on a device and, if floating, in a dtype.
-
-    Args:
-        dtype: of floating-point tensors without one.
-        device: where they are made; "meta" takes no memory.
-        enabled: False makes the context do nothing.
+    """Context that creates modules and tensors on a device ("meta" takes no memory) and, if floating, in a dtype.
 
     >>> with OnDevice(dtype=torch.float16):
     ...     layer = torch.nn.Linear(2, 2)

@@ -1,4 +1,4 @@
-"""Keys and parts of file names in DeepSpeed's checkpoints, under the names that scripts import."""
+"""Keys and parts of file names in DeepSpeed's checkpoints."""
 
 from __future__ import annotations
 

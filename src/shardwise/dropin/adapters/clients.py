@@ -1,16 +1,16 @@
-"""What Accelerate, the Trainer through it, and Lightning have to be told.
+"""Adaptations for Accelerate, the Trainer, and Lightning.
 
-On CPU ranks Accelerate knows no backend for DeepSpeed. It lets `deepspeed.comm` start the process group, and then
-counts one process, because its own backend is None: every rank would train on the same data. `PartialState` calls
-`is_initialized()` and `init_distributed()` of `deepspeed.comm` in the middle of its constructor, before it counts, and
-its attributes are in a dictionary that all its instances share. So the backend of the process group can be told there.
+On CPU ranks Accelerate knows no backend for DeepSpeed. It has `deepspeed.comm` start the process group, and then counts
+one process, because its own backend is None: every rank would train on the same data. `PartialState` calls
+`is_initialized()` and `init_distributed()` of `deepspeed.comm` in its constructor before it counts. Its attributes are
+in a dictionary that all its instances share, hence the backend can be set there.
 
-Of ranks that have a copy of the model among them Accelerate knows by `tensor_parallel.autotp_size` or by its own
-`ParallelismConfig(tp_size=...)`: it gives them the same samples. But it, and the Trainer, count each of them in
-`train_batch_size`; by the first alone it knows that a state dict is of parts; and the second it does not hand on.
+Accelerate knows tensor parallelism by `tensor_parallel.autotp_size` or by its own `ParallelismConfig(tp_size=...)`, and
+gives the same samples to the ranks of a group. But Accelerate and the Trainer count each rank in `train_batch_size`.
+Only by the first do they know that a state dict is sharded. The second is not passed on.
 
-Lightning's Trainer asks its module for a state dict before it lets the engine write a checkpoint, and writes none of
-it. Parameters that are not there between passes refuse to be copied, so it gets them as they are.
+Lightning's Trainer takes a state dict from its module before the engine writes a checkpoint, and writes none of it.
+Because resharded parameters cannot be copied, it gets them as they are.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _LIGHTNING = ("lightning.pytorch", "pytorch_lightning")
 
 @functools.wraps(setup.init_distributed)
 def init_distributed(*args: Any, **kwargs: Any) -> None:
-    """Start or adopt the default process group, as `shardwise.init_distributed`; Accelerate is told its backend."""
+    """Start or adopt the default process group, as `shardwise.init_distributed`; sets Accelerate's backend."""
     setup.init_distributed(*args, **kwargs)
-    _tell_backend()
+    _set_backend()
 
 
 def is_initialized() -> bool:
-    """Whether there is a default process group; if there is, Accelerate is told its backend."""
+    """Return True if there is a default process group; then sets Accelerate's backend."""
     there = api.is_initialized()
     if there:
-        _tell_backend()
+        _set_backend()
     return there
 
 
@@ -68,14 +68,14 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 @functools.wraps(engine.initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """Shard a model for training, as `shardwise.initialize`, with a configuration that is read as DeepSpeed reads it.
+    """Shard a model for training, as `shardwise.initialize`, and read the configuration as DeepSpeed does.
 
-    Keys that DeepSpeed ignores are left out, with one warning (`shardwise.config.accept`). Where Accelerate makes the
-    engine, its number of processes is compared with the number of ranks.
+    Keys that DeepSpeed ignores are removed, with one warning (`shardwise.config.accept`). If Accelerate calls, its
+    number of processes is compared with the number of ranks.
 
     Raises:
-        UsageError: Accelerate makes this engine, and counts another number of processes than there are ranks.
-        ConflictError: Accelerate makes this engine, and counts other ranks to a copy of the model than there are.
+        UsageError: Accelerate calls, and its number of processes is not the number of ranks.
+        ConflictError: Accelerate calls, and its tensor-parallel size is not the engine's.
     """
     if not _uses_deepspeed():
         made = _initialize(*args, **kwargs)
@@ -84,19 +84,19 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         _compare_counts()
         made = _initialize_for_accelerate(*args, **kwargs)
         _warn_of_saving(made[0])
-    _let_lightning_save(made[0].module)
+    _patch_lightning_save(made[0].module)
     attributes.attach()
     attributes.note(made[0])
     return made
 
 
 def _initialize_for_accelerate(*args: Any, **kwargs: Any) -> Any:
-    config = kwargs.get("config_params")  # by this name Accelerate passes it, and nobody else does
+    config = kwargs.get("config_params")  # the name that only Accelerate uses
     if not isinstance(config, MutableMapping):
         return _initialize(*args, **kwargs)
-    told = _tell_tensors(config)
-    _compare_tensors(config, kwargs.get("model"), told)
-    kwargs["config_params"] = _with_batch_of(config, told)
+    size = _share_tensor_size(config)
+    _compare_tensors(config, kwargs.get("model"), size)
+    kwargs["config_params"] = _with_batch_of(config, size)
     kwargs["optimizer"] = _own_optimizer(kwargs.get("optimizer"))
     return _initialize(*args, **kwargs)
 
@@ -115,7 +115,7 @@ _SIGNATURE = inspect.signature(engine.initialize)
 
 
 class _WithoutConfiguration:
-    """Parsed arguments of a script, of which the configuration has been read."""
+    """Parsed arguments of a script whose configuration has been read."""
 
     def __init__(self, arguments: Any) -> None:
         self._arguments = arguments
@@ -124,8 +124,8 @@ class _WithoutConfiguration:
         return None if name in CONFIG_ARGUMENTS else getattr(self._arguments, name)
 
 
-def _tell_tensors(config: MutableMapping[str, Any]) -> int:
-    """Return how many ranks have a copy of the model, as Accelerate counts; it and the engine read it in one place."""
+def _share_tensor_size(config: MutableMapping[str, Any]) -> int:
+    """Return the tensor-parallel size of Accelerate, after writing it where the engine reads it."""
     section = config.get("tensor_parallel")
     size = section.get("autotp_size") if isinstance(section, MutableMapping) else None
     size = size if isinstance(size, int) and size > 1 else 1
@@ -137,23 +137,23 @@ def _tell_tensors(config: MutableMapping[str, Any]) -> int:
     return max(own, size)
 
 
-def _compare_tensors(config: MutableMapping[str, Any], model: Any, told: int) -> None:
+def _compare_tensors(config: MutableMapping[str, Any], model: Any, size: int) -> None:
     section = config.get("tensor_parallel", {})
     read = resolve({"train_micro_batch_size_per_gpu": 1, "tensor_parallel": section}, world_size=dist.get_world_size())
     found = read.config.tensor_parallel.size
     if isinstance(model, nn.Module) and found == 1:
         group = divided_over(model)
         found = len(line_of(model) or [0]) if group is None else group.size
-    if found != told:
+    if found != size:
         raise ConflictError(
-            f"Accelerate counts {told} rank{'s' if told != 1 else ''} to a copy of the model, and the model is divided "
+            f"Accelerate counts {size} rank{'s' if size != 1 else ''} to a copy of the model, and the model is divided "
             f"over {found}: ranks would get the wrong samples. Write {_TENSOR}: {found} in the configuration, which is "
             "the only form that Accelerate and the Trainer read"
         )
 
 
 def _with_batch_of(config: MutableMapping[str, Any], tensor: int) -> MutableMapping[str, Any]:
-    """Return a configuration whose batch counts copies of the model, if it has been computed from all ranks."""
+    """Return a configuration whose batch size counts data-parallel ranks, if it was computed from all ranks."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     sizes = [config.get(name) for name in names]
     if tensor == 1 or not all(isinstance(size, int) for size in sizes):
@@ -166,24 +166,24 @@ def _with_batch_of(config: MutableMapping[str, Any], tensor: int) -> MutableMapp
 
 
 def _own_optimizer(optimizer: Any) -> Any:
-    """Return the optimizer in one of Accelerate, which wraps it before with `ParallelismConfig(tp_size=...)`."""
+    """Return the optimizer inside of Accelerate's wrapper, which `ParallelismConfig(tp_size=...)` applies too early."""
     kind = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", None)
     return optimizer.optimizer if kind is not None and isinstance(optimizer, kind) else optimizer
 
 
-def _let_lightning_save(module: Any) -> None:
-    """Have the strategy of Lightning's Trainer, if it makes this engine, ask for no values that it does not write."""
+def _patch_lightning_save(module: Any) -> None:
+    """Make the strategy of Lightning's Trainer, if it calls, take a state dict without copies."""
     kinds = [getattr(sys.modules.get(name), "LightningModule", None) for name in _LIGHTNING]
     if not any(kind is not None and isinstance(module, kind) for kind in kinds):
         return
-    with contextlib.suppress(AttributeError, RuntimeError):  # no Trainer has it
+    with contextlib.suppress(AttributeError, RuntimeError):  # without a Trainer
         strategy = module.trainer.strategy
         if hasattr(strategy, "lightning_module_state_dict"):
             strategy.lightning_module_state_dict = functools.partial(_state_dict, module)
 
 
 def _state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state dict; values that are not there say so when they are used."""
+    """Return a module's state dict; resharded parameters raise only when used."""
     found = module.state_dict(keep_vars=True)
     return {
         name: value.detach() if isinstance(value, torch.Tensor) and not released.is_released(value) else value
@@ -191,15 +191,15 @@ def _state_dict(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _tell_backend() -> None:
-    """Fill in the backend of a PartialState that is being made, has none, and has not counted the processes yet."""
+def _set_backend() -> None:
+    """Set the backend of a PartialState under construction that has none and has not counted the processes yet."""
     state = _state("PartialState")
     if "backend" in state and state["backend"] is None and "num_processes" not in state and "LOCAL_RANK" in os.environ:
         state["backend"] = dist.get_backend()
 
 
 def _state(name: str) -> dict[str, Any]:
-    """The attributes that all instances of a class of `accelerate.state` share; nothing if it is not imported."""
+    """Return the shared attributes of a class of `accelerate.state`; empty if it is not imported."""
     return getattr(getattr(sys.modules.get("accelerate.state"), name, None), "_shared_state", {})
 
 

@@ -1,4 +1,4 @@
-"""Collectives and facts of `deepspeed.comm` that `shardwise.comm` spells differently."""
+"""Collectives of `deepspeed.comm` whose names differ in `shardwise.comm`."""
 
 from __future__ import annotations
 
@@ -67,33 +67,32 @@ def inference_all_reduce(
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Whether there is that collective."""
+    """Return True."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """Whether there is that collective."""
+    """Return True."""
     return True
 
 
 def has_all_reduce_coalesced() -> bool:
-    """Whether there is that collective."""
+    """Return True."""
     return True
 
 
 def has_coalescing_manager() -> bool:
-    """Whether several collectives are launched as one; the engine does that by itself, scripts cannot ask for it."""
+    """Return False: the engine coalesces its collectives itself."""
     return False
 
 
 class _All:
-    """Several collectives that are waited for together."""
+    """Several collectives with one `wait`."""
 
     def __init__(self, works: list[Any]) -> None:
         self._works = works
 
     def wait(self) -> None:
-        """Wait for all of them."""
         for work in self._works:
             work.wait()
 
@@ -122,20 +121,14 @@ def all_reduce_coalesced(
 
 
 def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
-    """Launch several messages (`torch.distributed.batch_isend_irecv`); they are not in the communication log."""
+    """Launch several messages (`torch.distributed.batch_isend_irecv`), which the communication log does not record."""
     return dist.batch_isend_irecv(p2p_op_list)
 
 
 def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[int, float, float]:
-    """Return (size of the whole message, algorithm bandwidth, bus bandwidth) of a collective on all ranks.
+    """Return (message size, algorithm bandwidth, bus bandwidth) of a collective on all ranks, in bytes and Gbit/s.
 
-    Args:
-        comm_op: its name.
-        size: bytes; of one rank's part for gathers and scatters of whole messages.
-        duration: in milliseconds.
-
-    Returns:
-        Bytes and Gbit/s.
+    `size` is in bytes, of one rank's shard for all-gather and reduce-scatter. `duration` is in milliseconds.
     """
     world = api.get_world_size()
     if comm_op.startswith(("all_gather", "reduce_scatter")):
@@ -144,7 +137,7 @@ def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[int, float, f
 
 
 def convert_size(size_bytes: int) -> str:
-    """Return a number of bytes for people.
+    """Return a number of bytes as text.
 
     >>> convert_size(4096)
     '4.00 KB'

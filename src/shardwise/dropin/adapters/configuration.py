@@ -1,4 +1,4 @@
-"""DeepSpeedConfig: a configuration outside of an engine; and functions that read single keys of one."""
+"""DeepSpeedConfig: a configuration without an engine; and functions that read single keys."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from shardwise.zero.units.plan import TABLE
 
 
 class DeepSpeedConfig:
-    """A configuration that has been checked, with what it leaves open filled in.
+    """A resolved configuration.
 
-    Sections and keys are attributes by their names in the file (`config.zero_optimization.stage`); so are the names
-    that only this class has, given below.
+    Sections and keys are attributes by their names in the file (`config.zero_optimization.stage`), in addition to those
+    below.
 
     Args:
         config: dict, path, or base64 or text JSON.
         mpu: gives the number of data-parallel ranks by `get_data_parallel_world_size()`; None: all ranks.
-        mesh_device: accepted if None.
+        mesh_device: only None.
 
     Attributes:
-        world_size: number of data-parallel ranks it was made for.
+        world_size: number of data-parallel ranks.
         zero_config: section `zero_optimization`.
-        zero_enabled: whether anything is sharded.
+        zero_enabled: whether the stage is above 0.
         zero_optimization_stage: the stage.
 
     Raises:
-        ConfigError: it is wrong; the message names every offending key.
+        ConfigError: the configuration is wrong; the message names every offending key.
 
     >>> DeepSpeedConfig({"train_batch_size": 8}).train_micro_batch_size_per_gpu
     8
@@ -61,7 +61,7 @@ class DeepSpeedConfig:
         raise AttributeError(f"DeepSpeedConfig has no attribute {name!r}, and configurations no key of this name")
 
     def print_user_config(self) -> None:
-        """Log the configuration as it was given, without secrets."""
+        """Log the configuration as given, without secrets."""
         logger.info("configuration: %s", without_secrets(self._param_dict))
 
 
@@ -76,7 +76,7 @@ def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> BF16:
-    """Return section `bf16` (or `bfloat16`, as it was called) of a configuration."""
+    """Return section `bf16` (or its old name `bfloat16`) of a configuration."""
     section: BF16 = _section("bf16", param_dict.get("bf16") or param_dict.get("bfloat16"))
     return section
 
@@ -88,7 +88,6 @@ def get_float16_config(param_dict: Mapping[str, Any]) -> FP16:
 
 
 def _section(name: str, values: Any) -> Any:
-    """Return one section of a configuration, checked."""
     return getattr(resolve(accept({name: values or {}, TRAIN_BATCH_SIZE: 1})).config, name)
 
 
@@ -102,10 +101,8 @@ def configure_checkpointing(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Call `shardwise.checkpointing.configure` with one section of a configuration, which is all that it reads.
-
-    Raises:
-        ConfigError: the section is wrong.
+    """Call `shardwise.checkpointing.configure` with the section `activation_checkpointing` of a configuration.
+    Raises ConfigError if the section is wrong.
     """
     if deepspeed_config is not None:
         name = "activation_checkpointing"
@@ -132,10 +129,8 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return key-value pairs as a dictionary; an `object_pairs_hook` of `json.load`.
-
-    Raises:
-        ValueError: a key occurs twice.
+    """Return key-value pairs as a dictionary; an `object_pairs_hook` of `json.load`. Raises ValueError if a key
+    occurs twice.
     """
     pairs = list(ordered_pairs)
     made = dict(pairs)

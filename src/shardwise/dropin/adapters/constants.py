@@ -55,18 +55,18 @@ DEEPSPEED_OPTIMIZERS = [
     MUADAMW_OPTIMIZER,
     MUSGD_OPTIMIZER,
 ]
-"""Names of `optimizer.type` that are not torch's, in lower case."""
+"""Lower-case names of `optimizer.type` that are not torch's."""
 
 ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
 ROUTE_PREDICT = "predict"
 
 HAS_TRITON = False
-"""No kernel of Triton's is used."""
+"""Whether Triton's kernels are used."""
 
 
 class ZeroStageEnum(IntEnum):
-    """The ZeRO stages by what they shard."""
+    """ZeRO stages by the state that they shard."""
 
     disabled = 0
     optimizer_states = 1

@@ -1,4 +1,4 @@
-"""What tells an optimizer of an engine from others."""
+"""Class that recognises the optimizers of engines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardwise.optim.sharding import group_shardings
 from shardwise.zero.parameters.guards import belongs_to_engine
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
-"""What `initialize(optimizer=...)` calls with the parameters."""
+"""Function for `initialize(optimizer=...)`, called with the parameters."""
 
 DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
-"""What `initialize(lr_scheduler=...)` calls with the optimizer."""
+"""Function for `initialize(lr_scheduler=...)`, called with the optimizer."""
 
 
 class _OfEngine(type):
@@ -26,12 +26,12 @@ class _OfEngine(type):
 class DeepSpeedOptimizer(metaclass=_OfEngine):
     """Class of every optimizer that an engine steps, for `isinstance`.
 
-    Optimizers are not wrapped here: an engine takes the instance that it is given, and edits its groups.
+    Optimizers are not wrapped: an engine takes the client's instance and edits its groups.
     """
 
 
 def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer can step shards; that is nearly every one of torch's."""
+    """Return True if an optimizer can step shards, as nearly all of torch's can."""
     try:
         group_shardings(optimizer)
     except ConfigError:

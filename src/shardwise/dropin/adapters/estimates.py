@@ -1,11 +1,11 @@
-"""Estimates of the memory that model states need, before there is an engine.
+"""Estimates of the memory of model states, without an engine.
 
-The arithmetic is that of mixed precision with Adam, in bytes per parameter: 2 for the 16-bit weight, 4 for the
-gradient as it is added up in fp32, 12 for the fp32 master weight and two moments (Rajbhandari et al., "ZeRO: Memory
-optimizations toward training trillion parameter models", 2020, section 3). Stage 2 shards the latter two, stage 3 all
-three, and holds the largest layer and the next one whole. A model that is not built under `zero.Init` is built by every
-process in fp32. Activations and buffers are not in it: `engine.memory_report()` and `engine.memory_plans()` are exact,
-and count them, on the host and on disks too.
+The arithmetic is that of mixed precision with Adam, in bytes per parameter: 2 for the 16-bit weight, 4 for the fp32
+gradient, 12 for the fp32 master weight and two moments (Rajbhandari et al., "ZeRO: Memory optimizations toward training
+trillion parameter models", 2020, section 3). Stage 2 shards the latter two. Stage 3 shards all three, and unshards the
+largest layer and the next one. Without `zero.Init` every process builds the model in fp32. Activations and buffers are
+not included. `engine.memory_report()` and `engine.memory_plans()` are exact and include them, on the host and on disks
+too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch import nn
 
 WEIGHT, GRADIENT, STATES, BUILT = 2, 4, 12, 4
-"""Bytes per parameter; see the module docstring."""
+"""Bytes per parameter; see the module."""
 
 _GB = 2**30
 
@@ -29,12 +29,8 @@ def estimate_zero2_model_states_mem_needs(
 ) -> tuple[int, int]:
     """Return (bytes of host memory per node, bytes per GPU) for the model states of ZeRO stage 2.
 
-    Args:
-        total_params: parameters of the model.
-        num_gpus_per_node: GPUs of a node.
-        num_nodes: number of nodes.
-        cpu_offload: gradients, master weights and optimizer state are on the host.
-        additional_buffer_factor: host memory is multiplied by it, for what else there is.
+    `cpu_offload`: gradients, master weights and optimizer state are on the host. `additional_buffer_factor` scales host
+    memory, for other buffers.
     """
     gpus = num_gpus_per_node * num_nodes
     built = BUILT * total_params * num_gpus_per_node
@@ -55,17 +51,10 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Return (bytes of host memory per node, bytes per GPU, of which whole layers) for ZeRO stage 3.
+    """Return (bytes of host memory per node, bytes per GPU, of these unsharded layers) for ZeRO stage 3.
 
-    Args:
-        total_params: parameters of the model.
-        largest_layer_params: of these in the largest layer.
-        num_gpus_per_node: GPUs of a node.
-        num_nodes: number of nodes.
-        cpu_offload: gradients, master weights and optimizer state are on the host.
-        cpu_offload_params: weights are, too; only with `cpu_offload`.
-        zero_init: the model is built under `zero.Init`, a layer at a time.
-        additional_buffer_factor: host memory is multiplied by it, for what else there is.
+    Arguments as for stage 2; in addition `cpu_offload_params` (only with `cpu_offload`): weights are on the host, too.
+    `zero_init`: the model is built under `zero.Init`, a layer at a time.
     """
     gpus = num_gpus_per_node * num_nodes
     layers = 2 * WEIGHT * largest_layer_params
@@ -104,7 +93,7 @@ def _print(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what `estimate_zero2_model_states_mem_needs` gives with and without offload."""
+    """Print `estimate_zero2_model_states_mem_needs` with and without offload."""
     _print(
         f"{total_params / 1e6:.0f}M parameters, ZeRO stage 2",
         num_gpus_per_node,
@@ -119,7 +108,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """`estimate_zero2_model_states_mem_needs_all_cold` with the sizes of a model."""
+    """Print the `_all_cold` table for the sizes of a model."""
     total, _ = _count(model)
     estimate_zero2_model_states_mem_needs_all_cold(total, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
@@ -131,7 +120,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print what `estimate_zero3_model_states_mem_needs` gives with each kind of offload."""
+    """Print `estimate_zero3_model_states_mem_needs` with each kind of offload."""
     _print(
         f"{total_params / 1e6:.0f}M parameters, {largest_layer_params / 1e6:.0f}M in the largest layer, ZeRO stage 3",
         num_gpus_per_node,
@@ -155,7 +144,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """`estimate_zero3_model_states_mem_needs_all_cold` with the sizes of a model."""
+    """Print the `_all_cold` table for the sizes of a model."""
     total, largest = _count(model)
     estimate_zero3_model_states_mem_needs_all_cold(
         total, largest, num_gpus_per_node, num_nodes, additional_buffer_factor

@@ -1,7 +1,7 @@
 """Process groups and ranks of a script without its engine, by DeepSpeed's getters.
 
-Ranks may have data of their own, and share sequences or copies of the model (`shardwise.parallel`). Ranks of other
-kinds of parallelism are 0, and there is one of them.
+There may be data-parallel, sequence-parallel and tensor-parallel groups (`shardwise.parallel`). Other kinds of
+parallelism have size 1.
 """
 
 from __future__ import annotations
@@ -24,21 +24,16 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
 
 mpu: Any = None
-"""The model-parallel unit whose groups these are; None: data-parallel ranks are all ranks."""
+"""The model-parallel unit that provides the groups; None: all ranks are data-parallel."""
 
 mesh_device: Any = None
-"""The mesh of devices; there is none."""
+"""Device mesh; there is none."""
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Name the model-parallel unit.
+    """Set the model-parallel unit, which has `get_data_parallel_group()` and so on; None keeps the present one.
 
-    Args:
-        ep_size: ranks over which experts are divided; only 1.
-        mpu: has `get_data_parallel_group()` and so on; None leaves it as it is.
-
-    Raises:
-        UsageError: `ep_size` is not 1.
+    Raises UsageError if `ep_size` is not 1.
     """
     if ep_size != 1:
         raise UsageError(f"groups.initialize(ep_size={ep_size}): it is an argument of each MoE layer; leave it out")
@@ -47,7 +42,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def get_data_parallel_group() -> Any:
-    """Return the group of ranks that have data of their own (all its ranks call: the first time they make it)."""
+    """Return the data-parallel group (a collective at first use)."""
     data = _data()
     if data is not None:
         return data.process_group
@@ -55,19 +50,19 @@ def get_data_parallel_group() -> Any:
 
 
 def get_data_parallel_rank() -> int:
-    """Return this process's rank in that group."""
+    """Return this process's rank in the data-parallel group."""
     data = _data()
     return get_rank(get_data_parallel_group()) if data is None else data.rank
 
 
 def get_data_parallel_world_size() -> int:
-    """Return the size of that group."""
+    """Return the size of the data-parallel group."""
     data = _data()
     return get_world_size(get_data_parallel_group()) if data is None else data.world
 
 
 def get_model_parallel_group() -> Any:
-    """Return the group of ranks that have a copy of the model among them, or None: every rank has it alone."""
+    """Return the tensor-parallel group, or None without tensor parallelism."""
     tensors = current_tensors()
     if mpu is None and tensors is not None:
         return tensors.comm.process_group
@@ -75,52 +70,46 @@ def get_model_parallel_group() -> Any:
 
 
 def get_model_parallel_rank() -> int:
-    """Return this process's rank in that group."""
+    """Return this process's rank in the tensor-parallel group."""
     tensors = current_tensors()
     return tensors.place if mpu is None and tensors is not None else bwc_tensor_model_parallel_rank(mpu)
 
 
 def get_model_parallel_world_size() -> int:
-    """Return the size of that group."""
+    """Return the size of the tensor-parallel group."""
     tensors = current_tensors()
     return tensors.size if mpu is None and tensors is not None else bwc_tensor_model_parallel_world_size(mpu)
 
 
 def _get_sequence_parallel_group() -> Any:
-    """Return the group of ranks that share a sequence, or None: every rank has its own."""
     shared = _shared()
     return None if shared is None else shared.group
 
 
 def _get_sequence_parallel_rank() -> int:
-    """Return this process's rank in that group."""
     shared = _shared()
     return 0 if shared is None else shared.rank
 
 
 def _get_sequence_parallel_world_size() -> int:
-    """Return the size of that group."""
     shared = _shared()
     return 1 if shared is None else shared.size
 
 
 def _get_sequence_data_parallel_group() -> Any:
-    """Return the group of ranks that share the parameters: all of those that have data or a part of a sequence."""
     return get_data_parallel_group() if _shared() is None else dist.group.WORLD
 
 
 def _get_sequence_data_parallel_rank() -> int:
-    """Return this process's rank in that group."""
     return get_data_parallel_rank() if _shared() is None else get_rank(dist.group.WORLD)
 
 
 def _get_sequence_data_parallel_world_size() -> int:
-    """Return the size of that group."""
     return get_data_parallel_world_size() if _shared() is None else get_world_size(dist.group.WORLD)
 
 
 def _data() -> Communicator | None:
-    """Return the communicator of the ranks with data of their own, if ranks share sequences or a copy of the model."""
+    """Return the data-parallel communicator, if there are sequence- or tensor-parallel groups."""
     shared = _shared()
     if shared is not None:
         return shared.data

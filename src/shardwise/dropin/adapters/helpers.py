@@ -1,4 +1,4 @@
-"""Functions of `deepspeed.runtime.utils` and its neighbours that scripts call."""
+"""Functions of `deepspeed.runtime.utils` and related modules that scripts call."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ _Value = TypeVar("_Value")
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
     """Clip the gradients of parameters that no engine owns, and return their norm (`torch.nn.utils.clip_grad_norm_`).
 
-    An engine clips by itself (`gradient_clipping`).
-
-    Raises:
-        UsageError: `mpu` says that other ranks have parts of the parameters.
+    An engine clips itself (`gradient_clipping`). Raises UsageError if `mpu` has a model-parallel group, over which the
+    parameters are split.
     """
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         raise UsageError("clip_grad_norm_(mpu=...): parameters that several ranks share are not built yet")
@@ -32,25 +30,22 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
-    """Return nested lists, tuples and dictionaries with their tensors on a device.
+    """Return nested lists, tuples and dictionaries with their tensors on a device; other objects are kept.
 
-    Args:
-        item: a tensor or a nest of some; whatever else is in it stays.
-        device: where to.
-        criterion_func: says which tensors are moved; None: all.
+    `criterion_func` selects tensors; None: all.
     """
     return map_tensors(item, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t)
 
 
 def copy_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool]) -> Any:
-    """`move_to_device` whose tensors are copies, also of those that are there already."""
+    """Do as `move_to_device`, and copy tensors that are on the device already."""
     return map_tensors(item, lambda t: t.detach().clone().to(device) if criterion_func(t) else t)
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:  # noqa: B008  (never changed)
-    """Return a nest of tensors with copies on a device, none of which keeps larger memory alive.
+    """Return nested tensors copied to a device, so that no copy keeps larger memory alive.
 
-    `torch.save` writes the whole storage of a tensor that is a view of a part of it.
+    `torch.save` writes the full storage of a view.
     """
     return map_tensors(item, lambda t: t.detach().clone().to(device))
 
@@ -63,24 +58,20 @@ def set_random_seed(seed: int) -> None:
 
 
 def empty_cache() -> None:
-    """Give the memory that torch has cached on the device back."""
+    """Release torch's cached memory of the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
-    """Make the directory that a file is to be in."""
+    """Create the directory of a file."""
     directory = os.path.dirname(os.fspath(filename))
     if directory:
         os.makedirs(directory, exist_ok=True)
 
 
 def get_only_unique_item(items: Iterable[_Value]) -> _Value:
-    """Return the value that all items have.
-
-    Raises:
-        RuntimeError: they differ, or there is none.
-    """
+    """Return the value that all items have. Raises RuntimeError if they differ, or there is none."""
     found = list(dict.fromkeys(items))
     if len(found) != 1:
         raise RuntimeError(f"expected items that are all equal, found {found}")
@@ -98,12 +89,12 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 
 def noop_decorator(func: _Value) -> _Value:
-    """Return a function as it is."""
+    """Return a function unchanged."""
     return func
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Whether the version of torch lies between two, both included.
+    """Return True if the version of torch is between two versions, inclusive.
 
     >>> required_torch_version(min_version=2.1), required_torch_version(max_version="1.13")
     (True, False)
@@ -121,11 +112,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer that an object is or has (`.optimizer`).
-
-    Raises:
-        TypeError: neither.
-    """
+    """Return the torch optimizer that an object is or has (`.optimizer`). Raises TypeError if neither."""
     for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
         if isinstance(candidate, torch.optim.Optimizer):
             return candidate
@@ -133,15 +120,15 @@ def get_torch_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def update_lr(param_groups: list[dict[str, Any]], lrs: Iterable[float]) -> list[float]:
-    """Give each group its learning rate, and return what they have then."""
+    """Set the learning rate of each group; return the groups' learning rates."""
     for group, rate in zip(param_groups, lrs, strict=True):
-        # A tensor is filled in place: compiled and graph-captured steps read that very tensor.
+        # A tensor is filled in place, because compiled and graph-captured steps read that tensor.
         group["lr"] = group["lr"].fill_(rate) if isinstance(group["lr"], torch.Tensor) else rate
     return [group["lr"] for group in param_groups]
 
 
 def recursive_getattr(model: torch.nn.Module, module_name: str) -> Any:
-    """Return what a dotted name leads to from a module.
+    """Return the attribute of a module by dotted name.
 
     >>> recursive_getattr(torch.nn.Sequential(torch.nn.Linear(2, 3)), "0.out_features")
     3
@@ -150,7 +137,7 @@ def recursive_getattr(model: torch.nn.Module, module_name: str) -> Any:
 
 
 def recursive_setattr(model: torch.nn.Module, module_name: str, module: Any) -> None:
-    """Put something in the place that a dotted name leads to from a module.
+    """Set the attribute of a module by dotted name.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3))
     >>> recursive_setattr(model, "0", torch.nn.ReLU())
@@ -162,39 +149,38 @@ def recursive_setattr(model: torch.nn.Module, module_name: str, module: Any) -> 
 
 
 def is_compile_supported() -> bool:
-    """Whether torch has torch.compile: every version that is supported has it."""
+    """Return True, because every supported torch has torch.compile."""
     return True
 
 
 def bwc_tensor_model_parallel_rank(mpu: Any = None) -> int:
-    """Return this process's rank among those that share a model."""
+    """Return this process's rank in the tensor-parallel group."""
     return 0 if mpu is None else int(_first(mpu, "get_tensor_model_parallel_rank", "get_model_parallel_rank")())
 
 
 def bwc_tensor_model_parallel_world_size(mpu: Any = None) -> int:
-    """Return how many ranks share a model."""
+    """Return the size of the tensor-parallel group."""
     if mpu is None:
         return 1
     return int(_first(mpu, "get_tensor_model_parallel_world_size", "get_model_parallel_world_size")())
 
 
 def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
-    """Return the group of ranks that share a model, or None: every rank has it alone."""
+    """Return the tensor-parallel group, or None without tensor parallelism."""
     return None if mpu is None else _first(mpu, "get_tensor_model_parallel_group", "get_model_parallel_group")()
 
 
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> int:
-    """Return into how many stages a model is divided."""
-    asked = _first(mpu, "get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
-    return 1 if asked is None else int(asked())
+    """Return the number of pipeline stages."""
+    getter = _first(mpu, "get_pipeline_model_parallel_world_size", "get_pipe_parallel_world_size")
+    return 1 if getter is None else int(getter())
 
 
 def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
-    """Return the group of ranks that have the stages of a model, or None: every rank has all."""
-    asked = _first(mpu, "get_pipeline_model_parallel_group", "get_pipe_parallel_group")
-    return None if asked is None else asked()
+    """Return the pipeline-parallel group, or None without stages."""
+    getter = _first(mpu, "get_pipeline_model_parallel_group", "get_pipe_parallel_group")
+    return None if getter is None else getter()
 
 
 def _first(unit: Any, *names: str) -> Any:
-    """Return the first method that a model-parallel unit has, or None."""
     return next((getattr(unit, name) for name in names if hasattr(unit, name)), None)

@@ -1,4 +1,4 @@
-"""Constants that are words of formats: keys of configurations and checkpoint files, flags of schedules, launchers."""
+"""Constants of formats: keys of configurations and checkpoint files, flags of schedules, launchers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""DeepSpeed's logger and its helpers, as another name of shardwise's logger.
-
-There is one logger: its level, handlers and messages are those of "shardwise", whichever name is used.
-"""
+"""DeepSpeed's logger as another name of the logger "shardwise", with its level, handlers and messages."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ LEVELS = {
 
 
 class DeepSpeedLogger(logging.Logger):
-    """The logger "DeepSpeed": what it is told goes to the logger "shardwise", and so does its level."""
+    """The logger "DeepSpeed": passes messages and level on to the logger "shardwise"."""
 
     def setLevel(self, level: int | str) -> None:
         """Set the level of both."""
@@ -45,7 +42,7 @@ class DeepSpeedLogger(logging.Logger):
         super().setLevel(level)
 
     def warning_once(self, message: str, *args: Any) -> None:
-        """Log a warning the first time it is given in this process."""
+        """Log a warning once in this process."""
         _warn_once(str(message), *args)
 
 
@@ -56,7 +53,7 @@ def _warn_once(message: str, *args: Any) -> None:
 
 def _make() -> DeepSpeedLogger:
     found = logging.getLogger("DeepSpeed")
-    # The logger may exist already, and whoever has it must see the same one.
+    # The logger may exist already, and must stay the same object.
     found.__class__ = DeepSpeedLogger
     found.parent = _ours
     return cast(DeepSpeedLogger, found)
@@ -71,7 +68,7 @@ def _log_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
 
 
 def log_dist_once(message: str, ranks: list[int] | None = None, level: int = logging.INFO) -> None:
-    """`log_dist`, the first time it is called with these arguments in this process."""
+    """Log as `log_dist`, once in this process for the same arguments."""
     _log_once(str(message), None if ranks is None else tuple(ranks), level)
 
 
@@ -82,12 +79,7 @@ def _is_printed(ranks: list[int] | None) -> bool:
 
 
 def print_dist(message: str, ranks: list[int] | None = None) -> None:
-    """Print on some ranks.
-
-    Args:
-        message: text.
-        ranks: those that print; None, empty or [-1]: all.
-    """
+    """Print on some ranks; `ranks` None, empty or [-1]: all."""
     from shardwise.comm.api import get_rank
 
     if _is_printed(ranks):
@@ -95,12 +87,9 @@ def print_dist(message: str, ranks: list[int] | None = None) -> None:
 
 
 def print_json_dist(message: dict[str, Any], ranks: list[int] | None = None, path: str | None = None) -> None:
-    """Write a dictionary as JSON on some ranks.
+    """Write a dictionary, with the rank added, as JSON on some ranks, to a file or standard output.
 
-    Args:
-        message: the dictionary; the rank is added.
-        ranks: those that write; None, empty or [-1]: all.
-        path: file that is written; None: standard output.
+    `ranks` None, empty or [-1]: all.
     """
     from shardwise.comm.api import get_rank
 
@@ -115,21 +104,17 @@ def print_json_dist(message: dict[str, Any], ranks: list[int] | None = None, pat
 
 
 def set_log_level_from_string(log_level_str: str) -> None:
-    """Set the level by name: debug, info, warning, error or critical.
-
-    Raises:
-        UsageError: there is no such level.
-    """
+    """Set the level by name: debug, info, warning, error or critical. Raises UsageError if the name is unknown."""
     logger.setLevel(_level(log_level_str))
 
 
 def get_current_level() -> int:
-    """Return the level in force."""
+    """Return the effective level."""
     return logger.getEffectiveLevel()
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the level in force is at most the named one."""
+    """Return True if the effective level is at most the named one."""
     return get_current_level() <= _level(max_log_level_str)
 
 
@@ -141,19 +126,11 @@ def _level(name: str) -> int:
 
 
 class LoggerFactory:
-    """Maker of further loggers."""
+    """Factory of further loggers."""
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.INFO) -> logging.Logger:
-        """Return a logger that writes to standard output.
-
-        Args:
-            name: of the logger.
-            level: of the `logging` module.
-
-        Raises:
-            UsageError: without a name.
-        """
+        """Return a logger that writes to standard output. Raises UsageError without a name."""
         if name is None:
             raise UsageError("LoggerFactory.create_logger(name): give the logger a name")
         made = logging.getLogger(name)

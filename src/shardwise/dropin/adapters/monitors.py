@@ -1,4 +1,4 @@
-"""DeepSpeed's monitors: outside of an engine, and one for each service."""
+"""DeepSpeed's monitors without an engine, and one class for each service."""
 
 from __future__ import annotations
 
@@ -27,17 +27,13 @@ class DeepSpeedMonitorConfig(ConfigSection):
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """Return the sections of monitors of a configuration."""
+    """Return the monitors' sections of a configuration."""
     found = {name: param_dict[name] for name in DeepSpeedMonitorConfig.model_fields if name in param_dict}
     return DeepSpeedMonitorConfig.model_validate(found)
 
 
 class Monitor(ABC):
-    """What scripts derive monitors of their own from.
-
-    Args:
-        monitor_config: is kept.
-    """
+    """Base class of scripts' own monitors."""
 
     @abstractmethod
     def __init__(self, monitor_config: Any) -> None:
@@ -45,15 +41,11 @@ class Monitor(ABC):
 
     @abstractmethod
     def write_events(self, event_list: Iterable[Any]) -> None:
-        """Write (name, value, step) each."""
+        """Write (name, value, step) triples."""
 
 
 class _OfService(Monitor):
-    """A monitor of one service; rank 0 writes.
-
-    Args:
-        config: the service's section.
-    """
+    """A monitor of one service; rank 0 writes."""
 
     _section = ""
 
@@ -102,14 +94,10 @@ class _JSONLMonitor(_OfService):
 
 
 class MonitorMaster(Monitor):
-    """All services that are switched on.
+    """All enabled services (`tb_monitor`, `wandb_monitor`, `csv_monitor`, `comet_monitor`).
 
-    Args:
-        monitor_config: from `get_monitor_config`, or anything with such sections as attributes.
-
-    Attributes:
-        enabled: one is.
-        tb_monitor: of TensorBoard; so are `wandb_monitor`, `csv_monitor` and `comet_monitor` of theirs.
+    `monitor_config` comes from `get_monitor_config`, or is an object with such sections as attributes. `enabled` is
+    True if one service is.
     """
 
     def __init__(self, monitor_config: Any) -> None:

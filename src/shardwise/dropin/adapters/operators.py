@@ -1,8 +1,7 @@
-"""Builders of operators, which have nothing to build: each says whether the work of its operator is done here, and by
-which module.
+"""Builders of operators, which build nothing: each reports whether shardwise has the feature, and in which module.
 
-Scripts ask `CPUAdamBuilder().is_compatible()` before they use what the operator is for, and call `load()` to have it
-compiled in good time. So a builder is compatible where the feature works, on any machine and without a compiler.
+Scripts check `CPUAdamBuilder().is_compatible()` before they use a feature, and call `load()` to compile it early. A
+builder is compatible if the feature works, on any machine and without a compiler.
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ _logger = logging.getLogger("shardwise")
 class OpBuilder:
     """Base of the builders.
 
-    Attributes:
-        NAME: what the operator is called.
-        home: module of shardwise that does its work; None if none does.
-        reason: why none does.
+    `home` is the module of shardwise with the feature; None without one, and `reason` says why.
     """
 
     NAME: ClassVar[str] = ""
@@ -35,31 +31,25 @@ class OpBuilder:
 
     @property
     def name(self) -> str:
-        """What the operator is called."""
+        """Name of the operator."""
         return self.NAME
 
     @staticmethod
     def is_rocm_pytorch() -> bool:
-        """Whether torch was built for ROCm."""
+        """Return True if torch was built for ROCm."""
         return torch.version.hip is not None
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether what the operator is for works here.
-
-        Args:
-            verbose: log the reason if it does not.
-        """
+        """Return True if the feature works here; with `verbose` log why it does not."""
         if self.home is None and verbose:
             _logger.warning("%s: %s", type(self).__name__, self.reason)
         return self.home is not None
 
     def load(self, verbose: bool = True) -> ModuleType:
-        """Return the module of shardwise that does the operator's work.
+        """Return the module of shardwise with the feature.
 
-        It has its own functions, not the operator's; only that of `AsyncIOBuilder` has `aio_handle`.
-
-        Raises:
-            NotBuiltError: there is none.
+        It has its own functions, not the operator's; only that of `AsyncIOBuilder` has `aio_handle`. Raises
+        NotBuiltError if there is none.
         """
         if self.home is None:
             raise NotBuiltError(f"{type(self).__name__}().load(): {self.reason}.")
@@ -110,22 +100,18 @@ ALL_OPS: dict[str, OpBuilder] = {cls.NAME: cls() for cls in OpBuilder.__subclass
 """Name of an operator -> its builder."""
 
 COMPATIBLE_OPS: dict[str, bool] = {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
-"""Name of an operator -> whether what it is for works here. Nothing has to be built for it, so it is installed, too."""
+"""Name of an operator -> whether the feature works here. Because nothing is built, that means installed, too."""
 
 _BY_CLASS = {type(builder).__name__: type(builder) for builder in ALL_OPS.values()}
 
 
 def op_builder(class_name: str) -> type[OpBuilder] | None:
-    """Return the class of a builder by its name; None if there is no such."""
+    """Return the class of a builder by name, or None."""
     return _BY_CLASS.get(class_name)
 
 
 def create_op_builder(class_name: str) -> OpBuilder:
-    """Return a builder by the name of its class.
-
-    Raises:
-        UsageError: there is no builder of that name.
-    """
+    """Return a builder by class name. Raises UsageError if the name is unknown."""
     found = op_builder(class_name)
     if found is None:
         raise UsageError(f"no builder of operators is called {class_name!r}; there are {', '.join(sorted(_BY_CLASS))}")

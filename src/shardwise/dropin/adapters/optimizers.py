@@ -19,7 +19,7 @@ def _refuse_amsgrad(name: str, amsgrad: bool) -> None:
 
 
 def _state_dtype(name: str, params: list[Any], fp32: bool) -> torch.dtype | None:
-    """Return the one type of the parameters if states are to be kept in it, else None for the default."""
+    """Return the single dtype of the parameters, if states are kept in it, else None for the default."""
     if fp32:
         return None
     tensors = [t for entry in params for t in (entry["params"] if isinstance(entry, dict) else [entry])]
@@ -34,10 +34,10 @@ def _state_dtype(name: str, params: list[Any], fp32: bool) -> torch.dtype | None
 
 
 def _listed(params: Iterable[Any]) -> list[Any]:
-    """Return parameters or groups as lists, which can be gone through twice.
+    """Return parameters or groups as lists, because they are read twice.
 
     Groups stay the same dictionaries, as in torch: Accelerate passes those of the script's optimizer, in which the
-    script's learning-rate schedule writes its rates.
+    script's schedule writes its learning rate.
     """
     entries = list(params)
     for entry in entries:
@@ -50,13 +50,12 @@ class FusedAdam(Adam):
     """`shardwise.optim.Adam` with the arguments of DeepSpeed's class for GPUs; it runs on any device.
 
     Args:
-        params: parameters or groups.
         lr, bias_correction, betas, eps, adam_w_mode, weight_decay: see `shardwise.optim.Adam`.
         amsgrad: only False.
-        set_grad_none: accepted; an engine owns the gradients, and `zero_grad` has an argument of this kind.
+        set_grad_none: without effect, because an engine owns the gradients.
 
     Raises:
-        ConfigError: amsgrad is asked for, or an option has no meaning.
+        ConfigError: amsgrad is True, or an option has no meaning.
     """
 
     def __init__(
@@ -79,14 +78,13 @@ class DeepSpeedCPUAdam(Adam):
     """`shardwise.optim.Adam` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
 
     Args:
-        model_params: parameters or groups.
         lr, bias_correction, betas, eps, weight_decay: see `shardwise.optim.Adam`.
         amsgrad: only False.
         adamw_mode: decoupled weight decay; `adam_w_mode` of the other class.
-        fp32_optimizer_states: False keeps states in the parameters' type.
+        fp32_optimizer_states: False keeps states in the parameters' dtype.
 
     Raises:
-        ConfigError: amsgrad is asked for, or an option has no meaning.
+        ConfigError: amsgrad is True, or an option has no meaning.
     """
 
     def __init__(
@@ -119,13 +117,12 @@ class DeepSpeedCPUAdagrad(Adagrad):
     """`shardwise.optim.Adagrad` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
 
     Args:
-        model_params: parameters or groups.
         lr, eps, weight_decay: see `shardwise.optim.Adagrad`.
         amsgrad: only False.
-        fp32_optimizer_states: False keeps the state in the parameters' type.
+        fp32_optimizer_states: False keeps the state in the parameters' dtype.
 
     Raises:
-        ConfigError: amsgrad is asked for, or an option has no meaning.
+        ConfigError: amsgrad is True, or an option has no meaning.
     """
 
     def __init__(
@@ -148,9 +145,8 @@ class FusedLion(Lion):
     """`shardwise.optim.Lion` with the arguments of DeepSpeed's class for GPUs; it runs on any device.
 
     Args:
-        params: parameters or groups.
         lr, betas, weight_decay: see `shardwise.optim.Lion`.
-        set_grad_none: accepted, as by `FusedAdam`.
+        set_grad_none: without effect.
 
     Raises:
         ConfigError: an option has no meaning.
@@ -171,9 +167,8 @@ class DeepSpeedCPULion(Lion):
     """`shardwise.optim.Lion` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
 
     Args:
-        model_params: parameters or groups.
         lr, betas, weight_decay: see `shardwise.optim.Lion`.
-        fp32_optimizer_states: False keeps the state in the parameters' type.
+        fp32_optimizer_states: False keeps the state in the parameters' dtype.
 
     Raises:
         ConfigError: an option has no meaning.

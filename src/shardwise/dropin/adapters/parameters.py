@@ -1,9 +1,8 @@
-"""What scripts written for DeepSpeed read of the parameters of ZeRO stage 3, whether their values are here or not.
+"""Attributes of DeepSpeed's ZeRO-3 parameters that scripts read.
 
-A parameter whose values are elsewhere has these attributes by its class (`shardwise.zero.units.released`). One whose
-values are here is a plain one, and nothing is attached to it; where scripts use `deepspeed`, the class of all
-parameters gets descriptors that answer for parameters of stage 3, and for all others say that there is no such
-attribute.
+A resharded parameter has them by its class (`shardwise.zero.units.released`). An unsharded one is a plain parameter.
+Once a script imports `deepspeed`, descriptors on `nn.Parameter` return values for ZeRO-3 parameters, and raise
+AttributeError for others.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from shardwise.zero.units.status import ZeroParamStatus
 
 
 class _OfStage3:
-    """One attribute; without a setter, so that a script may put its own value there."""
+    """One attribute, without a setter, because a script may assign its own value."""
 
     def __init__(self, answer: Callable[[nn.Parameter, released.Owner], Any]) -> None:
         self._answer = answer
@@ -38,7 +37,7 @@ class _OfStage3:
 
 
 class ParameterAttributes:
-    """The attributes; see the module docstring."""
+    """The attributes; see the module."""
 
     ds_id = _OfStage3(lambda parameter, keeper: id(parameter))
     ds_status = _OfStage3(lambda parameter, keeper: ZeroParamStatus.AVAILABLE)
@@ -51,7 +50,7 @@ _DESCRIPTORS = {name: value for name, value in vars(ParameterAttributes).items()
 
 
 def attach() -> None:
-    """Let every parameter have the attributes; a second call changes nothing."""
+    """Add the attributes to every parameter; idempotent."""
     for name, descriptor in _DESCRIPTORS.items():
         setattr(nn.Parameter, name, descriptor)
 

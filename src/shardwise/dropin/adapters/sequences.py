@@ -1,4 +1,4 @@
-"""Sequences that ranks share, under DeepSpeed's names and with its arguments."""
+"""Sequence parallelism under DeepSpeed's names and with its arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.parallel.tiled import run_tile, tiles_of
 
 
 class UlyssesSPAttentionHF:
-    """Attention of transformers over shared sequences; see `shardwise.parallel.share_attention`."""
+    """Sequence-parallel attention of transformers; see `shardwise.parallel.share_attention`."""
 
     @classmethod
     def register_with_transformers(
@@ -31,19 +31,16 @@ class UlyssesSPAttentionHF:
         max_length: int | None = None,
         disable_in_eval: bool = False,
     ) -> SequenceGroup:
-        """Make the groups of ranks, and let attention work on shared sequences (all ranks call).
+        """Create the sequence-parallel groups, replace the attention, and return the `mpu` for `initialize` (a
+        collective).
 
         Args:
-            model_name_or_path: a model, whose attention is changed, or a name: then attention of this kind is changed
-                for all models.
+            model_name_or_path: a model, whose attention is changed; or a name: attention of this kind is changed for
+                all models.
             core_attn_implementation: the attention of one process, such as `sdpa`.
-            sequence_parallel_size: ranks that share a sequence.
-            micro_batch_size, seq_length, seq_length_is_variable, max_length: taken from existing code: the ranks tell
-                each other how long sequences are.
-            disable_in_eval: in evaluation mode each rank has whole sequences of its own.
-
-        Returns:
-            What to pass to `initialize(mpu=...)`.
+            sequence_parallel_size: size of a group.
+            micro_batch_size, seq_length, seq_length_is_variable, max_length: without effect: ranks exchange lengths.
+            disable_in_eval: in evaluation mode each rank has its own unsplit sequences.
         """
         existing = current()
         group = existing if existing is not None and existing.size == sequence_parallel_size else None
@@ -56,14 +53,9 @@ class UlyssesSPAttentionHF:
 
 
 class UlyssesSPDataLoaderAdapter(RoundRobinLoader):
-    """A loader that has other batches on each rank, which the ranks of a sequence work on together, one by one.
+    """A loader with different batches on each rank, on which a sequence-parallel group works one by one.
 
-    Args:
-        dl: gives dictionaries of tensors.
-        sp_rank: this rank among those of a sequence.
-        sp_group: their process group.
-        sp_world_size: their number.
-        device: where batches go.
+    `dl` gives dictionaries of tensors; `device` is that of the batches.
     """
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
@@ -77,7 +69,7 @@ class UlyssesSPDataLoaderAdapter(RoundRobinLoader):
 
 
 class SequenceTiledCompute:
-    """See `sequence_tiled_compute`, whose arguments come one by one here."""
+    """`sequence_tiled_compute` with separate arguments."""
 
     @staticmethod
     def apply(
@@ -92,7 +84,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """Return what `fn` makes of a sequence; `args` are the values of the keys, in their order."""
+        """Return the result of `fn` on a sequence; `args` are the values of the keys, in their order."""
         given: Mapping[str, Any] = dict(zip([*keys_to_shard, *keys_to_pass], args, strict=True))
         cut = {key: given[key] for key in keys_to_shard}
         passed = {key: given[key] for key in keys_to_pass}
@@ -120,7 +112,7 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Return `fn(self, x)` for (rows, tokens, width), computed in so many tiles of the tokens."""
+        """Return `fn(self, x)` for (rows, tokens, width), computed in `shards` tiles of the tokens."""
         return torch.cat([run_tile(fn, self, tile) for tile in tiles_of(x, shards, x.dim() - 2)], dim=x.dim() - 2)
 
 
@@ -138,16 +130,13 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[torch.Tensor] | None,
         output_reduction: str = "mean",
     ) -> torch.Tensor:
-        """Return the mean, or the sum, over tiles of `fn(self, x, y)`; a tile counts by its tokens.
+        """Return the mean, or the sum, over tiles of `fn(self, x, y)`; tiles are weighted by tokens.
 
         Args:
-            fn: the loss of a tile.
-            self: its first argument, such as the output layer.
-            x: (rows, tokens, width).
-            y: (rows, tokens), labels.
-            mask: which tokens count; None: all. A tile gets those only, as (tokens, width) and (tokens).
-            shards: number of tiles.
-            compute_params: taken from existing code.
+            fn, self: the loss of a tile, and its first argument, such as the output layer.
+            x, y: hidden states (rows, tokens, width) and labels (rows, tokens).
+            mask: selects tokens; None: all. A tile gets selected tokens only, as (tokens, width) and (tokens).
+            compute_params: without effect.
             output_reduction: "mean" or "sum".
         """
         if output_reduction not in ("mean", "sum"):
@@ -169,20 +158,20 @@ class TiledFusedLogitsLoss:
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Make the groups of ranks that share sequences (all ranks call)."""
+    """Create the sequence-parallel groups (a collective)."""
     begin(sequence_parallel_size)
 
 
 def get_sequence_parallel_group() -> Any:
-    """Return the process group of the ranks that share this rank's sequences."""
+    """Return the sequence-parallel group."""
     return needed().group
 
 
 def get_sequence_parallel_world_size() -> int:
-    """Return their number."""
+    """Return the size of the sequence-parallel group."""
     return needed().size
 
 
 def get_sequence_parallel_rank() -> int:
-    """Return this process's number among them."""
+    """Return this process's rank in the sequence-parallel group."""
     return needed().rank

@@ -10,11 +10,7 @@ from shardwise.registry import part_of
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Say that layers are divided for training; taken from existing code, as they are divided in one way.
-
-    Raises:
-        UsageError: they should be divided by an inference engine.
-    """
+    """Accept training mode, the only one. Raises UsageError if `training` is False, which needs an inference engine."""
     if not training:
         raise UsageError(
             "set_autotp_mode(training=False): there is no inference engine that divides layers. Pass training=True; a "
@@ -23,10 +19,10 @@ def set_autotp_mode(training: bool = False) -> None:
 
 
 def is_autotp_training_mode() -> bool:
-    """Whether layers are divided for training: always."""
+    """Return True."""
     return True
 
 
 def is_model_parallel_parameter(p: Any) -> bool:
-    """Whether other ranks of this rank's copy of the model have other parts of a parameter."""
+    """Return True if a parameter is sharded over a tensor-parallel group."""
     return is_marked(p) or part_of(p).box is not None

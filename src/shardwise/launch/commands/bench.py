@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LARGE, _QUICK = 1 << 30, 256 << 20
 _LEAST = 16 << 20
-"""Bytes of a file below which figures would be of nothing but the first requests."""
+"""Least bytes of a file; with fewer only the first requests would be measured."""
 
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
     """Add the group of subcommands."""
     group = typer.Typer(
         name="bench",
-        help=(summary := "Measure parts of this machine, and show the settings that suit them."),
+        help=(summary := "Measure disk and communication of this machine, and show fitting settings."),
         short_help=summary,  # otherwise it is truncated
         rich_markup_mode=None,
         no_args_is_help=True,
@@ -39,19 +39,17 @@ def register(app: typer.Typer) -> None:
 
 
 def io(
-    directory: Annotated[
-        str, typer.Option("--dir", metavar="DIR", help="A directory on the disk, as nvme_path.")
-    ] = ".",
+    directory: Annotated[str, typer.Option("--dir", metavar="DIR", help="A directory on the disk (nvme_path).")] = ".",
     size: Annotated[
         Optional[str],  # noqa: UP045  (typer reads it at run time)
         typer.Option(
             metavar="SIZE",
-            help="Of the file, as 4G; memory is needed for as much. Default: 1G (--quick: 256M), or a quarter of what "
-            "is free, if that is less.",
+            help="Size of the file, such as 4G; needs as much memory. Default: 1G (--quick: 256M), or a quarter of "
+            "the free space, if that is less.",
         ),
     ] = None,
-    block_size: Annotated[str, typer.Option(metavar="SIZES", help="Bytes of a request, with commas.")] = "",
-    queue_depth: Annotated[str, typer.Option(metavar="NUMBERS", help="Requests in flight for each thread.")] = "",
+    block_size: Annotated[str, typer.Option(metavar="SIZES", help="Sizes of a request, separated by commas.")] = "",
+    queue_depth: Annotated[str, typer.Option(metavar="NUMBERS", help="Requests in flight per thread.")] = "",
     threads: Annotated[str, typer.Option(metavar="NUMBERS", help="aio.intra_op_parallelism.")] = "",
     rounds: Annotated[
         Optional[int],  # noqa: UP045
@@ -62,12 +60,12 @@ def io(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer settings, one round, a smaller file.")] = False,
     as_json: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--json", metavar="FILE", help="Write everything there as JSON, too."),
+        typer.Option("--json", metavar="FILE", help="Also write the results to FILE as JSON."),
     ] = None,
 ) -> None:
     """Measure the disk of a directory with different `aio` settings, and show the section to paste.
 
-    Values are moved as offloading to disk moves them, and by plain loops. Nothing is left on the disk.
+    Each setting runs the code path of offloading to disk, and a plain loop. The file is removed afterwards.
     """
     show(
         Wanted(
@@ -96,23 +94,27 @@ def comm(
         Optional[str],  # noqa: UP045
         typer.Option("--hostfile", "-H", metavar="PATH", help="Machines, one a line: `host slots=N`."),
     ] = None,
-    ops: Annotated[str, typer.Option(metavar="NAMES", help="Collectives, with commas. Default: all.")] = "",
-    dtype: Annotated[str, typer.Option(metavar="NAMES", help="fp32, bf16, fp16, fp64, with commas.")] = "fp32",
-    minsize: Annotated[str, typer.Option(metavar="SIZE", help="Smallest message; each is 16 times the last.")] = "4K",
+    ops: Annotated[str, typer.Option(metavar="NAMES", help="Collectives, separated by commas. Default: all.")] = "",
+    dtype: Annotated[str, typer.Option(metavar="NAMES", help="fp32, bf16, fp16, fp64, separated by commas.")] = "fp32",
+    minsize: Annotated[
+        str, typer.Option(metavar="SIZE", help="Smallest message; each next one is 16 times larger.")
+    ] = "4K",
     maxsize: Annotated[str, typer.Option(metavar="SIZE", help="Largest message.")] = "16M",
-    sizes: Annotated[str, typer.Option(metavar="SIZES", help="These messages, with commas, instead.")] = "",
-    trials: Annotated[int, typer.Option(metavar="N", help="Trials that count; the median is shown.")] = 10,
-    warmups: Annotated[int, typer.Option(metavar="N", help="Trials before them.")] = 2,
-    unit: Annotated[str, typer.Option(metavar="UNIT", help="Of bandwidths: GB/s or Gbit/s.")] = "GB/s",
+    sizes: Annotated[
+        str, typer.Option(metavar="SIZES", help="Sizes of messages in place of these, separated by commas.")
+    ] = "",
+    trials: Annotated[int, typer.Option(metavar="N", help="Measured trials; the median is shown.")] = 10,
+    warmups: Annotated[int, typer.Option(metavar="N", help="Trials before the measured ones.")] = 2,
+    unit: Annotated[str, typer.Option(metavar="UNIT", help="Unit of bandwidths: GB/s or Gbit/s.")] = "GB/s",
     as_json: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--json", metavar="FILE", help="Write everything there as JSON, too."),
+        typer.Option("--json", metavar="FILE", help="Also write the results to FILE as JSON."),
     ] = None,
 ) -> None:
-    """Measure the collectives of this machine, check their results, and say what is in their way.
+    """Measure the collectives of this machine, check their results, and name bottlenecks.
 
-    Each is measured as the engine uses it, and as torch's own, beside what the links give. Started by torchrun it
-    measures over all machines of that job. The exit code is 1 if a result is wrong.
+    Each collective is measured as the engine runs it and as torch runs it, and compared with the bandwidth of the
+    links. Under torchrun all machines of the job are measured. The exit code is 1 if a result is wrong.
     """
     from shardwise.launch.commbench import OPS, CommWanted, run, sizes_between
     from shardwise.launch.placement import Resources
@@ -218,8 +220,8 @@ def show(wanted: Wanted) -> None:
             speeds = dict(zip(options, found, strict=True))
             best = smallest(speeds)
             # Measure the compared settings together once more, because a disk's speed may change within a minute.
-            beside = [way(best), way(best)._replace(plain=True), Way(way(best).block, 1, plain=True)]
-            again = file.speeds(beside, max(wanted.rounds, 3), **kinds, progress=bar.show)
+            references = [way(best), way(best)._replace(plain=True), Way(way(best).block, 1, plain=True)]
+            again = file.speeds(references, max(wanted.rounds, 3), **kinds, progress=bar.show)
     except OSError as error:
         raise OffloadError(f"{directory}: the disk has failed: {error.strerror}") from error
     finally:
@@ -238,7 +240,7 @@ def show(wanted: Wanted) -> None:
             "size": size,
             "rounds": wanted.rounds,
             "bytes_per_second": [{**_named(one), **speed._asdict()} for one, speed in speeds.items()],
-            "beside_plain_loops": [_compared(one, speed) for one, speed in zip(beside, again, strict=True)],
+            "compared_with_plain_loops": [_compared(one, speed) for one, speed in zip(references, again, strict=True)],
             "aio": section,
         }
         _save(wanted.file, everything)
@@ -254,7 +256,7 @@ def show(wanted: Wanted) -> None:
         shown.add_row(*(str(value) for value in _named(one).values()), *_cells(speed), "chosen" if one == best else "")
     shown.add_section()
     labels = ("chosen, again", f"plain loops, {best.in_flight} threads", "plain loop, 1 thread")
-    for label, compared, speed in zip(labels, beside, again, strict=True):
+    for label, compared, speed in zip(labels, references, again, strict=True):
         shown.add_row(str(compared.block), "", "", *_cells(speed), label)
     console.print(shown)
     console.print("Only the product of queue_depth and intra_op_parallelism matters here.")
@@ -296,7 +298,7 @@ def _size(wanted: Wanted, free: int) -> int:
     import torch
 
     from shardwise.memory import memory_limit
-    from shardwise.offload.unnamed import padded
+    from shardwise.offload.tmpfile import padded
 
     limit = memory_limit(torch.device("cpu"))
     memory = wanted.most if limit is None else limit.share - limit.own

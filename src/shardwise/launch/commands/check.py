@@ -1,4 +1,4 @@
-"""`shardwise check`: explains a configuration without a model, a device or a job."""
+"""`shardwise check`: checks and explains a configuration without a model, a device or a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
 
 def check(
     config: Annotated[str, typer.Argument(help="Configuration file.", metavar="CONFIG")],
-    world: Annotated[int, typer.Option(metavar="N", help="Data-parallel ranks to check it for.")] = 1,
+    world: Annotated[int, typer.Option(metavar="N", help="Number of data-parallel ranks.")] = 1,
     full: Annotated[
         bool, typer.Option("--effective", help="Print only the effective configuration, with all defaults.")
     ] = False,
@@ -29,10 +29,10 @@ def check(
         bool, typer.Option("--strict", help="Refuse keys that DeepSpeed ignores, as shardwise.initialize does.")
     ] = False,
 ) -> None:
-    """Check CONFIG and show each value that is given or chosen, with the reason, and what is questionable.
+    """Check CONFIG; print each given or chosen value with the reason, and warnings.
 
     Keys that DeepSpeed ignores are listed, as for a script with `import deepspeed`; with --strict they are refused.
-    For "auto" the values of the Trainer are shown that it fills in if it is not told otherwise, or a stand-in.
+    "auto" is replaced by the Trainer's default, or by a placeholder.
     """
     from shardwise.config import accept, assume, resolve
     from shardwise.config.export import effective
@@ -74,7 +74,7 @@ def _as_dict(resolution: Resolution, world: int, assumed: list[Note]) -> dict[st
         "no_effect": [note._asdict() for note in resolution.no_effect],
         "read_by_clients": [note._asdict() for note in resolution.read_by_clients],
         "assumed": [note._asdict() for note in assumed],
-        "not_json": resolution.beyond,
+        "not_json": resolution.extensions,
     }
 
 
@@ -106,9 +106,9 @@ def _show(resolution: Resolution, world: int, assumed: list[Note]) -> None:
         console.print(f"read by clients: {note.path} = {_text(note.value)}: {note.reason}")
     for note in assumed:
         console.print(f"assumed: {note.path}: {note.reason}")
-    if resolution.beyond is not None:
-        said = "other readers of JSON refuse it, such as those of the Trainer, Accelerate and Lightning"
-        console.print(f"not plain JSON: {resolution.beyond}. It is read here and by DeepSpeed, but {said}")
+    if resolution.extensions is not None:
+        text = "other readers of JSON refuse it, such as those of the Trainer, Accelerate and Lightning"
+        console.print(f"not plain JSON: {resolution.extensions}. It is read here and by DeepSpeed, but {text}")
     for warning in resolution.warnings:
         console.print(f"warning: {warning}")
     console.print(f"{resolution.origin} is valid for {world} rank{'s' * (world > 1)}.")

@@ -29,12 +29,14 @@ def export(
         str,
         typer.Option(
             metavar="float32|bfloat16|float16|keep",
-            help="Of floating-point tensors. keep: as stored, which for trained parameters is that of master weights.",
+            help="Dtype of floating-point tensors. keep: the stored one (of trained parameters: master weights').",
         ),
     ] = "keep",
     max_shard_size: Annotated[
         Optional[str],  # noqa: UP045  (typer reads it at run time)
-        typer.Option(metavar="SIZE", help="Of one file, as 5GB or 512MiB. Default: 5GB for hf, one file for pt."),
+        typer.Option(
+            metavar="SIZE", help="Size of one file, such as 5GB or 512MiB. Default: 5GB for hf, one file for pt."
+        ),
     ] = None,
     exclude_frozen: Annotated[
         bool, typer.Option("--exclude-frozen", help="Leave out parameters that were not trained.")
@@ -48,9 +50,9 @@ def export(
     ] = None,
     config: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="FILE", help="Copy this file to DIR/config.json, where from_pretrained looks for it."),
+        typer.Option(metavar="FILE", help="Copy this file to DIR/config.json, for from_pretrained."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace weights that are in DIR.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing weights in DIR.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Compare the checkpoint with its checksums first.")
     ] = True,

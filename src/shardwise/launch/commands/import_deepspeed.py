@@ -19,7 +19,7 @@ def import_deepspeed(
     target: Annotated[str, typer.Argument(metavar="DST", help="Directory of checkpoints; created if needed.")],
     tag: Annotated[
         Optional[str],  # noqa: UP045  (typer reads it at run time)
-        typer.Option(metavar="TAG", help="Which checkpoint of SRC. Default: the one that `latest` names."),
+        typer.Option(metavar="TAG", help="Checkpoint in SRC. Default: the one that `latest` names."),
     ] = None,
     name: Annotated[
         Optional[str],  # noqa: UP045
@@ -28,14 +28,14 @@ def import_deepspeed(
     optimizer: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            metavar="CLASS", help="Optimizer that goes on with the state, as AdamW. Default: found from the checkpoint."
+            metavar="CLASS", help="Optimizer that will continue, such as AdamW. Default: found from the checkpoint."
         ),
     ] = None,
     no_optimizer: Annotated[bool, typer.Option("--no-optimizer", help="Leave the optimizer's state out.")] = False,
 ) -> None:
-    """Convert the checkpoint SRC of DeepSpeed (ZeRO stages 0 to 3) to DST/<tag>, without running anything in it.
+    """Convert the checkpoint SRC of DeepSpeed (ZeRO stages 0 to 3) to DST/<tag>, without running code from it.
 
-    One process is enough, and memory for one tensor. engine.load_checkpoint(DST) then loads it at any stage on any
+    One process with memory for one tensor is enough. engine.load_checkpoint(DST) then loads it at any stage on any
     number of ranks; it also loads SRC itself.
     """
     from shardwise.errors import CommandLineError

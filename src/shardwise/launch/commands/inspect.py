@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _SHOWN = 8
-"""Names that a line shows before it counts the rest."""
+"""Maximum number of names in a line; the others are counted."""
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +31,7 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Compare every byte with its checksum.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
 ) -> None:
-    """Show what is in CKPT; exit code 1 if it cannot be loaded, or if --verify finds damage."""
+    """Show the content of CKPT; the exit code is 1 if it cannot be loaded, or if --verify finds damage."""
     from shardwise.errors import CheckpointError
     from shardwise.launch.console import must_exist
 

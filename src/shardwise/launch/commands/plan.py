@@ -21,7 +21,7 @@ PARTS = {
     "activations": ("activations",),
     "other": ("other",),
 }
-"""Columns of the table, and the categories in them."""
+"""Columns of the table, and their categories."""
 
 
 def register(app: typer.Typer) -> None:
@@ -34,7 +34,7 @@ def plan(
         list[str],
         typer.Argument(
             help="bloom-560m, bloom-1b1, bloom-7b1, llama-7b, llama-13b, llama-70b, or module:function of your own, "
-            "which is called without arguments and returns a module that takes token numbers.",
+            "which is called without arguments and returns a module that takes token ids.",
             metavar="MODEL...",
         ),
     ],
@@ -48,7 +48,8 @@ def plan(
     accumulation: Annotated[int, typer.Option(metavar="N", help="Micro-batches in a step.")] = 1,
     length: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence; 0: no activations.")] = 512,
     device_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of a rank's device, such as 80GiB: tells what fits.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Memory of a rank's device, such as 80GiB: marks the stages that fit."),
     ] = None,
     host_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a machine.")] = None,
     disk_limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Free space of a machine's disk.")] = None,
@@ -57,16 +58,16 @@ def plan(
     ] = None,
     disk_speed: Annotated[
         str | None,
-        typer.Option(metavar="READ,WRITE", help="GB/s of a rank, for the seconds that state on a disk adds to a step."),
+        typer.Option(metavar="READ,WRITE", help="GB/s of a rank's disk, to estimate the time of offloading per step."),
     ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the layers of the named models.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print bytes as one JSON object.")] = False,
 ) -> None:
-    """Print the memory of one rank at each ZeRO stage, by running a window of training on tensors without memory.
+    """Print the memory of one rank at each ZeRO stage, from a dry run of an accumulation window on fake tensors.
 
-    No rank and no device is needed. The tensors are taken to lie on the CPU. Sizes are in powers of 10, and the unit is
-    in the heading. Where state lives on the host or on a disk (a configuration says so), what it takes there and what a
-    step moves is printed, too. A module of your own is called with token numbers of shape (sequences, tokens).
+    No job and no device is needed; the fake tensors are CPU tensors. Sizes are in powers of 10, with the unit in the
+    heading. For state that the configuration offloads, the memory of host and disk and the bytes per step are printed,
+    too. Your own module is called with token ids of shape (sequences, tokens).
     """
     from shardwise.config import load, resolve
     from shardwise.engine.plans import plan_model

@@ -23,22 +23,22 @@ def profile(
         list[str],
         typer.Argument(
             help="bloom-560m, bloom-1b1, bloom-7b1, llama-7b, llama-13b, llama-70b, or module:function of your own, "
-            "which is called without arguments and returns a module that takes token numbers.",
+            "which is called without arguments and returns a module that takes token ids.",
             metavar="MODEL...",
         ),
     ],
     micro_batch: Annotated[int, typer.Option(metavar="N", help="Sequences in a micro-batch.")] = 1,
     length: Annotated[int, typer.Option(metavar="N", help="Tokens in a sequence.")] = 512,
-    depth: Annotated[int, typer.Option(metavar="N", help="Deepest module that is listed; -1: all.")] = 1,
-    top: Annotated[int, typer.Option(metavar="N", help="Classes of modules that are listed for each depth.")] = 1,
+    depth: Annotated[int, typer.Option(metavar="N", help="Depth of the deepest listed modules; -1: all.")] = 1,
+    top: Annotated[int, typer.Option(metavar="N", help="Number of listed module classes per depth.")] = 1,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute the layers of the named models.")] = False,
     forward_only: Annotated[bool, typer.Option("--forward-only", help="Run no backward pass.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers as one JSON object.")] = False,
 ) -> None:
-    """Print floating-point operations by module, by running a micro-batch on tensors without memory.
+    """Print floating-point operations by module, from a micro-batch on fake tensors.
 
-    No device is needed. The tensors are taken to lie on the CPU. The backward pass and what it computes again are
-    counted apart; there are no times.
+    No device is needed; the fake tensors are CPU tensors. The backward pass and recomputation are counted separately.
+    Times are not measured.
     """
     from shardwise.errors import CommandLineError
     from shardwise.launch.models import named_model
@@ -73,15 +73,15 @@ def _counted(model: nn.Module, micro_batch: int, length: int, forward_only: bool
     from shardwise.profile.tree import profile_of
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    twin = fake_copy(model, mode)
+    fake_model = fake_copy(model, mode)
     args, kwargs = arguments_of(fake_values(tokens(micro_batch, length), mode))
-    count = FlopCount(twin)
+    count = FlopCount(fake_model)
     with undisturbed(), mode, warnings.catch_warnings(), torch.set_grad_enabled(not forward_only):
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
         count.start()
         try:
             with count.counting(), Answers(), without_masks():
-                output = twin(*args, **kwargs)
+                output = fake_model(*args, **kwargs)
                 if not forward_only:
                     loss_of(output).backward()
         except Exception as error:

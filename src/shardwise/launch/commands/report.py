@@ -23,7 +23,7 @@ def report(
 ) -> None:
     """Draw a run as one HTML page: loss, speed, memory against plan, communication, slow ranks, warnings.
 
-    The page has everything in it and fetches nothing. It may be drawn while the run goes on.
+    The page is self-contained and fetches nothing. The run may still be going on.
     """
     from shardwise.report import write_report
 

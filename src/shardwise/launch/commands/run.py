@@ -41,7 +41,7 @@ def run(
     ] = None,
     num_nodes: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(metavar="N", help="Use the first N machines; only 1 works so far."),
+        typer.Option(metavar="N", help="Use the first N machines; only 1 is supported."),
     ] = None,
     include: Annotated[
         str, typer.Option("--include", "-i", metavar="SPEC", help="Slots to use: NAME[:slot,slot]@NAME...")
@@ -54,14 +54,16 @@ def run(
         typer.Option("--hostfile", "-H", metavar="PATH", help="Machines, one a line: `host slots=N`."),
     ] = None,
     master_addr: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address of this machine at which the ranks meet.")
+        str, typer.Option(metavar="ADDRESS", help="Address of this machine for the rendezvous.")
     ] = "127.0.0.1",
     master_port: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(metavar="PORT", help="Port to meet on. Default: 29500, or any free one."),
+        typer.Option(metavar="PORT", help="Port of the rendezvous. Default: 29500, or any free one."),
     ] = None,
     module: Annotated[bool, typer.Option("--module", help="SCRIPT is a module: python -m SCRIPT.")] = False,
-    no_python: Annotated[bool, typer.Option("--no-python", help="SCRIPT is a program of its own.")] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no-python", help="SCRIPT is an executable, not a Python script.")
+    ] = False,
     local_rank: Annotated[
         bool,
         typer.Option("--local-rank/--no-local-rank", help="Append --local_rank=N to the script's arguments, or not."),
@@ -73,7 +75,7 @@ def run(
         Optional[int],  # noqa: UP045
         typer.Option(
             metavar="M",
-            help="Let a restart go on without the slot whose process has failed first twice in a row, down to M "
+            help="Restart without a slot whose process has failed first twice in a row, down to M "
             "processes. Default: always restart all.",
         ),
     ] = None,
@@ -82,7 +84,7 @@ def run(
         typer.Option(
             "--bind-cores",
             "--bind-cores-to-rank",
-            help="Divide this machine's cores among the processes; each stays on its own.",
+            help="Divide this machine's cores among the processes, and bind each process to its share.",
         ),
     ] = False,
     core_list: Annotated[
@@ -117,12 +119,12 @@ def run(
         Optional[str],  # noqa: UP045
         typer.Option(
             metavar="SIZE",
-            help="Most bytes of each rank on its device, as the library counts them: 2GiB. Overrules "
+            help="Memory limit of each rank's device, as the library counts it, such as 2GiB. Overrules "
             "memory_limits.device of the configuration.",
         ),
     ] = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print what the script prints, warnings and errors only.")
+        bool, typer.Option("--quiet", "-q", help="Print only the script's output, warnings and errors.")
     ] = False,
 ) -> None:
     """Run SCRIPT as several processes on this machine, and end with the code of the first that fails."""

@@ -15,7 +15,7 @@ def register(app: typer.Typer) -> None:
 
 def trace(
     directory: Annotated[
-        str, typer.Argument(help="Where ranks have written timeline-*.json (`timeline.path`).", metavar="DIR")
+        str, typer.Argument(help="Directory of timeline-*.json files (`timeline.path`).", metavar="DIR")
     ],
     output: Annotated[
         Optional[str],  # noqa: UP045  (typer reads it at run time)
@@ -23,7 +23,7 @@ def trace(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as one JSON object.")] = False,
 ) -> None:
-    """Join the timelines of all ranks in one trace, and print where the time of each rank went.
+    """Merge the timelines of all ranks to one trace, and print each rank's time by category.
 
     The trace opens in ui.perfetto.dev and chrome://tracing.
     """

@@ -132,7 +132,7 @@ class CommUpdate(Update):
 
     def _hold_all(self) -> None:
         self._segments.hold_state()
-        for tensor in self.optimizer.kept():
+        for tensor in self.optimizer.extra_tensors():
             self._accountant.hold(Category.OPTIMIZER, tensor)
 
     @override
@@ -161,7 +161,7 @@ class CommUpdate(Update):
 
     @override
     def check_agreed(self, what: str) -> None:
-        if self.optimizer.apart:
+        if self.optimizer.diverged:
             raise UsageError(
                 f"{what} changed while every rank has its own: {type(self.optimizer).__name__} has made local steps "
                 "since it last averaged them. Call engine.optimizer.synchronize() on all ranks before changing them"
@@ -178,7 +178,7 @@ class CommUpdate(Update):
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         found = []
         for _, piece, parameter in self._segments.runs.get(index, ()):
-            values = self.optimizer.agreed(self._segment_of[id(parameter)])
+            values = self.optimizer.synchronized_values(self._segment_of[id(parameter)])
             found.append((piece.start, piece.stop, values[piece.offset : piece.offset + piece.stop - piece.start]))
         return found
 
@@ -193,7 +193,7 @@ class CommUpdate(Update):
 
     @override
     def publish(self, unit: Unit) -> None:
-        self.optimizer.withdraw()
+        self.optimizer.restore_synchronized()
         super().publish(unit)
 
     @override

@@ -1,4 +1,4 @@
-"""Unnamed files (O_TMPFILE), which disappear with the process, and detection of direct I/O.
+"""Temporary files (O_TMPFILE), which disappear with the process, and detection of direct I/O.
 
 Direct I/O (O_DIRECT) runs at the disk's speed and does not evict other programs' pages from the page cache. It needs
 aligned memory, offsets and sizes: every device accepts `ALIGNMENT`; many accept less for memory.
@@ -28,8 +28,8 @@ ALIGNMENT = 4096
 _MEMORY_ALIGNMENTS = (64, 512)
 """Smaller memory alignments, tried in this order; torch's allocations have the first."""
 
-_NO_UNNAMED = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
-"""Errors of file systems and old kernels without unnamed files."""
+_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
+"""Errors of file systems and old kernels without temporary files."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NOT_TAKEN = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -40,8 +40,8 @@ _HUGE_PAGE = 2 << 20
 Bytes = npt.NDArray[np.uint8]
 
 
-class Unnamed(NamedTuple):
-    """An open unnamed file.
+class TmpFile(NamedTuple):
+    """An open temporary file.
 
     Attributes:
         descriptor: descriptor of the empty file, closed by its owner.
@@ -92,8 +92,8 @@ def bytes_free(directory: Path) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def open_unnamed(directory: Path, block: int) -> Unnamed:
-    """Open an unnamed file in a directory and test it for direct I/O.
+def open_tmpfile(directory: Path, block: int) -> TmpFile:
+    """Open an temporary file in a directory and test it for direct I/O.
 
     Args:
         directory: created if missing, for this user only.
@@ -111,7 +111,7 @@ def open_unnamed(directory: Path, block: int) -> Unnamed:
             "that this user can write to (zero_optimization.offload_optimizer.nvme_path, or that of offload_param)."
         ) from error
     alignment = _try(descriptor, block)
-    return Unnamed(descriptor, alignment > 0, alignment or 1)
+    return TmpFile(descriptor, alignment > 0, alignment or 1)
 
 
 def _open(directory: Path) -> int:
@@ -119,7 +119,7 @@ def _open(directory: Path) -> int:
         try:
             return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            if error.errno not in _NO_UNNAMED:
+            if error.errno not in _NO_TMPFILE:
                 raise
     descriptor, name = tempfile.mkstemp(prefix=".shardwise-", dir=directory)
     os.unlink(name)
@@ -182,11 +182,11 @@ def take_space(descriptor: int, directory: Path, before: int, end: int, label: s
             os.ftruncate(descriptor, end)
     except OSError as error:
         os.ftruncate(descriptor, before)
-        said = f"{label}: no space could be taken: {error.strerror}"
+        message = f"{label}: no space could be taken: {error.strerror}"
         if error.errno not in _FULL:
-            raise OffloadError(said) from error
+            raise OffloadError(message) from error
         raise OffloadError(
-            f"{said}. {end - before} bytes more are needed, {bytes_free(directory)} bytes are free. "
+            f"{message}. {end - before} bytes more are needed, {bytes_free(directory)} bytes are free. "
             'Give an nvme_path on another disk, or leave the state in the memory of the host with "device": "cpu"',
         ) from error
 
