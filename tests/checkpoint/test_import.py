@@ -207,7 +207,7 @@ def test_damaged_and_dangerous_files_leave_the_engine_as_it_was(
                 "not a complete file",
                 "before torch 1.6",
                 "expected a state dict",
-                "beside",
+                "in its directory",
                 "wrong",
             ),
             strict=True,

@@ -418,7 +418,7 @@ def test_what_a_configuration_may_not_say() -> None:
     assert "no such variant" in refusal("lamb", amsgrad=True)
     assert "did you mean `optimizer.params.max_coeff`" in refusal("lamb", max_coef=1.0)
     assert 'expected one of "gram", "standard"' in refusal("Muon", ns_method="polar")
-    assert "as a whole" in refusal("muon", per_head_muon=True)
+    assert "unsplit" in refusal("muon", per_head_muon=True)
     assert "adam_lr: expected a number >= 0" in refusal("muon", adam_lr=-1)
 
 
