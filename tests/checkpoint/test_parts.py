@@ -80,7 +80,7 @@ class Joined:
     """A sharded model as all ranks see it together: what an engine of model parallelism would be made of."""
 
     def __init__(self, engine: Any, model: Model, layout: str) -> None:
-        self._own = engine.sharded
+        self._own = engine.sharded.state
         self.comm = Communicator(None, Ledger(), engine.device)
         own = self._own.registry
         tensors = [replace(t, global_shape=SHAPES[t.name], box=model.boxes[t.name]) for t in own]

@@ -188,7 +188,7 @@ class FlatParamStorage:
 
     @property
     def lends_gradient(self) -> bool:
-        """Whether `stepped_gradient` needs a loan."""
+        """Whether `stepped_gradient` is offloaded to another tier."""
         return self.gradient_loans.away and not self._in_place(self.gradient_loans)
 
     @property
