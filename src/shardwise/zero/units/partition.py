@@ -1,15 +1,15 @@
-"""Which parameters form a unit: found from the module tree, in registration order.
+"""Partition of a model into units, found from the module tree in registration order.
 
-A good unit is what computes together: a transformer block. The tree is walked from the root; the outermost repeated
-containers (`nn.ModuleList`, `nn.Sequential` with several children that hold parameters) name the blocks. What lies
-outside them (embeddings, final norms, heads) is taken module by module, and small neighbours are packed together as
-long as they do not exceed the largest block. Containers inside a block are not split apart while the block is within
-the cap: children chosen by data (experts) then travel with their parent.
+A unit is a transformer block, or a bucket of small modules. The outermost repeated containers (`nn.ModuleList`,
+`nn.Sequential` with several children that hold parameters) name the blocks. Modules outside of blocks (embeddings,
+final norms, heads) are taken one by one, and small neighbours are packed together up to the size of the largest block.
+A block within the cap stays whole, containers included. So children chosen by data (experts) are in the unit of their
+parent.
 
-A unit is of one domain: parameters that only some ranks share are in units of their own.
+A unit belongs to one domain: parameters that only some ranks share are in units of their own.
 
-Nothing here depends on an absolute size: buffers grow with the model, and the cap is the user's. Where ranks have parts
-of different sizes, the size of a parameter is that of the largest part, so that all ranks find the same units.
+All sizes are relative to the model; the cap is the user's. If ranks have parts of different sizes, the size of the
+largest part counts, so that all ranks find the same units.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass
 class UnitSpec:
-    """A unit to be built.
+    """Unit to be built.
 
     Attributes:
         name: name of its first module, for messages (`h.3`, or `(root)`).
-        modules: the modules whose forward needs the unit; their hooks enter and leave it.
-        tensors: its parameters.
-        sizes: elements of each of these, on the rank that has most of them.
+        modules: modules whose forward needs the unit.
+        tensors: parameters of the unit.
+        sizes: elements of each parameter, on the rank that has the largest part.
     """
 
     name: str
@@ -42,17 +42,17 @@ class UnitSpec:
 
     @property
     def size(self) -> int:
-        """Number of elements of all its parameters, by which all ranks decide alike."""
+        """Number of elements of all parameters, the same on all ranks."""
         return sum(self.sizes)
 
     def add(self, tensor: LogicalTensor, size: int) -> None:
-        """Take a parameter in."""
+        """Add a parameter."""
         self.tensors.append(tensor)
         self.sizes.append(size)
 
     @property
     def domain(self) -> DomainKey | None:
-        """Which domain its parameters belong to; None: that of all ranks."""
+        """Domain of the parameters; None: all ranks."""
         return self.tensors[0].domain
 
 
@@ -67,7 +67,7 @@ class _Finder:
         self.taken: set[int] = set()
         self.specs: list[UnitSpec] = []
         self.names = {id(module): name or "(root)" for name, module in root.named_modules(remove_duplicate=False)}
-        # Tied parameters are claimed by the first module that has them but are needed by all.
+        # The first module that has a tied parameter claims it, but all of its modules need it.
         self.homes: dict[int, list[nn.Module]] = {}
         for module in root.modules():
             for parameter in module._parameters.values():
@@ -100,7 +100,7 @@ class _Finder:
         self.specs.append(spec)
 
     def block(self, module: nn.Module) -> None:
-        """Take a block whole if the cap allows, otherwise part by part."""
+        """Claim a block as a whole if the cap allows, else its children one by one."""
         tensors = self.own(module, recurse=True)
         size = sum(self.sizes[tensor.index] for tensor in tensors)
         if id(module) in self.leaves or (size <= self.cap and not isinstance(module, _CONTAINERS)):
@@ -111,7 +111,7 @@ class _Finder:
             self.block(child)
 
     def walk(self, module: nn.Module) -> None:
-        """Descend outside of blocks."""
+        """Claim modules outside of blocks."""
         if id(module) in self.leaves:
             self.claim(module, self.own(module, recurse=True))
             return
@@ -135,9 +135,9 @@ def find_units(
 
     Args:
         root: the user's model.
-        registry: its logical tensors; every one ends up in exactly one unit.
+        registry: logical tensors of the model; each one is in exactly one unit.
         cap: largest number of elements in a unit; a larger parameter is a unit of its own.
-        leaves: modules that must stay whole whatever the cap (config `zero_optimization.leaf_module`).
+        leaves: modules that stay in one unit even above the cap (config `zero_optimization.leaf_module`).
         sizes: elements of each parameter, by index, the same on all ranks; None: this rank's.
     """
     sizes = [tensor.numel for tensor in registry] if sizes is None else sizes
@@ -148,7 +148,7 @@ def find_units(
 
 
 def _pack(specs: list[UnitSpec], registry: Registry, cap: int, leaves: set[int]) -> list[UnitSpec]:
-    """Join small neighbours up to the size of the largest repeated block (or of the largest layer, if none repeats)."""
+    """Join small neighbours up to the size of the largest repeated block (of the largest layer, if no size repeats)."""
     sizes: dict[int, int] = {}
     for spec in specs:
         sizes[spec.size] = sizes.get(spec.size, 0) + 1
@@ -167,7 +167,8 @@ def _pack(specs: list[UnitSpec], registry: Registry, cap: int, leaves: set[int])
 
 
 def _may_join(first: UnitSpec, second: UnitSpec, leaves: set[int]) -> bool:
-    """A leaf stays alone, and so does a module around the other one: it would hold it for its whole forward."""
+    """Return False for leaves, and for a module that contains the other: its unit would stay unsharded for its forward.
+    """
     if first.domain != second.domain:
         return False
     if {id(module) for spec in (first, second) for module in spec.modules} & leaves:

@@ -1,11 +1,11 @@
-"""How a unit's parameters travel as 8-bit codes (qwZ of Wang et al., "ZeRO++", 2023, arXiv 2306.10209, section 3.1).
+"""All-gather of a unit's parameters as 8-bit codes (qwZ of Wang et al., "ZeRO++", 2023, arXiv 2306.10209, section 3.1).
 
-Every rank quantises its shard in blocks, codes and scales are gathered in one collective, and every rank computes with
-what comes out of them, its own range included: all ranks have the same values. Shards and masters stay exact.
+Every rank quantises its shard in blocks. One collective gathers codes and scales. Every rank computes with the decoded
+values, also of its own range, so all ranks have the same values. Shards and master weights stay exact.
 
-Parameters with fewer than two dimensions (biases, gains of normalisations) travel exactly behind the codes: they are
-small, the model is sensitive to them, and their magnitudes would coarsen the blocks of the matrices beside them.
-Sections of integers and of fp64 travel exactly as a whole.
+Parameters with fewer than two dimensions (biases, gains of normalisations) are sent exactly, behind the codes. Because
+they are small, the model is sensitive to them, and their magnitudes would coarsen the blocks of neighbouring matrices.
+Flat parameters of integers and of fp64 are sent exactly.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from shardwise.zero.units.sources import Codes
 
 CODE = BlockCode(8)
 CODED = (torch.float32, torch.bfloat16, torch.float16)
-"""Types whose values travel as codes."""
+"""Dtypes that are quantised."""
 
 EXACT_MOST = 1 << 16
-"""Elements of the largest vector that travels exactly."""
+"""Elements of the largest vector that is sent exactly."""
 
 _ALIGNMENT = 8
-"""Bytes: a section's part of a message can be viewed in any type."""
+"""Bytes; a flat parameter's part of a message can be viewed in any dtype."""
 
 
 def travels_exactly(shape: Sequence[int]) -> bool:
-    """Whether a parameter of this shape travels exactly beside codes."""
+    """Return True if a parameter of this shape is sent exactly."""
     return len(shape) < 2 and math.prod(shape) <= EXACT_MOST
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Which elements of a section travel exactly beside codes.
+    """Elements of a quantised flat parameter that are sent exactly.
 
     Attributes:
-        counts: how many there are in each rank's range.
-        positions: where they are in the section, in order.
-        places: where they are in the exact parts of all messages, of `most` elements each.
+        counts: number of these elements in each rank's range.
+        positions: positions in the flat parameter, in order.
+        places: positions in the exact parts of all messages, of `most` elements each.
     """
 
     counts: tuple[int, ...]
@@ -58,12 +58,12 @@ class Exact:
 
     @property
     def most(self) -> int:
-        """Elements that each message has room for."""
+        """Number of exact elements that each message has room for."""
         return max(self.counts)
 
     @classmethod
     def of(cls, section: FlatParam, registry: Registry, device: torch.device) -> Exact | None:
-        """Find them; None if no code travels at all."""
+        """Find the exact elements; return None if nothing is quantised."""
         small = [travels_exactly(registry[slot.index].shape) for slot in section.slots]
         if section.dtype not in CODED or all(small):
             return None
@@ -90,7 +90,7 @@ def _range(section: FlatParam, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Part:
-    """Where a section lies in a message: codes from `begin` on, then exact values; or exact values only."""
+    """Position of a flat parameter in a message: codes from `begin`, then exact values; or exact values only."""
 
     memory: FlatParamStorage
     beside: Exact | None
@@ -99,26 +99,26 @@ class _Part:
     end: int
 
     def codes_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the codes in rows of messages."""
+        """View the codes in rows of messages."""
         return messages[:, self.begin : self.begin + CODE.nbytes(self.memory.layout.size(1))]
 
     def exact_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the exact values in rows of messages."""
+        """View the exact values in rows of messages."""
         layout = self.memory.layout
         count = layout.size(1) if self.beside is None else self.beside.most
         return messages[:, self.exact : self.end].view(layout.dtype)[:, :count]
 
 
 class UnitCodes(Codes):
-    """Encodes, gathers and decodes the sections of one unit; see the module docstring.
+    """Encodes, gathers and decodes the flat parameters of one unit; see the module docstring.
 
     Args:
-        sections: the unit's.
-        registry: knows the shapes.
-        accountant: is told of the buffers.
+        sections: flat parameters of the unit.
+        registry: has the shapes.
+        accountant: counts the buffers.
 
     Attributes:
-        coded: whether there is anything to encode.
+        coded: whether any flat parameter is quantised.
     """
 
     fills = False
@@ -149,7 +149,7 @@ class UnitCodes(Codes):
         return [lambda: self._start(label, kind)]
 
     def _start(self, label: str, kind: str) -> Handle:
-        """Encode this rank's range and launch the gather; may be called by the thread that helps peers."""
+        """Encode this rank's range and launch the all-gather. The thread of the side channel may call this."""
         messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
         self._accountant.hold(Category.BUFFERS, messages)
         own = messages[self._rank : self._rank + 1]
@@ -158,16 +158,16 @@ class UnitCodes(Codes):
         self._messages = messages
         return self._comm.all_gather([(messages.view(-1), own.view(-1))], label, kind=kind)
 
+    @override
     def finish(self) -> None:
-        """Write everybody's values, which have been gathered, into the whole buffers, which have memory."""
         assert self._messages is not None
         with self._accountant.owning(Category.BUFFERS):
             for part in self._parts:
                 self._decode(part, self._messages)
         self._messages = None
 
+    @override
     def round(self) -> None:
-        """Make exact whole values what they would be had they been gathered as codes."""
         with self._accountant.owning(Category.BUFFERS):
             messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
             for part in self._parts:
@@ -188,7 +188,7 @@ class UnitCodes(Codes):
         CODE.encode(values.unsqueeze(0), part.codes_in(message))
 
     def _decode(self, part: _Part, messages: torch.Tensor) -> None:
-        """Write the values of all ranks into the whole buffer."""
+        """Write the values of all ranks into the flat parameter."""
         exact, values = part.exact_in(messages), part.memory.full
         rows = values.view(self._world, part.memory.layout.size(1))
         if part.beside is None:
