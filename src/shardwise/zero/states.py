@@ -1,7 +1,7 @@
-"""State that leaves the device for a while between steps, because somebody else needs the memory.
+"""Moves of the engine's state to the host and back (`engine.offload_states()`), to free the device between steps.
 
-Everything keeps its identity. What only the engine refers to gives its memory back by force; whole parameters, of which
-a script may have views, are let go of instead: what it keeps of them stays as it is, and keeps the memory.
+Tensors keep their identity. Memory that only the engine refers to is freed by resizing its storage. Replicated
+parameters, of which a script may have views, get other memory; such views keep the old memory and values.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class _Part(NamedTuple):
-    """A tensor of the engine's state.
+    """Tensor of the engine's state.
 
     Attributes:
-        home: where it lives.
-        counted: category under which its bytes are told; None: it is held as a tensor.
+        home: its tier.
+        counted: category of its bytes, counted as a number; None: the accountant holds the tensor.
     """
 
     tensor: torch.Tensor
@@ -57,12 +57,12 @@ class MovingStates:
         """Move state from the device to the host, until `reload` (all ranks call, between passes).
 
         Args:
-            kinds: kinds of state; state that has been moved before, or is offloaded anyway, stays where it is.
-            pinned: page-lock the memory of the host.
-            wait: return when the memory of the device is free; else when the copies have been launched.
+            kinds: kinds of state; moved or offloaded state stays where it is.
+            pinned: use page-locked host memory.
+            wait: return when the device memory is free; else when the copies have been launched.
 
         Raises:
-            UsageError: a pass is under way, parameters are gathered, or the optimizer averages over ranks itself.
+            UsageError: a pass runs, parameters are gathered, or the optimizer averages over ranks itself.
         """
         model = self._model
         model.hooks.settle()
@@ -86,7 +86,7 @@ class MovingStates:
             give_back_freed_memory()
 
     def _meet(self, where: str) -> None:
-        """Wait for the other ranks: one that is still in a pass may ask this one for its shards."""
+        """Wait for the other ranks: a rank in a pass may fetch this rank's shards."""
         if self._model.channel is not None:
             self._model.comm.barrier(where)
 
@@ -109,7 +109,7 @@ class MovingStates:
                 self._take_new_views()
 
     def reload(self, *, wait: bool) -> None:
-        """Bring back all state that `offload` has moved (all ranks call).
+        """Move all state back that `offload` has moved (all ranks call).
 
         Args:
             wait: return when all copies have ended; else later operations of the current stream wait for them.
@@ -121,7 +121,7 @@ class MovingStates:
             self._meet("reload_states()")
 
     def bring_back(self, *, wait: bool = False) -> None:
-        """Bring back all state on this rank, like `reload`; no other rank takes part."""
+        """Move all state back on this rank only, without the other ranks."""
         if self._stash is None:
             return
         self._stash.bring()
@@ -144,11 +144,11 @@ class MovingStates:
         self._stash = None
 
     def close(self) -> None:
-        """Forget the gradients of the closed model."""
+        """Drop the gradients of the closed model."""
         self._gradients = ()
 
     def tiers(self, kind: OffloadStateTypeEnum) -> set[Tier]:
-        """Return on what state of a kind lies now; nothing if there is none of it."""
+        """Return the tiers of the state of a kind; empty if there is none."""
         found = set()
         for tensor, home, _ in self._parts(kind):
             if self._stash is not None and self._stash.has(tensor):
@@ -161,7 +161,7 @@ class MovingStates:
         return found
 
     def _parts(self, kind: OffloadStateTypeEnum) -> Iterator[_Part]:
-        """Yield what there is of a kind, but for whole parameters."""
+        """Yield the tensors of a kind, except replicated parameters."""
         if kind is OffloadStateTypeEnum.lp_params:
             for unit in self._model.units:
                 for section in unit.sections:
@@ -193,12 +193,12 @@ class MovingStates:
         for gradients in self._gradients:
             sections = gradients.unit.sections
             for place, buffer in gradients.buffers.items():
-                # The accumulator itself may be the buffer.
+                # The buffer may be the accumulator.
                 if buffer.flat is not None and buffer.flat is not sections[place].gradient:
                     yield _Part(buffer.flat, gradients.loans.home)
 
     def _free_spent_gradients(self) -> None:
-        """Give memory back that only waits for the next window."""
+        """Free gradient memory that is kept for the next window."""
         for gradients in self._gradients:
             if not gradients.accumulated and not gradients.buffers:
                 for section in gradients.unit.trainable:

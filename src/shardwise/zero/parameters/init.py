@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
 
 from shardwise.boxes import Region, overlap, region, sizes, whole
 from shardwise.comm.communicator import Communicator
@@ -45,7 +46,7 @@ class _Narrowed:
     part: Region
 
 
-class PartStore:
+class PartStore(released.Owner):
     """Shards of parameters that are not in units yet.
 
     Args:
