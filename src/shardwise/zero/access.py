@@ -57,7 +57,6 @@ def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch
 
 
 def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype) -> torch.Tensor:
-    """Assemble optimizer state or master weights, of which ranks may have copies."""
     if model.section_of(index).layout.cut:  # its owner has the whole tensor
         tensor, comm = model.registry[index], model.comm
         numel = math.prod(tensor.global_shape)

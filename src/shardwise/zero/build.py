@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 
 class UnitBuilder:
-    """Builds the units of a sharded model.
-
-    Args:
-        model: see above; complete except for its units.
-        domains: domains of the parameters.
-        homes: tiers of the state.
-    """
+    """Builds the units of a sharded model, which is complete except for its units."""
 
     def __init__(self, model: ShardedModel, domains: Domains, homes: Homes) -> None:
         self._model = model
@@ -101,7 +95,6 @@ class UnitBuilder:
         return stay
 
     def _kept(self, section: FlatParam, domain: Domain) -> int:
-        """Return the elements of a flat parameter that stay on the device while it is resharded."""
         if self._homes.parameters is not ON_DEVICE:
             return 0
         second = self._plan.secondary if self._update is not None else 1
@@ -179,11 +172,9 @@ class UnitBuilder:
                 unit.keep_second(group)
 
     def _owned(self, layout: FlatParam) -> bool:
-        """Return True if the tensors of a flat parameter are stepped whole, each by its owner."""
         return layout.whole and self._owners is not None and (layout.cut or not self._owners.replicated)
 
     def _fill(self, unit: Unit, section: FlatParamStorage) -> None:
-        """Copy the initial values in, those of rank 0 on all ranks."""
         agreed = True
         for slot in section.layout.slots:
             values, same = whole_values(self._registry.parameters[slot.index])
@@ -213,9 +204,6 @@ def connect_domains(domains: Domains, units: Sequence[Unit], plan: Plan, *, step
     """Create the process groups of passes (all ranks call), so that no pass waits for them.
 
     Args:
-        domains: domains of the units.
-        units: all units.
-        plan: mesh dimensions of the sharding.
         steps: parameters are trained.
         whole_tensors: some tensors are stepped by an owner, which sends them to all ranks.
     """
@@ -229,11 +217,7 @@ def connect_domains(domains: Domains, units: Sequence[Unit], plan: Plan, *, step
 
 
 def check_optimizer(groups: Sequence[dict[str, Any]], registry: Registry, model: str) -> None:
-    """Refuse parameters of the optimizer that are not in the model, because no rank would step them.
-
-    Raises:
-        UsageError: see above.
-    """
+    """Raise UsageError for parameters of the optimizer outside of the model, because no rank would step them."""
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             if registry.find(parameter) is None:
@@ -270,12 +254,7 @@ def check_domains(registry: Registry, domains: Domains, plan: Plan, *, compresse
 
 
 def _look_for_nodes(nodes: Sequence[str], size: int) -> None:
-    """Warn if secondary shards are gathered between nodes, although they are to avoid that.
-
-    Args:
-        nodes: node of each rank.
-        size: number of consecutive ranks that share a secondary copy.
-    """
+    """Warn if groups of `size` consecutive ranks, which share a secondary copy, span nodes."""
     if any(len(set(nodes[first : first + size])) > 1 for first in range(0, len(nodes), size)):
         warn_once(
             f"zero_optimization.zero_hpz_partition_size is {size}, and such runs of ranks lie on several nodes: "

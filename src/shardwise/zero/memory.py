@@ -62,7 +62,6 @@ def _whole(sections: Iterable[FlatParamStorage]) -> int:
 
 
 def _pair(model: ShardedModel) -> int:
-    """Return the bytes of the largest set of units that are unsharded together."""
     whole = {unit.index: _whole(unit.sections) for unit in model.units if unit.sharded}
     numels = {unit.index: unit.numel for unit in model.units}
     sets = gathered_together(model.order, whole, numels, model.plan.ahead)
@@ -70,7 +69,6 @@ def _pair(model: ShardedModel) -> int:
 
 
 def _reduced(unit: Unit) -> int:
-    """Return the bytes of a unit's gradient, and of the gradients received from peers."""
     inner = unit.domain.dimensions[0]
     sent = 0 if inner.world == 1 else _whole(unit.trainable)
     return sent + inner.received(sent)

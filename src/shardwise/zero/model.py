@@ -1,8 +1,7 @@
 """ShardedModel: a user's module with its units, their memory, passes and updates.
 
-The engine talks to this object, which combines the registry, the units, the unsharder, the reducer, hooks and the
-update. The constructor lays out, fills, shards and reshards one unit after the other, so that at most one unit exists
-twice.
+The engine talks to this object, which combines registry, units, unsharder, reducer, hooks and update. The constructor
+lays out, fills, shards and reshards one unit after the other, so that at most one unit exists twice.
 """
 
 from __future__ import annotations
@@ -88,13 +87,8 @@ class ShardedModel:
         module: the user's model; its parameters keep their identity and become views of unit buffers.
         optimizer: steps this rank's master weights; None: the model is only evaluated.
         stepping: requirements of the optimizer.
-        is_elementwise: whether an entry of optimizer state (value, elements of its parameter, name) has one value per
-            element.
-        plan: the sharding.
-        policy: dtypes.
+        is_elementwise: see `shardwise.zero.updates.update.StateKind`.
         domains: ranks that share the parameters.
-        device: device of parameters and state.
-        accountant: counts the bytes.
         prescale: factor on gradients before a reduction.
         compressor: reduces gradients with loss; None: exactly.
         leaves: modules that stay in one unit each.
@@ -370,9 +364,7 @@ class ShardedModel:
             self.reducer.find_separate()
 
     def gradient_factor(self, index: int) -> float | torch.Tensor:
-        """Return the factor from a parameter's accumulated gradient to its mean (or sum) before clipping (all ranks
-        call).
-        """
+        """Return the factor from an accumulated gradient to its mean (or sum) before clipping (all ranks call)."""
         assert self.update is not None
         return self.driver.gradient_factor() / self.update.factor_in(self.section_of(index), index)
 
@@ -381,23 +373,16 @@ class ShardedModel:
         return clip_coefficient(norm, max_norm)
 
     def check_open(self, what: str) -> None:
-        """Raise if the engine has been destroyed.
-
-        Raises:
-            UsageError: `what` cannot be done, with the reason.
-        """
+        """Raise UsageError, with `what` and the reason, if the engine has been destroyed."""
         if self.closed:
             raise UsageError(f"{what}: {self.closed}")
 
     def check_there(self, what: str, *, values: bool = False) -> None:
-        """Raise if the engine has been destroyed, or state is incomplete or moved off the device.
+        """Raise UsageError if the engine has been destroyed, or state is incomplete or moved off the device.
 
         Args:
             what: subject of the message: the operation that cannot be done.
             values: check the parameters only.
-
-        Raises:
-            UsageError: see above.
         """
         self.check_open(what)
         if self.failed:
@@ -406,11 +391,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def noting_disk_errors(self) -> Iterator[None]:
-        """Mark the state as incomplete after a disk error in the block, which is a pass or a step.
-
-        Raises:
-            OffloadError: the message says to restart the job.
-        """
+        """Mark the state as incomplete after an OffloadError in the block, and ask in its message for a restart."""
         try:
             yield
         except OffloadError as error:
@@ -498,8 +479,7 @@ class ShardedModel:
         self.guards.note()
 
     def check_branches(self) -> None:
-        """Compare the units that ranks have used since the last step, their order and their counts, in one small
-        all-reduce.
+        """Compare the units that ranks have used since the last step, their order and counts, in one small all-reduce.
 
         Raises:
             DesyncError: ranks differ; it names the units of rank 0 and of the first rank that differs, on every rank.
@@ -531,10 +511,9 @@ class ShardedModel:
             self.update.end_step()
 
     def end_window(self, applied: bool) -> None:
-        """Drop the accumulated gradients; on the first call, agree on the order of units with the other ranks.
+        """Drop the accumulated gradients, which have been stepped if `applied`.
 
-        Args:
-            applied: whether the gradients have been stepped.
+        On the first call, agree on the order of units with the other ranks.
         """
         assert self.reducer is not None
         if self.update is not None:
@@ -576,7 +555,6 @@ class ShardedModel:
         return hashlib.sha256(repr((self.domain.sizes, sections)).encode()).hexdigest()
 
     def _optimizer_layout(self) -> str:
-        """Return a fingerprint of the elements that the optimizer steps on this rank, and their order."""
         sections = [
             (
                 section.master_start,

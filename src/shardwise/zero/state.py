@@ -28,9 +28,6 @@ class ShardedState:
     """Reads and writes the values, gradients and optimizer state of a sharded model.
 
     Has the members of `shardwise.checkpoint.protocols.CheckpointedModel`.
-
-    Args:
-        model: see above.
     """
 
     def __init__(self, model: ShardedModel) -> None:
@@ -91,12 +88,7 @@ class ShardedState:
     def own_runs(
         self, index: int, runs: Iterable[tuple[int, int, torch.Tensor]]
     ) -> list[tuple[int, int, torch.Tensor]]:
-        """Return the parts of ranges that only this rank has (all, if the optimizer is replicated).
-
-        Args:
-            index: the parameter.
-            runs: start, stop and values of each range.
-        """
+        """Return the parts of (start, stop, values) that only this rank has (all, if the optimizer is replicated)."""
         section = self._model.section_of(index)
         if section.levels.optimizer in (0, section.domain.depth):
             return list(runs)
@@ -198,13 +190,9 @@ class ShardedState:
         self._model.shards_written()
 
     def gather_parts(self, parameters: Iterable[nn.Parameter], kind: str = "explicit") -> list[Unit]:
-        """Unshard units outside of passes (all ranks call); return the units that were sharded.
+        """Unshard the units of parameters outside of passes (all ranks call); return the units that were sharded.
 
-        Parts of tensors stay parts.
-
-        Args:
-            parameters: parameters whose units are unsharded.
-            kind: class of collectives that share one order with the all-gathers.
+        Parts of tensors stay parts. `kind` is the class of collectives that share one order with the all-gathers.
         """
         self._model.hooks.settle()
         self._model.presence.require("parameters cannot be gathered", values=True)
@@ -245,11 +233,11 @@ class ShardedState:
             unit.reshard()
 
     def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
-        """End a `gather_parts`.
+        """End a `gather_parts`, and reshard the units.
 
         Args:
             parameters: as given to `gather_parts`.
-            gathered: units that `gather_parts` has returned; resharded.
+            gathered: returned by `gather_parts`.
             src: global rank whose values all ranks take over, into master weights too; None drops changes.
 
         Raises:

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
 
 class _Part(NamedTuple):
-    """Tensor of the engine's state.
+    """Tensor of the engine's state, and its tier.
 
     Attributes:
-        home: its tier.
         counted: category of its bytes, counted as a number; None: the accountant holds the tensor.
     """
 
@@ -40,11 +39,7 @@ class _Part(NamedTuple):
 
 
 class MovingStates:
-    """Moves the state of a sharded model to the host, and back.
-
-    Args:
-        model: see above.
-    """
+    """Moves the state of a sharded model to the host, and back."""
 
     def __init__(self, model: ShardedModel) -> None:
         self._model: ShardedModel = weakref.proxy(model)  # because the model keeps this object
@@ -198,7 +193,6 @@ class MovingStates:
                     yield _Part(buffer.flat, gradients.loans.home)
 
     def _free_spent_gradients(self) -> None:
-        """Free gradient memory that is kept for the next window."""
         for gradients in self._gradients:
             if not gradients.accumulated and not gradients.buffers:
                 for section in gradients.unit.trainable:

@@ -48,8 +48,6 @@ class Guards:
     """Installs and removes the guards of one engine; see the module docstring.
 
     Args:
-        module: the user's model.
-        registry: parameters of the model.
         optimizer: stepped by `engine.step()`, or None.
         absent: whether a parameter is sharded and cannot be unsharded by using it now.
         layout: fingerprint of the optimizer's elements and their order.
@@ -146,13 +144,11 @@ class Guards:
         self._check_groups()
 
     def _stepped(self) -> list[set[int]]:
-        """Return the identities of the parameters in each optimizer group."""
         return (
             [] if self._optimizer is None else [set(map(id, group["params"])) for group in self._optimizer.param_groups]
         )
 
     def _check_groups(self) -> None:
-        """Raise if a script has added or removed parameters of the optimizer's groups."""
         now = self._stepped()
         if now == self._members:
             return
@@ -232,7 +228,6 @@ class Guards:
                 self._handles.append(child.register_state_dict_pre_hook(ModuleHook(reading)))
 
     def _refuse_absent(self, module: nn.Module, what: str, instead: str) -> None:
-        """Raise if a parameter of the module itself is resharded."""
         absent = [name for name, p in module._parameters.items() if p is not None and self._absent(p)]
         if absent:
             raise ReleasedParameterError(

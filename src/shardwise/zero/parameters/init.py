@@ -37,9 +37,7 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Narrowed:
-    """Parameter that has become a part of a tensor: number among such parameters, shape of the tensor, and the part's
-    box.
-    """
+    """Parameter that has become a part of a tensor: number among these, shape of the tensor, and box of the part."""
 
     number: int
     shape: tuple[int, ...]
@@ -101,7 +99,7 @@ class PartStore(released.Owner):
         self._whole = {}
 
     def split(self, parameter: nn.Parameter, src: int = 0, place: torch.device | None = None) -> None:
-        """Keep this rank's shard of group rank `src`'s values, and free the rest.
+        """Shard the values of group rank `src`, and free the rest.
 
         Args:
             parameter: has the whole values.
@@ -122,9 +120,7 @@ class PartStore(released.Owner):
         released.guard(parameter)
 
     def narrow(self, parameter: nn.Parameter, part: Region) -> None:
-        """Make the parameter the part `part` of its tensor. Until values are needed, each rank keeps its shard of the
-        tensor.
-        """
+        """Make the parameter a part of its tensor, of which each rank keeps its shard until values are needed."""
         self.flush()
         if not released.is_released(parameter):
             self.split(parameter)  # unsharded by the script
@@ -231,7 +227,6 @@ class PartStore(released.Owner):
         return None if self.open else self._with_part(parameter, self._parts[parameter], parameter.device)
 
     def _with_part(self, parameter: nn.Parameter, part: torch.Tensor, device: torch.device) -> nn.Parameter:
-        """Return another guarded parameter of the same name and shape on `device`, with the shard `part`."""
         with without_overrides():
             like = torch.empty((), dtype=part.dtype, device=device).expand(parameter.shape)
             other = nn.Parameter(released.blank(like), requires_grad=False)
@@ -321,8 +316,7 @@ class PartStore(released.Owner):
                 )
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Drop the shard of a parameter that has been adopted into a unit, and the process groups with the last shard.
-        """
+        """Drop the shard of a parameter that is in a unit now, and the process groups with the last shard."""
         self._parts.pop(parameter, None)
         self._home.pop(parameter, None)
         self._narrowed.pop(parameter, None)
@@ -576,8 +570,8 @@ def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.dev
 
     Args:
         root: the model.
-        name: name of the module in the model.
-        module: see above.
+        name: name of `module` in the model.
+        module: module on the meta device.
         device: device of the memory, and default device of the initialisation.
 
     Raises:
@@ -634,7 +628,6 @@ def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _is_blank(tensor: torch.Tensor, version: int) -> bool:
-    """Return True if a result of `_blank`, which had this version, has not been written."""
     if tensor._version != version or not tensor.numel():
         return False
     values = tensor.detach()

@@ -30,13 +30,7 @@ _is_trained = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class MemoryGuard:
-    """Records the location of each parameter, and checks it later.
-
-    Args:
-        module: the user's model.
-        registry: parameters of the model.
-        units: all units.
-    """
+    """Records the location of each parameter, and checks it later."""
 
     def __init__(self, module: nn.Module, registry: Registry, units: Sequence[Unit]) -> None:
         self._module = module
@@ -45,7 +39,6 @@ class MemoryGuard:
         self._note()
 
     def _note(self) -> None:
-        """Record the present state as right."""
         modules = list(self._module.modules())
         holders: list[dict[str, Any]] = [holder for m in modules for holder in (m._modules, m._parameters)]
         self._holders = [holder for holder in holders if holder]

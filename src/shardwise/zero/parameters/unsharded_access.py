@@ -24,12 +24,6 @@ class Wholes:
 
     All ranks call the methods, each with its parameter at one place of the units. These parameters may belong to
     different tensors: experts that are divided over ranks have names of their own.
-
-    Args:
-        registry: tensors of this rank.
-        numbering: parts of all ranks.
-        comm: all ranks that step together.
-        accountant: counts the bytes.
     """
 
     def __init__(
@@ -96,13 +90,9 @@ class Wholes:
         return shown
 
     def agree(self, shown: Iterable[Shown], src: int) -> None:
-        """Broadcast the values of one rank, for the tensors of which it has parts.
+        """Broadcast the values of rank number `src`, for the shown tensors of which it has parts.
 
         Other tensors (experts of other ranks) are broadcast by the first rank that has a part.
-
-        Args:
-            shown: returned by `show`.
-            src: number of the rank.
         """
         for tensor, _, whole in shown:
             parts = self.parts_of(tensor.index)

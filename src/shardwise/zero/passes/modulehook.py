@@ -9,8 +9,7 @@ from typing import Any
 from shardwise.compat import never_compiled
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Replaces the engine's hook in a copied module."""
+def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _in_a_copy() -> Callable[..., None]:

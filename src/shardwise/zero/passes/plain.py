@@ -20,13 +20,7 @@ from shardwise.zero.units.unit import Unit
 
 
 class PlainGradients:
-    """Averages gradients after backward passes; see the module docstring.
-
-    Args:
-        units: units of the model.
-        comm: ranks whose gradients are averaged.
-        accountant: counts the buffers.
-        averages: divide the sum by the number of ranks.
+    """Averages gradients after backward passes (`averages`), or sums them; see the module docstring.
 
     Attributes:
         paused: accumulate gradients on each rank, until the first backward pass after the pause averages them.
@@ -72,7 +66,7 @@ class PlainGradients:
                     self._average_some(name, [parameter for parameter in parameters if parameter.dtype is dtype])
 
     def _average_some(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of parameters of one dtype; gradients that no rank has stay None."""
+        """Average gradients of one dtype; gradients that no rank has stay None."""
         sizes = [parameter.numel() for parameter in parameters]
         used = sum(sizes) + len(parameters)
         flat = torch.zeros(

@@ -1,15 +1,14 @@
-"""Saved-tensor hooks of sharded units: autograd keeps positions instead of values, and unsharded values are not kept
-alive.
+"""Saved-tensor hooks of sharded units: autograd keeps positions, so that graphs do not keep unsharded values.
 
 A graph can be entered elsewhere than at a call's outputs: by a loss kept on the module, an activation from a hook, or a
 gradient that is differentiated again. Nodes that saved a weight then run before the nodes of any output, or without
-them. So hooks receive all tensors that autograd saves while a unit computes. Of a tensor in a unit's memory only its
-position is kept; reading it unshards the unit. Other tensors are kept as by autograd.
+them. So the hooks receive all tensors that autograd saves while a unit computes. Of a tensor in a unit's memory only
+its position is kept; reading it unshards the unit. Other tensors are kept as by autograd.
 
 Autograd calls only the innermost pair of hooks. Pairs outside of this one (activation checkpointing, offloading) are
-called from here with every tensor. If the owner of their functions has a true attribute `activations_only`, they get no
-parameters. Pairs inside of this one (a checkpoint in a block) replace it: their tensors are recomputed or copied. They
-can check by `lets_go` whether this pair needs a tensor, and pass it on.
+called from here with every tensor. If the object that their functions are bound to has a true attribute
+`activations_only`, they get no tensors of units. Pairs inside of this one (a checkpoint in a block) replace it: their
+tensors are recomputed or copied. They can check by `lets_go` whether this pair needs a tensor, and pass it on.
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 class SavedValues:
-    """Saved-tensor hooks of one engine; see the module docstring.
-
-    Args:
-        recall: makes the values of a unit valid, before a node reads them.
-    """
+    """Saved-tensor hooks of one engine; `recall` makes the values of a unit valid before a node reads them."""
 
     def __init__(self, recall: Callable[[Unit], None]) -> None:
         self.recall = recall
@@ -142,8 +137,6 @@ class _Place:
     """Position of a saved tensor in an unsharded flat parameter.
 
     Args:
-        unit: the unit.
-        section: its flat parameter.
         view: dtype, offset, size and stride of the tensor.
         counter: tensor without values that has the version counter.
         version: version of the tensor when it was saved.
@@ -161,7 +154,6 @@ class _Place:
         self.version = version
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor as a view of the values that are unsharded now."""
         dtype, offset, size, stride = self.view
         full = self.section.full
         if dtype is full.dtype:

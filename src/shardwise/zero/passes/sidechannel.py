@@ -83,12 +83,7 @@ _open: weakref.WeakSet[SideChannel] = weakref.WeakSet()
 
 
 class SideChannel(PeerShards):
-    """Serves shards and requests of peers; see the module docstring.
-
-    Args:
-        comm: all ranks that step together.
-        units: the sharded units.
-    """
+    """Serves shards and requests of peers; see the module docstring. `comm` has all ranks that step together."""
 
     def __init__(self, comm: Communicator, units: Sequence[Unit]) -> None:
         self.comm = comm
@@ -126,10 +121,8 @@ class SideChannel(PeerShards):
 
     @override
     def raise_helper_error(self) -> None:
-        """Record the calling thread's stream, on which the thread launches all-gathers.
-
-        Raises:
-            Exception: an error of the thread.
+        """Record the calling thread's stream for all-gathers of the helper thread, and raise the thread's error, if
+        any.
         """
         self._stream = self._streams.current()
         if self._error is not None:
@@ -151,11 +144,7 @@ class SideChannel(PeerShards):
 
     @override
     def check_present(self) -> None:
-        """Raise if peers would not take part in an all-gather.
-
-        Raises:
-            DesyncError: a peer is in `destroy()`.
-        """
+        """Raise DesyncError if a peer is in `destroy()` and would not take part in an all-gather."""
         if self._ended and self._own_end is None:
             rank, end = min(self._ended.items())
             raise DesyncError(
@@ -350,7 +339,6 @@ class SideChannel(PeerShards):
                 flat[start : start + len(chunk)].copy_(torch.frombuffer(chunk, dtype=torch.uint8))
 
     def _where(self, peer: int, begin: float) -> dict[str, Any]:
-        """Request the collectives that a peer has launched (the result of its `_place`)."""
         deadline = begin + self.comm.timeout.total_seconds()
         with self._asking, self._expecting(peer, "destroy()", begin):
             if time.monotonic() >= deadline:
@@ -385,7 +373,6 @@ class SideChannel(PeerShards):
             self._links.expire()
 
     def _welcome(self, rank: int, connection: socket.socket) -> None:
-        """Serve a new connection of a peer."""
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, _Peer(rank, connection))
 
@@ -460,7 +447,6 @@ class SideChannel(PeerShards):
                 peer.refuse(f"{type(error).__name__}: {error}")
 
     def _place(self) -> dict[str, Any]:
-        """Return the state of this rank in answer to `_WHERE`."""
         with self._changed:
             if self._own_end is not None:
                 return {**self._own_end, "ended": True}
@@ -497,9 +483,7 @@ class SideChannel(PeerShards):
 class _Ending:
     """Rendezvous of all ranks in `destroy()`, through the store, with a few requests of each rank.
 
-    Args:
-        key: prefix of the keys, unique to this rendezvous.
-        rank, world: this rank and the number of ranks.
+    `key` is the prefix of its keys, unique to this rendezvous.
     """
 
     def __init__(self, key: str, rank: int, world: int) -> None:
@@ -523,15 +507,12 @@ class _Ending:
             self._store.set(f"{self._key}/all", "")
 
     def all_have_come(self) -> bool:
-        """Return True if all ranks are here."""
         return bool(self._store.check([f"{self._key}/all"]))
 
     def count(self) -> int:
-        """Return the number of ranks that are here."""
         return int(self._store.add(f"{self._key}/count", 0))
 
     def missing(self) -> list[int]:
-        """Return the missing ranks among the next few."""
         following = [(self._rank + step) % self._world for step in range(1, min(_MOST_ASKED, self._world - 1) + 1)]
         return [rank for rank in following if not self._store.check([f"{self._key}/{rank}"])]
 
@@ -558,11 +539,7 @@ class _Peer:
         self._more: Iterator[memoryview] = iter(())
 
     def asks(self) -> bool:
-        """Receive bytes; return False if none have arrived.
-
-        Raises:
-            OSError: the peer is lost.
-        """
+        """Receive bytes; return False if none have arrived. Raises OSError if the peer is lost."""
         try:
             data = self.connection.recv(_ASK.size + _TEXT_BYTES)
         except BlockingIOError:
@@ -581,7 +558,7 @@ class _Peer:
         """Return the next message: kind, two numbers and text; None if it is incomplete.
 
         Raises:
-            UsageError: the message is invalid.
+            UsageError: the message is too long.
         """
         if len(self._inbox) < _ASK.size:
             return None
@@ -595,11 +572,9 @@ class _Peer:
         return kind, first, second, text
 
     def give(self, size: int, chunks: Iterator[memoryview]) -> None:
-        """Answer with `size` bytes."""
         self._outbox, self._more = memoryview(_ANSWER.pack(_GIVEN, size)), chunks
 
     def refuse(self, reason: str) -> None:
-        """Answer with an error."""
         data = reason.encode()[:_TEXT_BYTES]
         self._outbox, self._more = memoryview(_ANSWER.pack(_REFUSED, len(data)) + data), iter(())
 

@@ -31,14 +31,9 @@ class GradientSums:
     """Computes the sums of one engine.
 
     Args:
-        units: all units.
-        numbering: numbers of the tensors, the same on all ranks.
         comm: the pass group, whose ranks have the same units.
         norm_group: ranks over which squares and local statistics are summed. It contains the pass group; other pass
             groups in it have other parameters.
-        device: device of the gradients.
-        accountant: counts the bytes.
-        reducer: has the gradients.
     """
 
     def __init__(
@@ -157,8 +152,8 @@ class GradientSums:
         """Return this rank's own gradients, for optimizers that compress them before the reduction.
 
         The norm is the root of the mean over ranks of the squared norms of own gradients, an upper bound of the norm of
-        the mean. An own gradient is the number of ranks times the local sum, whose sum over ranks is the gradient. So
-        `own_squares` has the factor `world`.
+        the mean. An own gradient counts as the number of ranks times the local sum, so that the mean over ranks is the
+        sum; hence the factor in `own_squares`.
         """
         runs = [
             (slot.index, self._reducer.own_gradient(section)[slot.offset : slot.offset + slot.numel])

@@ -29,10 +29,8 @@ class _Held(NamedTuple):
 
     Attributes:
         number: index of the parameter on these ranks.
-        name: name of the tensor.
         box: their part; None: the whole tensor.
         shape: shape of the whole tensor.
-        aliases: further names.
         dtype: name of torch's dtype.
     """
 
@@ -53,12 +51,10 @@ class _Version:
 
     @functools.cached_property
     def shared(self) -> tuple[int, ...]:
-        """Ranks of this version; one tuple for all tensors."""
         return tuple(self.ranks)
 
     @functools.cached_property
     def by_index(self) -> dict[int, _Held]:
-        """Tensors of this version by index."""
         return {held.number: held for held in self.held}
 
 
@@ -69,16 +65,13 @@ class GlobalTensorIds:
     grow with the number of different parts, and by a few bytes with the number of ranks.
 
     Args:
-        registry: registry of this rank.
-        specs: units of this rank.
-        domains: domains of the parameters.
         job: all ranks that step together.
 
     Attributes:
         names: names of all tensors, by place.
         places: places of this rank's tensors, by index.
-        counts: by index, whether this rank's group counts the tensor in sums. Of groups with the same part one counts
-            it.
+        counts: by index, whether this rank's group counts the tensor in sums: one of the groups with the same part
+            does.
         shapes: shapes of all whole tensors, by place.
         holders: ranks that have a part of the tensor, by place; places of the same ranks share a list.
         cut: places of tensors of which some ranks have only a part.
@@ -197,12 +190,10 @@ def _described(tensor: LogicalTensor) -> _Held:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert nested tuples to lists, as JSON does for other ranks."""
     return [_as_json(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def _check_alike(told: Sequence[Any]) -> None:
-    """Raise unless all ranks have the same units, with as many parameters of the same domains."""
     shape, *rest = told[0]
     for rank, (other, *others) in enumerate(told):
         if other != shape:
@@ -242,8 +233,7 @@ def _groups(job: Communicator, members: Sequence[Sequence[int]]) -> list[list[li
 def _check_parts(tensors: Sequence[tuple[int, str, Any, Any]]) -> None:
     """Raise if different parts of a tensor overlap: their common elements would have several gradients.
 
-    Args:
-        tensors: (rank, name, box, shape) of each part, with one rank that has it.
+    `tensors` has (rank, name, box, shape) of each part, with one rank that has it.
     """
     found: dict[str, dict[Region, int]] = {}
     shapes: dict[str, tuple[int, Any]] = {}

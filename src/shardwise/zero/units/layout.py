@@ -58,13 +58,9 @@ class GroupRange:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Range of one parameter's elements inside a rank's range.
+    """Range `[start, stop)` of a flattened parameter inside a rank's range.
 
-    Attributes:
-        index: index of the parameter in the registry.
-        start: first element in the flattened parameter.
-        stop: end (exclusive) in the flattened parameter.
-        offset: first element in the rank's range.
+    `index` is the parameter's index in the registry, `offset` the first element in the rank's range.
     """
 
     index: int
@@ -78,10 +74,6 @@ class FlatParam:
     """Layout of a flat parameter. Its parameters have one dtype, one wire dtype, and are all trainable or all frozen.
 
     Attributes:
-        dtype: dtype of the parameters.
-        trainable: whether they are trained.
-        slots: positions of the parameters.
-        lanes: ranges of the optimizer groups.
         numel: number of elements, padding included.
         sizes: sizes of the mesh dimensions, innermost first.
         wire_dtype: dtype in which gradients are reduced; None: the dtype in which they are computed.

@@ -50,8 +50,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, classes_or_names: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Remove the marks of the modules of some classes, and return them. Arguments are those of `set_z3_leaf_modules`.
-    """
+    """Remove the marks of the modules of some classes, and return them (arguments of `set_z3_leaf_modules`)."""
     return _set(model, classes_or_names, False, raise_if_not_found)
 
 

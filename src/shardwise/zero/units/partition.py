@@ -1,15 +1,12 @@
 """Partition of a model into units, found from the module tree in registration order.
 
-A unit is a transformer block, or a bucket of small modules. The outermost repeated containers (`nn.ModuleList`,
-`nn.Sequential` with several children that hold parameters) name the blocks. Modules outside of blocks (embeddings,
-final norms, heads) are taken one by one, and small neighbours are packed together up to the size of the largest block.
-A block within the cap stays whole, containers included. So children chosen by data (experts) are in the unit of their
-parent.
+The outermost repeated containers (`nn.ModuleList`, `nn.Sequential` with several children that hold parameters) name the
+blocks. A block within the cap is a unit, containers included; so children chosen by data (experts) are in the unit of
+their parent. Other modules (embeddings, final norms, heads) are taken one by one, and small neighbours are packed
+together up to the size of the largest block.
 
-A unit belongs to one domain: parameters that only some ranks share are in units of their own.
-
-All sizes are relative to the model; the cap is the user's. If ranks have parts of different sizes, the size of the
-largest part counts, so that all ranks find the same units.
+Parameters that only some ranks share are in units of their own. All sizes are relative to the model; the cap is the
+user's. If ranks have parts of different sizes, the largest counts, so that all ranks find the same units.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ class UnitSpec:
     Attributes:
         name: name of its first module, for messages (`h.3`, or `(root)`).
         modules: modules whose forward needs the unit.
-        tensors: parameters of the unit.
         sizes: elements of each parameter, on the rank that has the largest part.
     """
 
@@ -100,7 +96,6 @@ class _Finder:
         self.specs.append(spec)
 
     def block(self, module: nn.Module) -> None:
-        """Claim a block as a whole if the cap allows, else its children one by one."""
         tensors = self.own(module, recurse=True)
         size = sum(self.sizes[tensor.index] for tensor in tensors)
         if id(module) in self.leaves or (size <= self.cap and not isinstance(module, _CONTAINERS)):
@@ -111,7 +106,6 @@ class _Finder:
             self.block(child)
 
     def walk(self, module: nn.Module) -> None:
-        """Claim modules outside of blocks."""
         if id(module) in self.leaves:
             self.claim(module, self.own(module, recurse=True))
             return
@@ -131,11 +125,11 @@ def find_units(
     leaves: Iterable[nn.Module] = (),
     sizes: Sequence[int] | None = None,
 ) -> list[UnitSpec]:
-    """Split a model into units, in registration order.
+    """Split a model into units, in registration order. Each tensor of the registry is in exactly one unit.
 
     Args:
         root: the user's model.
-        registry: logical tensors of the model; each one is in exactly one unit.
+        registry: logical tensors of the model.
         cap: largest number of elements in a unit; a larger parameter is a unit of its own.
         leaves: modules that stay in one unit even above the cap (config `zero_optimization.leaf_module`).
         sizes: elements of each parameter, by index, the same on all ranks; None: this rank's.
@@ -167,8 +161,7 @@ def _pack(specs: list[UnitSpec], registry: Registry, cap: int, leaves: set[int])
 
 
 def _may_join(first: UnitSpec, second: UnitSpec, leaves: set[int]) -> bool:
-    """Return False for leaves, and for a module that contains the other: its unit would stay unsharded for its forward.
-    """
+    """Return False for leaves, and for nested modules: the unit would stay unsharded for the outer forward."""
     if first.domain != second.domain:
         return False
     if {id(module) for spec in (first, second) for module in spec.modules} & leaves:
@@ -178,7 +171,7 @@ def _may_join(first: UnitSpec, second: UnitSpec, leaves: set[int]) -> bool:
 
 
 def _with_homes(spec: UnitSpec, homes: dict[int, list[nn.Module]]) -> UnitSpec:
-    """Add the modules that hold tied copies of the unit's parameters outside of the unit's own modules."""
+    """Add modules outside of the unit's own modules that hold tied copies of its parameters."""
     covered = {id(m) for module in spec.modules for m in module.modules()}
     for tensor in spec.tensors:
         for module in homes.get(tensor.index, ()):

@@ -16,8 +16,8 @@ Orders = tuple[Sequence[int], Sequence[int]]
 def gathered_together(
     orders: Orders, sharded: Collection[int], numels: Mapping[int, int], ahead: int | None, kept: Collection[int] = ()
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the units that are unsharded together, for each unit and pass: units held around it; the unit and
-    prefetched ones.
+    """Yield the units that are unsharded together, for each unit and pass: (units held around it, the unit and
+    prefetched ones).
 
     A unit encloses another if it comes first in the order of the pass and in the opposite order: it is used before and
     after the other, and held in between.
@@ -64,12 +64,12 @@ def best_whole(
     """Return the units that stay unsharded, because resharding them would not lower the peak.
 
     Memory of parameters peaks at the resident bytes plus the largest set of units that are unsharded together. Keeping
-    a unit costs the bytes of the other ranks' shards, and saves its place in that set. A unit that is in every such set
-    (a tied embedding, used first and last) is unsharded at the peak anyway, and its shard would be added.
+    a unit costs the bytes of the other ranks' shards, and saves its place in that set. A unit in every such set (a tied
+    embedding, used first and last) is unsharded at the peak anyway, and its shard would be added.
 
     Greedy: of the largest set, keep the unit that gives the least peak (a held unit, or the largest of the others), and
-    repeat. The least peak on the way is taken; keeping all units is the peak without sharding. Then each unit of the
-    largest set is tried once more. Of equal peaks, the one with fewer all-gathers is taken.
+    repeat; the least peak on the way is taken. Then each unit of the largest set is tried once more. Of equal peaks,
+    the one with fewer all-gathers is taken.
 
     Args:
         orders: orders of all units.
@@ -82,14 +82,13 @@ def best_whole(
     Example:
         >>> both = ([0, 1, 2], [2, 1, 0])
         >>> sizes, parts = {0: 8, 1: 8, 2: 8}, {0: 4, 1: 4, 2: 4}
-        >>> sorted(best_whole(both, sizes, parts, sizes, 0))  # on two ranks two gathered units save nothing
+        >>> sorted(best_whole(both, sizes, parts, sizes, 0))  # on two ranks two unsharded units save nothing
         [0, 1, 2]
         >>> sorted(best_whole(both, sizes, {0: 1, 1: 1, 2: 1}, sizes, 0))  # on eight they do
         []
     """
 
     def peak_of(units: frozenset[int]) -> tuple[int, list[int], list[int]]:
-        """Return the peak bytes of parameters if `units` are kept, and the largest set of the other units."""
         most, largest = 0, (list[int](), list[int]())
         for around, coming in gathered_together(orders, whole.keys() - units, numels, ahead):
             size = sum(whole[index] for index in (*around, *coming))
@@ -125,7 +124,6 @@ class ReductionSizes:
     """Bytes that the reduction of one unit takes.
 
     Attributes:
-        unit: index of the unit.
         sent: gradient on the wire.
         received: gradients received from peers.
         own: this rank's part of the sum.

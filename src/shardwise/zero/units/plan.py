@@ -56,8 +56,8 @@ class Plan:
 
     Attributes:
         stage: ZeRO stage in the configuration; for messages only.
-        reduces_micro_batches: whether the stage reduces every micro-batch, even if one rank has nothing to shard.
-            Because a script must not fail only when it gets a second rank.
+        reduces_micro_batches: whether the stage reduces every micro-batch, on one rank too, so that scripts behave
+            alike.
         over: mesh dimensions over which state is sharded.
         where: tiers of the state.
         unit_cap: largest number of elements in a unit (a larger parameter is a unit of its own).
@@ -120,8 +120,7 @@ class Plan:
         Args:
             zero: the section.
             domain: ranks of the parameters.
-            forced: unshard, reshard and reduce over dimensions of one rank, too, over which nothing is sharded
-                otherwise.
+            forced: use passes as for shards over dimensions of one rank, too.
             where: tiers of the state; None: from the section.
         """
         if where is None:
@@ -164,8 +163,8 @@ _HOST = {True: "host", False: "pageable"}
 def where_of(zero: ZeroConfig) -> Where:
     """Return the tiers of the state, from the `zero_optimization` section.
 
-    Gradients wait on the tier where the optimizer steps: on the host, even if optimizer state comes from a disk.
-    `offload_optimizer.gradients` moves them to a disk.
+    Gradients wait on the host if the optimizer steps there, even if its state is on a disk; `gradients` moves them to a
+    disk.
     """
     optimizer, parameters = zero.offload_optimizer, zero.offload_param
     stepped = "device" if optimizer is None else _PLACES[optimizer.device]

@@ -23,24 +23,17 @@ class OffloadStateTypeEnum(str, Enum):
 
 
 class Presence:
-    """Records which kinds of state are on the host, and refuses their use.
-
-    Attributes:
-        away: kinds that have been moved to the host.
-    """
+    """Records in `away` which kinds of state are on the host, and refuses their use."""
 
     def __init__(self) -> None:
         self.away: frozenset[OffloadStateTypeEnum] = frozenset()
 
     def require(self, what: str, *, values: bool = False) -> None:
-        """Raise if state is on the host.
+        """Raise UsageError if state (or parameters, with `values`) is on the host.
 
         Args:
             what: subject of the message: the operation that cannot be done.
             values: check the parameters only.
-
-        Raises:
-            UsageError: see above.
         """
         missing = self.away & {OffloadStateTypeEnum.lp_params} if values else self.away
         if missing:

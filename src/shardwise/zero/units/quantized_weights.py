@@ -84,7 +84,6 @@ class Exact:
 
 
 def _range(section: FlatParam, rank: int) -> tuple[int, int]:
-    """Return the range of a rank of the innermost dimension, over which codes are gathered."""
     return rank * section.size(1), (rank + 1) * section.size(1)
 
 
@@ -99,11 +98,9 @@ class _Part:
     end: int
 
     def codes_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """View the codes in rows of messages."""
         return messages[:, self.begin : self.begin + CODE.nbytes(self.memory.layout.size(1))]
 
     def exact_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """View the exact values in rows of messages."""
         layout = self.memory.layout
         count = layout.size(1) if self.beside is None else self.beside.most
         return messages[:, self.exact : self.end].view(layout.dtype)[:, :count]
@@ -111,11 +108,6 @@ class _Part:
 
 class UnitCodes(Codes):
     """Encodes, gathers and decodes the flat parameters of one unit; see the module docstring.
-
-    Args:
-        sections: flat parameters of the unit.
-        registry: has the shapes.
-        accountant: counts the buffers.
 
     Attributes:
         coded: whether any flat parameter is quantised.
@@ -188,7 +180,6 @@ class UnitCodes(Codes):
         CODE.encode(values.unsqueeze(0), part.codes_in(message))
 
     def _decode(self, part: _Part, messages: torch.Tensor) -> None:
-        """Write the values of all ranks into the flat parameter."""
         exact, values = part.exact_in(messages), part.memory.full
         rows = values.view(self._world, part.memory.layout.size(1))
         if part.beside is None:

@@ -24,15 +24,11 @@ from shardwise.zero.units.status import ZeroParamStatus
 
 
 class Owner(Protocol):
-    """Makes the values of guarded parameters valid.
-
-    Attributes:
-        in_pass: a forward or backward pass runs, in which `touch` unshards.
-    """
+    """Makes the values of guarded parameters valid."""
 
     @property
     def in_pass(self) -> bool:
-        """Whether a forward or backward pass runs."""
+        """Whether a forward or backward pass runs, in which `touch` unshards."""
 
     def touch(self, parameter: nn.Parameter, what: str) -> Any:
         """Make the values of `parameter` valid and restore its class, or raise. Returns a token for `end_touch`."""
@@ -49,8 +45,7 @@ class Owner(Protocol):
     def discarded(self, gathered: Any) -> list[str]:
         """Return the names of gathered parameters whose changes `put_back` without `src` drops.
 
-        Version counters show changes in place; comparison of this rank's range shows changes through aliases
-        (`p.data`).
+        Version counters show changes in place; this rank's range shows changes through aliases (`p.data`).
         """
 
     def kept(self, parameter: nn.Parameter) -> int:
@@ -60,9 +55,7 @@ class Owner(Protocol):
         """Return the converted `parameter` without its values. None: the conversion needs values."""
 
     def replace(self, parameter: nn.Parameter, other: nn.Parameter) -> bool:
-        """Replace `parameter` by a result of `converted` (`parameter.data = other`); return False if that is
-        impossible.
-        """
+        """Replace `parameter` by a result of `converted` (`parameter.data = other`); return False if impossible."""
 
 
 @runtime_checkable
@@ -238,7 +231,6 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _arranged(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a tensor on the meta device with the memory layout of the values."""
     with without_overrides():
         return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
@@ -291,7 +283,6 @@ def _gradients_of(
 
 
 def _flatten(value: Any) -> list[Any]:
-    """List the tensors in nested arguments, each once."""
     found: dict[int, Any] = {}
     stack = [value]
     while stack:

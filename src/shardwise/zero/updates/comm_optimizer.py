@@ -36,9 +36,6 @@ class CommUpdate(Update):
         optimizer: a `shardwise.optim.comm_optimizer.CommOptimizer`.
         segments: serves all flat parameters.
         domains: one domain, in one dimension.
-        numbering: numbers of the tensors.
-        accountant: counts optimizer state and messages.
-        plan: the sharding.
 
     Raises:
         ConflictError: the plan shards state that the optimizer needs whole, or ranks are in groups.

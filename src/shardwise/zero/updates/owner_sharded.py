@@ -69,14 +69,8 @@ class WholeUpdate(UpdatePart):
 
     Args:
         optimizer: its groups are edited in place to hold the master weights of owned tensors.
-        units: all units.
-        registry: logical tensors.
-        domains: domains of the parameters.
-        numbering: numbers of all ranks' tensors.
         parts: tensors of which ranks have different parts; None: there are none.
-        policy: dtypes.
-        accountant: counts master weights and state.
-        is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
+        is_elementwise: see `StateKind`.
         stepping: groups that are stepped whole, and their cost.
         replicated: every rank steps all tensors (the optimizer is not sharded).
         home: tier of master weights and state that belong to no flat parameter.
@@ -129,7 +123,6 @@ class WholeUpdate(UpdatePart):
         numbering: GlobalTensorIds,
         cost: Callable[[Sequence[int]], float],
     ) -> None:
-        """Choose owners among the ranks of each domain; for parts, among all ranks."""
         for domain in dict.fromkeys([None, *(tensor.domain for tensor in stepped)]):
             shared, comm = [tensor for tensor in stepped if tensor.domain == domain], domains.of(domain).ranks
             costs = [float(cost(tensor.shape)) for tensor in shared]
@@ -232,7 +225,6 @@ class WholeUpdate(UpdatePart):
         self.keep_state()
 
     def _is_known_whole(self, key: str, value: Any, tensor: LogicalTensor) -> bool:
-        """Return True if an entry is known to be that of the whole tensor, or a number."""
         number = not isinstance(value, torch.Tensor) or value.numel() == 1
         return number or is_of_whole(key, value, tensor, self._is_elementwise)
 
@@ -349,7 +341,6 @@ class WholeUpdate(UpdatePart):
             self._give(dict(self._gather(unit, self._parts, _gradient, dtype_of, label, Category.GRADIENTS)), factor)
 
     def _give(self, gradients: Mapping[int, torch.Tensor], factor: float | torch.Tensor) -> None:
-        """Set the gradients of master weights, times the factor."""
         for index, gradient in gradients.items():
             master = self.masters[index]
             master.grad = as_gradient(gradient.view(master.shape), master, self._accountant).mul_(factor)
@@ -367,7 +358,6 @@ class WholeUpdate(UpdatePart):
             self._parts.spread(unit, values.__getitem__, _own_values, f"{unit.name}.updates")
 
     def _rounded(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Return the owned tensors among `indices` in the dtypes of their parameters."""
         found = {
             index: _flat(self.masters[index].detach()).to(self.registry[index].dtype)
             for index in indices
@@ -401,8 +391,7 @@ class WholeUpdate(UpdatePart):
     def _routes(
         self, section: FlatParamStorage, whole: Callable[[int], torch.Tensor], own: torch.Tensor
     ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-        """Return, by peer, the views of this rank's range that the peer owns, and of owned tensors in the peer's range.
-        """
+        """Return, by peer, views of this rank's range that the peer owns, and of owned tensors in the peer's range."""
         domain, here = section.domain, section.domain.ranks.rank
         mine: list[list[torch.Tensor]] = [[] for _ in range(domain.world)]
         theirs: list[list[torch.Tensor]] = [[] for _ in range(domain.world)]

@@ -19,12 +19,7 @@ from shardwise.zero.units.flat_param import FlatParamStorage
 
 
 class Outputs:
-    """Provides memory for updated parameters, and copies it to the parameters.
-
-    Args:
-        device: device on which parameters are used.
-        accountant: counts the buffers.
-    """
+    """Provides memory for updated parameters, and copies it to the parameters on `device`."""
 
     def __init__(self, device: torch.device, accountant: Accountant) -> None:
         self._far = is_far(device)

@@ -67,12 +67,8 @@ class SegmentUpdate(UpdatePart):
 
     Args:
         optimizer: the client's or the configured optimizer; its groups are edited in place.
-        units: all units.
-        registry: logical tensors.
         job: all ranks that step together.
-        numbering: numbers of the tensors, the same on all ranks.
-        accountant: counts optimizer state.
-        is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
+        is_elementwise: see `StateKind`.
         norms: the optimizer needs norms of whole tensors.
         at_once: the optimizer cannot be stepped unit by unit.
     """
@@ -147,7 +143,6 @@ class SegmentUpdate(UpdatePart):
             self._adopt_state(segment, pieces or self._example(lane.group, old_state), old_state)
 
     def _tensor_norms(self) -> TensorNorms:
-        """Describe the tensors that segments consist of, and the sums of their norms over ranks."""
         stepped = [
             (section, slot.index)
             for unit in self.units
@@ -228,8 +223,7 @@ class SegmentUpdate(UpdatePart):
         yield lane.start + start, lane.stop, pieces
 
     def _example(self, group: int, old_state: dict[int, dict[str, Any]]) -> list[ShardSlice]:
-        """Return an empty range of a parameter with state, because padding needs state, too (Adagrad makes it early).
-        """
+        """Return an empty range of a parameter with state, because padding needs state (Adagrad makes it early)."""
         for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
             if tensor.group == group and id(parameter) in old_state:
                 return [ShardSlice(tensor.index, 0, 0, 0)]
@@ -349,7 +343,6 @@ class SegmentUpdate(UpdatePart):
                 hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
 
     def _keep_state(self, part: Part) -> None:
-        """Move elementwise optimizer state of a part to its tier."""
         for section in part.sections:
             if section.optimizer_loans.away:
                 states = [(s, self.optimizer.state.get(s, {})) for other, _, s in part.segments if other is section]

@@ -74,8 +74,6 @@ class _Laid:
         unit: number of the unit.
         kind: name of the dtype of the parameters.
         shard: elements of each rank's range.
-        slots: parts in ascending order.
-        domain: domain of the unit.
         groups: groups of ranks, by their numbers in the job.
     """
 
@@ -98,12 +96,7 @@ class SplitTensors:
     """Exchanges parts of tensors between ranks and owners; see the module docstring (all ranks call).
 
     Args:
-        registry: logical tensors of this rank.
-        numbering: numbers of all ranks' tensors.
-        specs: the units.
         layouts: flat parameters of the units; cut tensors are in flat parameters of their own.
-        domains: domains of the parameters.
-        accountant: counts buffers.
 
     Attributes:
         job: all ranks.
@@ -226,7 +219,6 @@ class SplitTensors:
             read: returns the values of this rank's own range of a flat parameter; 1-D.
             into: returns the memory of an owned tensor, by index; 1-D.
             dtype_of: dtype on the wire, by dtype of the parameters.
-            label: for records.
         """
         for kind in self._kinds(unit):
             dtype = dtype_of(getattr(torch, kind))
@@ -255,7 +247,6 @@ class SplitTensors:
             unit: as in `gather`.
             values_of: returns an owned tensor, in the dtype of its parameter, by index; 1-D.
             write: returns the memory of this rank's own range of a flat parameter; 1-D.
-            label: for records.
         """
         for kind in self._kinds(unit):
             sent: list[list[torch.Tensor]] = []
@@ -297,7 +288,6 @@ class SplitTensors:
     def _own(
         self, unit: Unit, kind: str, memory: Callable[[FlatParamStorage], torch.Tensor]
     ) -> Iterator[tuple[_Run, torch.Tensor]]:
-        """Yield this rank's ranges of a unit, each with its view of the memory."""
         numbering = self._numbering
         for section in unit.trainable:
             layout = section.layout
@@ -315,7 +305,6 @@ class SplitTensors:
         return [[run for run in owned.get(rank, ()) if run.counts or not counted] for rank in ranks]
 
     def _patches_of(self, run: _Run) -> list[Patch]:
-        """Return the positions of a range's elements in the range and in the whole tensor."""
         found = self._patches.get(run)
         if found is None:
             shape = self._shapes[run.place]

@@ -46,12 +46,7 @@ class Stepping:
 
 
 class UpdatePart:
-    """Steps some flat parameters of all units. Parts share one step of the optimizer.
-
-    Args:
-        optimizer: the part fills its groups.
-        accountant: counts gradients and state.
-    """
+    """Steps some flat parameters of all units; parts share one step of the optimizer, and fill its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
         self.optimizer = optimizer
@@ -173,14 +168,11 @@ class UpdatePart:
 
 
 class Update:
-    """Steps the sharded parameters of one engine, all parts in one step of the optimizer.
+    """Steps the sharded parameters of one engine, all parts in one step of the optimizer, whose groups are edited in
+    place.
 
     The engine reduces the gradients. A subclass serves optimizers that average over ranks themselves
     (`shardwise.zero.updates.comm_optimizer`).
-
-    Args:
-        optimizer: its groups are edited in place.
-        parts: each serves some of the flat parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[UpdatePart]) -> None:
@@ -302,18 +294,10 @@ class Update:
         return False
 
     def check_agreed(self, what: str) -> None:
-        """Raise if parameters differ by rank, and `what` would be changed on all ranks.
-
-        Raises:
-            UsageError: see above.
-        """
+        """Raise UsageError if parameters differ by rank, and `what` would be changed on all ranks."""
 
     def check_movable(self, what: str) -> None:
-        """Raise if optimizer state cannot leave the device.
-
-        Raises:
-            UsageError: see above.
-        """
+        """Raise UsageError if optimizer state cannot leave the device."""
 
     def state_was_set(self) -> None:
         """Handle a change of optimizer state through `state_pieces`."""
