@@ -77,8 +77,8 @@ class UnitBuilder:
         if not plan.releases:
             return set()
         # A unit that only this rank has is not sharded.
-        alone = self._domains.main.world > 1 and self._homes.parameters is ON_DEVICE
-        stay = {index for index, spec in enumerate(specs) if alone and self._domains.of(spec.domain).world == 1}
+        replicable = self._domains.main.world > 1 and self._homes.parameters is ON_DEVICE
+        stay = {index for index, spec in enumerate(specs) if replicable and self._domains.of(spec.domain).world == 1}
         elements = 0
         for index, spec in enumerate(specs):
             if spec.size <= plan.persistent_elements and elements + spec.size <= plan.persistent_total:

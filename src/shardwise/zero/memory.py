@@ -1,7 +1,7 @@
 """Lower bound of a rank's memory, from the formulas of the ZeRO stages.
 
 By Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models" (2020, section 3): the
-parameters' elements without padding, sharded as the stage says. Added are the largest pair of consecutive units
+parameters' elements without padding, sharded by the stage. Added are the largest pair of consecutive units
 unsharded, and a gradient, send and receive buffer of one unit.
 """
 

@@ -184,8 +184,8 @@ class ShardedModel:
         builder.prepare_gathers(sharded)
         self.channel: PeerShards | None = None
         if sharded:
-            alone = self.comm.imagined or self.comm.world == 1
-            self.channel = NoPeers() if alone else SideChannel(self.comm, sharded)
+            one_rank = self.comm.imagined or self.comm.world == 1
+            self.channel = NoPeers() if one_rank else SideChannel(self.comm, sharded)
         order, usage, calls = UnitOrder(self.units), UnitUsage(self.units), UnitCalls(self.units)
         unsharder = Unsharder(
             order,
@@ -294,10 +294,10 @@ class ShardedModel:
     ) -> tuple[Update, WholeUpdate | None]:
         """Return the update of all parameters, and its part that steps whole tensors, if any."""
         stepping, common = self.stepping, (optimizer, self.units, self.registry)
-        told = (self.accountant, is_elementwise)
+        state_args = (self.accountant, is_elementwise)
         norms = stepping.norms or (stepping.communicates and hasattr(optimizer, NORMS))
         at_once = norms or stepping.communicates
-        segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=norms, at_once=at_once)
+        segments = SegmentUpdate(*common, self.comm, self.numbering, *state_args, norms=norms, at_once=at_once)
         if stepping.communicates:
             return CommUpdate(optimizer, segments, domains, self.numbering, self.accountant, self.plan), None
         if not stepping.whole:
@@ -309,7 +309,7 @@ class ShardedModel:
             self.numbering,
             parts,
             self.policy,
-            *told,
+            *state_args,
             stepping,
             replicated=replicated,
             home=self.homes.whole,
@@ -601,7 +601,7 @@ class ShardedModel:
         self.moving.bring_back()
         self.closed = why
         try:
-            apart = self._end_together()
+            reason = self._end_together()
         except BaseException:
             if self.channel is not None:
                 self.channel.close()  # tells the peers
@@ -614,7 +614,7 @@ class ShardedModel:
         self._give_optimizer_back()
         if self.reducer is not None:
             self.reducer.clear()
-        while self.units and not apart:
+        while self.units and not reason:
             unit = self.units[0]
             self.state.gather_parts(unit.parameters, "gather")  # all ranks have ended all passes
             for parameter in unit.parameters:
@@ -624,16 +624,16 @@ class ShardedModel:
                 section.drop()
             del self.units[0]
         if self.channel is not None:
-            if not apart:
+            if not reason:
                 # Groups gather independently: a fast one may come here while others still look for their ranks.
                 self.comm.barrier("destroy()")
             self.channel.close()
         self.domain.close()
-        if self.failed or not apart:
+        if self.failed or not reason:
             self.homes.close()
         self._cut_references()
-        if apart:
-            message = f"{apart} The parameters of {type(self.module).__name__} stay sharded"
+        if reason:
+            message = f"{reason} The parameters of {type(self.module).__name__} stay sharded"
             if sys.exc_info()[1] is None and not self.failed:
                 raise DesyncError(message)
             logger.warning(message)  # the exception on its way through this rank is nearer to the cause
@@ -645,7 +645,7 @@ class ShardedModel:
         # After an exception on this rank only, the other ranks are elsewhere.
         failure = sys.exc_info()[1]
         where = inside_of("destroy()", failure)
-        apart = ""
+        reason = ""
         if failure is None or self.channel is None:
             try:
                 self.hooks.settle()
@@ -657,17 +657,17 @@ class ShardedModel:
         if self.channel is not None:
             phase = self.model_pass.phase.value
             try:
-                apart = self.channel.end_together(where, phase, cut_short=failure is not None)
+                reason = self.channel.end_together(where, phase, cut_short=failure is not None)
             except (DesyncError, PeerLostError) as error:
                 if failure is None:
                     raise
-                apart = str(error)  # a peer is lost; the exception here is nearer to the cause
-            if apart:
+                reason = str(error)  # a peer is lost; the exception here is nearer to the cause
+            if reason:
                 Word("ends", where).publish()
             elif failure is not None:
                 self.hooks.settle()
                 self.finish_gathers()
-        return apart
+        return reason
 
     def _give_optimizer_back(self) -> None:
         if self.update is not None:

@@ -145,8 +145,8 @@ class ShardedState:
             if not self._model.numbering.counts[index] and not section.layout.cut:
                 ranges[index] = []  # saved by other ranks
                 continue
-            alone = section.levels.optimizer == section.domain.depth
-            if section.layout.trainable and self._model.update is not None and alone:
+            finest = section.levels.optimizer == section.domain.depth
+            if section.layout.trainable and self._model.update is not None and finest:
                 ranges[index] = self._model.update.master_ranges(index)
             else:
                 ranges[index] = [(piece.start, piece.stop) for piece in own]
@@ -280,11 +280,11 @@ class ShardedState:
         away += [loans for loans, _ in self._model.owners.borrowing()] if self._model.owners is not None else []
         lenders = {storage: loans for loans in away for storage in loans.storages}
         groups: list[tuple[list[T], list[Borrowed]]] = []
-        for stands, tensor in tensors:
+        for key, tensor in tensors:
             lender = lenders.get(id(tensor.untyped_storage())) if lenders else None
             if not groups or (lender is not None and groups[-1][1] and groups[-1][1][0][0] is not lender):
                 groups.append(([], []))
-            groups[-1][0].append(stands)
+            groups[-1][0].append(key)
             if lender is not None and not groups[-1][1]:
                 groups[-1][1].append((lender, False))
         in_turn(groups, use)

@@ -73,14 +73,14 @@ class MovingStates:
         model.finish_gathers()
         model.await_copies()
         if OffloadStateTypeEnum.lp_params in kinds:
-            self._meet("offload_states()")
+            self._barrier("offload_states()")
         self._move(kinds, pinned=pinned)
         if wait:
             assert self._stash is not None
             self._stash.synchronize()
             give_back_freed_memory()
 
-    def _meet(self, where: str) -> None:
+    def _barrier(self, where: str) -> None:
         """Wait for the other ranks: a rank in a pass may fetch this rank's shards."""
         if self._model.channel is not None:
             self._model.comm.barrier(where)
@@ -100,7 +100,7 @@ class MovingStates:
             if kind is OffloadStateTypeEnum.lp_params:
                 for unit in self._model.units:
                     if not unit.sharded:
-                        self._withdraw(unit, stash)
+                        self._move_replicated(unit, stash)
                 self._take_new_views()
 
     def reload(self, *, wait: bool) -> None:
@@ -113,7 +113,7 @@ class MovingStates:
         self.bring_back(wait=wait)
         self._model.shards_written()
         if parameters:
-            self._meet("reload_states()")
+            self._barrier("reload_states()")
 
     def bring_back(self, *, wait: bool = False) -> None:
         """Move all state back on this rank only, without the other ranks."""
@@ -198,7 +198,7 @@ class MovingStates:
                 for section in gradients.unit.trainable:
                     section.free_gradient()
 
-    def _withdraw(self, unit: Unit, stash: Stash) -> None:
+    def _move_replicated(self, unit: Unit, stash: Stash) -> None:
         unit.hide()
         for section in unit.sections:
             values = stash.copy(section.full)

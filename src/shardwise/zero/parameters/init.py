@@ -138,9 +138,9 @@ class PartStore(released.Owner):
         """Return the boxes of a narrowed tensor, by rank (a collective if they are not known yet)."""
         first = sum(len(ranks[0]) for _, ranks in self._boxes)
         if number >= first:
-            told = self.comm.exchange(self._own_boxes[first:], "zero.Init parts")
-            lists = {id(boxes): [region(box) for box in boxes] for boxes in told}
-            self._boxes.append((first, [lists[id(boxes)] for boxes in told]))
+            gathered = self.comm.exchange(self._own_boxes[first:], "zero.Init parts")
+            lists = {id(boxes): [region(box) for box in boxes] for boxes in gathered}
+            self._boxes.append((first, [lists[id(boxes)] for boxes in gathered]))
         first, ranks = next((first, ranks) for first, ranks in reversed(self._boxes) if first <= number)
         return [boxes[number - first] for boxes in ranks]
 
@@ -179,9 +179,9 @@ class PartStore(released.Owner):
 
     def of_first(self, values: torch.Tensor) -> torch.Tensor:
         """Broadcast the values of the first rank (a collective)."""
-        there = self._to_travel(values.contiguous())
-        self.comm.broadcast(there, 0, "zero.Init").wait()
-        return there.to(values.device)
+        moved = self._to_travel(values.contiguous())
+        self.comm.broadcast(moved, 0, "zero.Init").wait()
+        return moved.to(values.device)
 
     def _to_travel(self, values: torch.Tensor) -> torch.Tensor:
         """Copy values to the device of the collectives, because parameters may be built on another device."""
@@ -362,8 +362,8 @@ class Init:
             `zero_optimization.offload_param` says. None or `none`: shards stay on the device of their parameter.
         mpu: gives the data-parallel group by `get_data_parallel_group()`.
         zero_quantized_weights: the engine uses 8-bit all-gathers, as with `zero_optimization.zero_quantized_weights`.
-        mem_efficient_linear, pin_memory, sequence_data_parallel_group: accepted from existing code. Pinning has no
-            effect, because shards are copied once.
+        sequence_data_parallel_group: used if `data_parallel_group` is None.
+        mem_efficient_linear, pin_memory: accepted for existing code, without effect: shards are copied once.
         zero_param_parallel_group, zero_quantized_nontrainable_weights, param_swapper: refused.
 
     Example:

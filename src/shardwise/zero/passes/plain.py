@@ -73,13 +73,13 @@ class PlainGradients:
             -(-used // self._comm.world) * self._comm.world, dtype=parameters[0].dtype, device=parameters[0].device
         )
         self._accountant.hold(Category.BUFFERS, flat)
-        values, there = flat[: sum(sizes)].split(sizes), flat[sum(sizes) : used]
+        values, present = flat[: sum(sizes)].split(sizes), flat[sum(sizes) : used]
         for number, parameter in enumerate(parameters):
             if parameter.grad is not None:
                 values[number].copy_(parameter.grad.detach().reshape(-1))
-                there[number] = 1.0
+                present[number] = 1.0
         self._comm.sum_large(flat, f"{name}.grad")
-        for found, parameter, anywhere in zip(values, parameters, there.tolist(), strict=True):
+        for found, parameter, anywhere in zip(values, parameters, present.tolist(), strict=True):
             if anywhere:
                 averaged = found.view(parameter.shape).mul_(self._factor)
                 if parameter.grad is None:

@@ -74,12 +74,12 @@ class SavedValues:
 
     def _owns(self, pair: tuple[Pack, Unpack] | None) -> bool:
         owner = getattr(pair[0], "__self__", None) if pair is not None else None
-        return owner is self or (type(owner) is _Around and owner.saved is self)
+        return owner is self or (type(owner) is _WithOuterHooks and owner.saved is self)
 
     def _pair(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack]:
         if outer is None:
             return self._pack, self._unpack
-        around = _Around(self, *outer)
+        around = _WithOuterHooks(self, *outer)
         return around.pack, around.unpack
 
     def place_of(self, tensor: torch.Tensor) -> _Place | None:
@@ -164,7 +164,7 @@ class _Place:
         return found
 
 
-class _Around:
+class _WithOuterHooks:
     """Hooks of `saved` that call an outer pair."""
 
     def __init__(self, saved: SavedValues, pack: Pack, unpack: Unpack) -> None:
@@ -172,17 +172,17 @@ class _Around:
         self._outer_pack = pack
         self._outer_unpack = unpack
         self._outer = getattr(pack, "__self__", None)
-        self._alone = getattr(self._outer, "activations_only", False)
+        self._activations_only = getattr(self._outer, "activations_only", False)
 
     def lets_go(self, tensor: torch.Tensor) -> bool:
         """Return True if both pairs let inner hooks keep a tensor in their own way."""
-        asked = getattr(self._outer, "lets_go", None)
-        return self.saved.lets_go(tensor) and asked is not None and bool(asked(tensor))
+        outer_lets_go = getattr(self._outer, "lets_go", None)
+        return self.saved.lets_go(tensor) and outer_lets_go is not None and bool(outer_lets_go(tensor))
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         place = self.saved.place_of(tensor)
-        if place is not None and self._alone:
+        if place is not None and self._activations_only:
             return place
         packed = self._outer_pack(tensor)
         # If the outer pair keeps the tensor itself, its position is kept instead.
@@ -195,7 +195,7 @@ class _Around:
             self.saved.cover()
         if type(packed) is _Place:
             self.saved.recall(packed.unit)
-            if self._alone:
+            if self._activations_only:
                 return packed.tensor()
             tensor, unit = self._outer_unpack(packed.tensor()), packed.unit
         else:

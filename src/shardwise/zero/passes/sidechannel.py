@@ -58,21 +58,21 @@ from shardwise.zero.units.unit import Unit
 CHUNK = 1 << 20
 """Bytes of a shard that are copied and sent at a time."""
 
-_ASK = struct.Struct("<BIqq")
+_REQUEST = struct.Struct("<BIqq")
 """Kind of a message, bytes of the text after it, and two numbers."""
 _ANSWER = struct.Struct("<BQ")
 """Status of an answer, and its bytes."""
 _FETCH, _WANT, _END, _WHERE = range(1, 5)
 _REFUSED, _GIVEN = range(2)
 _TEXT_BYTES = 4096
-_SAID = 500
+_TEXT_CHARACTERS = 500
 """Characters of a rank's description of itself."""
 _FIRST_POLL_S, _POLL_S = 0.001, 0.1
 _DEVICE_S = 0.001
 """Seconds between two queries of an event that an answer waits for."""
 _GRACE_S = 0.2
 """Seconds that a rank in `destroy()` waits before it requests the state of missing ranks."""
-_MOST_ASKED = 8
+_MOST_REQUESTED = 8
 """Number of following ranks whose state a rank in `destroy()` requests."""
 _PATIENCE_S = 2.0
 """Seconds that a rank which an exception has stopped in a pass waits for ranks on their way to `destroy()`."""
@@ -90,11 +90,11 @@ class SideChannel(PeerShards):
         self._on_want: Callable[[int, int], None] | None = None
         self._units = {unit.index: unit for unit in units}
         self._error: Exception | None = None
-        self._asking = threading.Lock()
+        self._requesting = threading.Lock()
         self._changed = threading.Condition()
         self._ended: dict[int, dict[str, Any]] = {}
         self._own_end: dict[str, Any] | None = None
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._streams = streams_of(comm.device)
         self._stream = self._streams.current()
         self._copying = self._streams.make("answers")
@@ -106,7 +106,7 @@ class SideChannel(PeerShards):
         self._selector = selectors.DefaultSelector()
         self._alarm, self._alarmed = socket.socketpair()
         self._selector.register(self._alarmed, selectors.EVENT_READ)
-        self._links = p2p.P2PConnections(comm, self._selector, self._welcome)
+        self._links = p2p.P2PConnections(comm, self._selector, self._on_connected)
         self._thread = threading.Thread(target=self._serve, name="shardwise-side-channel", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -164,22 +164,22 @@ class SideChannel(PeerShards):
         deadline = begin + self.comm.timeout.total_seconds()
         ranks, here = unit.domain.ranks.members, self.comm.members
         holders = [(here.index(ranks[rank]), place) for rank, place in unit.domain.holders(unit.level)[1:]]
-        with self._asking:
+        with self._requesting:
             for peer, _ in holders:
-                with self._expecting(peer, f"fetch {unit.name!r}", begin):
-                    self._ask(peer, _FETCH, unit.index, self._version, deadline=deadline)
+                with self._naming_errors(peer, f"fetch {unit.name!r}", begin):
+                    self._send(peer, _FETCH, unit.index, self._version, deadline=deadline)
             for section in unit.sections:
                 section.bring_shard()
             for peer, place in holders:
                 ranges = [section.layout.range_of(place, unit.level) for section in unit.sections]
                 parts = [section.full[slice(*ends)] for section, ends in zip(unit.sections, ranges, strict=True)]
-                with self._expecting(peer, f"fetch {unit.name!r}", begin):
+                with self._naming_errors(peer, f"fetch {unit.name!r}", begin):
                     self._receive_parts(peer, parts, deadline)
 
     @override
     @override
     def want(self, number: int, place: int) -> None:
-        self._tell(_WANT, number, place)
+        self._send_all(_WANT, number, place)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -197,7 +197,7 @@ class SideChannel(PeerShards):
         """
         if self.comm.device.type == "cuda" and not cut_short:
             torch.cuda.synchronize(self.comm.device)  # then every rank has launched the same collectives
-        own = {"text": where[:_SAID], "launched": self.comm.launched, "phase": phase}
+        own = {"text": where[:_TEXT_CHARACTERS], "launched": self.comm.launched, "phase": phase}
         with self._changed:
             self._own_end = own
         # No data is exchanged, so the record is shown by the stall watchdog but is not in the ledger.
@@ -207,51 +207,51 @@ class SideChannel(PeerShards):
             members=self.comm.members,
         )  # fmt: skip
         with Waiting(record, now):
-            return self._meet(own, cut_short=cut_short)
+            return self._rendezvous(own, cut_short=cut_short)
 
-    def _meet(self, own: dict[str, Any], *, cut_short: bool) -> str:
+    def _rendezvous(self, own: dict[str, Any], *, cut_short: bool) -> str:
         begin = time.monotonic()
-        ending = _Ending(f"{self._links.name}/end", self.comm.rank, self.comm.world)
-        ending.come(own)
+        ending = _Rendezvous(f"{self._links.name}/end", self.comm.rank, self.comm.world)
+        ending.arrive(own)
         ahead: dict[int, float] = {}
         pause = _FIRST_POLL_S
         while not ending.all_have_come():
-            word = ending.apart()
-            if word is not None:
-                return self._parted(*word)
+            published = ending.published_reason()
+            if published is not None:
+                return self._checked_reason(*published)
             waited = time.monotonic() - begin
             if waited > _GRACE_S:
                 try:
                     if waited > self.comm.timeout.total_seconds():
                         raise PeerLostError(f"{ending.count()} of {self.comm.world} ranks have come to destroy()")
-                    why = self._look_after(ending, own, ahead, begin, cut_short=cut_short)
+                    why = self._check_missing(ending, own, ahead, begin, cut_short=cut_short)
                 except PeerLostError as error:
-                    ending.part(str(error), lost=True)
+                    ending.publish(str(error), lost=True)
                     raise
                 if why is not None:
-                    ending.part(why, lost=False)
+                    ending.publish(why, lost=False)
                     return why
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S)
-        word = ending.apart()
-        return "" if word is None else self._parted(*word)
+        published = ending.published_reason()
+        return "" if published is None else self._checked_reason(*published)
 
-    def _parted(self, text: str, lost: bool) -> str:
+    def _checked_reason(self, text: str, lost: bool) -> str:
         if lost:
             raise PeerLostError(text)
         return text
 
-    def _look_after(
-        self, ending: _Ending, own: dict[str, Any], ahead: dict[int, float], begin: float, *, cut_short: bool
+    def _check_missing(
+        self, ending: _Rendezvous, own: dict[str, Any], ahead: dict[int, float], begin: float, *, cut_short: bool
     ) -> str | None:
         """Request the state of the next few missing ranks; return why one of them will not come, or None."""
         launched = own["launched"]
         for rank in ending.missing():
-            if rank not in self._told:
-                self._told.add(rank)
+            if rank not in self._reported:
+                self._reported.add(rank)
                 deadline = begin + self.comm.timeout.total_seconds()
-                with self._asking, contextlib.suppress(OSError):  # a lost peer is detected by the next request
-                    self._ask(rank, _END, text=json.dumps(own), deadline=deadline)
+                with self._requesting, contextlib.suppress(OSError):  # a lost peer is detected by the next request
+                    self._send(rank, _END, text=json.dumps(own), deadline=deadline)
             found = self._where(rank, begin)
             if found["ended"] or not _is_ahead(found["launched"], launched):
                 ahead.pop(rank, None)
@@ -285,22 +285,22 @@ class SideChannel(PeerShards):
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def _ask(self, peer: int, kind: int, first: int = 0, second: int = 0, text: str = "", *, deadline: float) -> None:
+    def _send(self, peer: int, kind: int, first: int = 0, second: int = 0, text: str = "", *, deadline: float) -> None:
         data = text.encode()[:_TEXT_BYTES]
         connection = self._links.to(peer, deadline)
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-        connection.sendall(_ASK.pack(kind, len(data), first, second) + data)
+        connection.sendall(_REQUEST.pack(kind, len(data), first, second) + data)
 
-    def _tell(self, kind: int, first: int = 0, second: int = 0, text: str = "") -> None:
+    def _send_all(self, kind: int, first: int = 0, second: int = 0, text: str = "") -> None:
         """Send a message without an answer to all peers; lost peers are detected by later requests."""
         deadline = time.monotonic() + self.comm.timeout.total_seconds()
-        with self._asking:
+        with self._requesting:
             for peer in (rank for rank in range(self.comm.world) if rank != self.comm.rank):
                 with contextlib.suppress(OSError):
-                    self._ask(peer, kind, first, second, text, deadline=deadline)
+                    self._send(peer, kind, first, second, text, deadline=deadline)
 
     @contextlib.contextmanager
-    def _expecting(self, peer: int, what: str, begin: float) -> Iterator[None]:
+    def _naming_errors(self, peer: int, what: str, begin: float) -> Iterator[None]:
         """Convert an error of a connection into an error that names the peer and the request."""
         with p2p.reaching(self.comm, peer, what, begin):
             try:
@@ -309,7 +309,7 @@ class SideChannel(PeerShards):
                 self._links.drop(peer)
                 raise
 
-    def _answered(self, peer: int, most: int, deadline: float) -> int:
+    def _read_header(self, peer: int, most: int, deadline: float) -> int:
         """Read the header of an answer; return its bytes, at most `most`."""
         connection, head = self._links.to(peer, deadline), bytearray(_ANSWER.size)
         p2p.receive(connection, memoryview(head), deadline)
@@ -324,7 +324,7 @@ class SideChannel(PeerShards):
 
     def _receive_parts(self, peer: int, parts: Sequence[torch.Tensor], deadline: float) -> None:
         expected = sum(part.nbytes for part in parts)
-        size = self._answered(peer, expected, deadline)
+        size = self._read_header(peer, expected, deadline)
         if size != expected:
             raise ConnectionAbortedError(f"rank {peer} has answered {size} bytes; expected {expected}")
         connection = self._links.to(peer, deadline)
@@ -340,11 +340,11 @@ class SideChannel(PeerShards):
 
     def _where(self, peer: int, begin: float) -> dict[str, Any]:
         deadline = begin + self.comm.timeout.total_seconds()
-        with self._asking, self._expecting(peer, "destroy()", begin):
+        with self._requesting, self._naming_errors(peer, "destroy()", begin):
             if time.monotonic() >= deadline:
                 raise TimeoutError("the limit is over")
-            self._ask(peer, _WHERE, deadline=deadline)
-            data = bytearray(self._answered(peer, _TEXT_BYTES, deadline))
+            self._send(peer, _WHERE, deadline=deadline)
+            data = bytearray(self._read_header(peer, _TEXT_BYTES, deadline))
             p2p.receive(self._links.to(peer, deadline), memoryview(data), deadline)
             found = json.loads(data)
             assert isinstance(found, dict)
@@ -362,28 +362,28 @@ class SideChannel(PeerShards):
                         return  # this rank closes the channel
                     for peer in list(self._held):
                         self._held.discard(peer)
-                        self._attend_to(peer)
+                        self._serve_peer(peer)
                 elif isinstance(key.data, _Peer):
-                    self._attend_to(key.data)
+                    self._serve_peer(key.data)
                 else:
                     key.data()
             for peer in list(self._awaited):
                 self._awaited.discard(peer)
-                self._attend_to(peer)
+                self._serve_peer(peer)
             self._links.expire()
 
-    def _welcome(self, rank: int, connection: socket.socket) -> None:
+    def _on_connected(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, _Peer(rank, connection))
 
-    def _attend_to(self, peer: _Peer) -> None:
+    def _serve_peer(self, peer: _Peer) -> None:
         """Send pending answers to a peer, or handle its next message."""
         try:
             sent = peer.flush()
-            if sent and not peer.asks():
+            if sent and not peer.receive_bytes():
                 sent = peer.flush()
-            while sent and not self._holds(peer) and (asked := peer.asked()) is not None:
-                self._answer(peer, *asked)
+            while sent and not self._postpones(peer) and (message := peer.next_message()) is not None:
+                self._answer(peer, *message)
                 sent = peer.flush()
         except OSError:
             self._drop(peer)  # a pass that needs the lost peer will detect it
@@ -400,7 +400,7 @@ class SideChannel(PeerShards):
         self._selector.unregister(peer.connection)
         peer.connection.close()
 
-    def _holds(self, peer: _Peer) -> bool:
+    def _postpones(self, peer: _Peer) -> bool:
         """Return True if a peer fetches values that are still to be written here, by the host or by the device.
 
         The thread does not wait for them: the device may be in a step that a third rank has still to launch, and that
@@ -456,7 +456,7 @@ class SideChannel(PeerShards):
         text = "is outside of collectives"
         if open_ones:
             text = f"is in {named(open_ones[-1])}" + (f" at {open_ones[-1].line}" if open_ones[-1].line else "")
-        return {"text": text[:_SAID], "launched": launched, "ended": False}
+        return {"text": text[:_TEXT_CHARACTERS], "launched": launched, "ended": False}
 
     def _chunks(self, unit: Unit, version: int) -> Iterator[memoryview]:
         """Yield a unit's shards in chunks; a chunk is valid until the next one is yielded."""
@@ -480,7 +480,7 @@ class SideChannel(PeerShards):
                 yield _bytes_of(chunk[: part.numel()])
 
 
-class _Ending:
+class _Rendezvous:
     """Rendezvous of all ranks in `destroy()`, through the store, with a few requests of each rank.
 
     `key` is the prefix of its keys, unique to this rendezvous.
@@ -492,12 +492,12 @@ class _Ending:
         assert store is not None  # by which the ranks have met
         self._store = store
 
-    def come(self, own: dict[str, Any]) -> None:
+    def arrive(self, own: dict[str, Any]) -> None:
         """Report that this rank is here, and compare it with the first rank."""
-        told = json.dumps([self._rank, own["text"], own["launched"], own["phase"]])
-        rank, text, launched, phase = json.loads(self._store.compare_set(f"{self._key}/first", "", told))
+        described = json.dumps([self._rank, own["text"], own["launched"], own["phase"]])
+        rank, text, launched, phase = json.loads(self._store.compare_set(f"{self._key}/first", "", described))
         if (launched, phase) != (own["launched"], own["phase"]):
-            self.part(
+            self.publish(
                 f"rank {self._rank} {own['text']}, rank {rank} {text}, and they have not taken part in the same passes "
                 f"until there. {_CHECK}",
                 lost=False,
@@ -513,14 +513,14 @@ class _Ending:
         return int(self._store.add(f"{self._key}/count", 0))
 
     def missing(self) -> list[int]:
-        following = [(self._rank + step) % self._world for step in range(1, min(_MOST_ASKED, self._world - 1) + 1)]
+        following = [(self._rank + step) % self._world for step in range(1, min(_MOST_REQUESTED, self._world - 1) + 1)]
         return [rank for rank in following if not self._store.check([f"{self._key}/{rank}"])]
 
-    def part(self, text: str, *, lost: bool) -> None:
+    def publish(self, text: str, *, lost: bool) -> None:
         """Publish the reason why the ranks cannot go on together; the first one is kept."""
         self._store.compare_set(f"{self._key}/apart", "", json.dumps([text, lost]))
 
-    def apart(self) -> tuple[str, bool] | None:
+    def published_reason(self) -> tuple[str, bool] | None:
         """Return the published reason, and whether a rank is lost; None: there is no reason."""
         if not self._store.check([f"{self._key}/apart"]):
             return None
@@ -538,10 +538,10 @@ class _Peer:
         self._outbox = memoryview(b"")
         self._more: Iterator[memoryview] = iter(())
 
-    def asks(self) -> bool:
+    def receive_bytes(self) -> bool:
         """Receive bytes; return False if none have arrived. Raises OSError if the peer is lost."""
         try:
-            data = self.connection.recv(_ASK.size + _TEXT_BYTES)
+            data = self.connection.recv(_REQUEST.size + _TEXT_BYTES)
         except BlockingIOError:
             return False
         if not data:
@@ -551,24 +551,24 @@ class _Peer:
 
     def version(self) -> int:
         """Return the version of the values that the next message fetches; 0 for other messages."""
-        kind, _, _, second = _ASK.unpack_from(self._inbox) if len(self._inbox) >= _ASK.size else (0, 0, 0, 0)
+        kind, _, _, second = _REQUEST.unpack_from(self._inbox) if len(self._inbox) >= _REQUEST.size else (0, 0, 0, 0)
         return int(second) if kind == _FETCH else 0
 
-    def asked(self) -> tuple[int, int, int, bytes] | None:
+    def next_message(self) -> tuple[int, int, int, bytes] | None:
         """Return the next message: kind, two numbers and text; None if it is incomplete.
 
         Raises:
             UsageError: the message is too long.
         """
-        if len(self._inbox) < _ASK.size:
+        if len(self._inbox) < _REQUEST.size:
             return None
-        kind, size, first, second = _ASK.unpack_from(self._inbox)
+        kind, size, first, second = _REQUEST.unpack_from(self._inbox)
         if size > _TEXT_BYTES:
             raise UsageError(f"rank {self.rank} has sent a message of {size} bytes; at most {_TEXT_BYTES} are allowed")
-        if len(self._inbox) < _ASK.size + size:
+        if len(self._inbox) < _REQUEST.size + size:
             return None
-        text = self._inbox[_ASK.size : _ASK.size + size]
-        self._inbox = self._inbox[_ASK.size + size :]
+        text = self._inbox[_REQUEST.size : _REQUEST.size + size]
+        self._inbox = self._inbox[_REQUEST.size + size :]
         return kind, first, second, text
 
     def give(self, size: int, chunks: Iterator[memoryview]) -> None:

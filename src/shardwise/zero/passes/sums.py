@@ -56,15 +56,15 @@ class GradientSums:
         self._reducer = reducer
         # Offloaded gradients are acquired unit by unit; the others are read at once on each device.
         self._parts: list[tuple[_Part, list[Borrowed]]] = []
-        there: dict[torch.device, list[FlatParamStorage]] = {}
+        by_device: dict[torch.device, list[FlatParamStorage]] = {}
         for unit in units:
             lent = [section for section in unit.trainable if section.lends_gradient]
             if lent:
                 self._parts.append((_Part(lent), [(section.gradient_loans, False) for section in lent]))
             for section in unit.trainable:
                 if not section.lends_gradient:
-                    there.setdefault(section.steps_on, []).append(section)
-        self._parts += [(_Part(sections), []) for sections in there.values()]
+                    by_device.setdefault(section.steps_on, []).append(section)
+        self._parts += [(_Part(sections), []) for sections in by_device.values()]
 
     def own_squares(self) -> torch.Tensor:
         """Return this rank's sums of squares by tensor (no collective).
@@ -165,9 +165,9 @@ class GradientSums:
 
     def of(self, facts: Sequence[float | torch.Tensor], label: str) -> torch.Tensor:
         """Return the sums of some numbers over the norm group."""
-        told = self._on_device(facts)
-        self._norm_group.all_reduce(told, label).wait()
-        return told
+        totals = self._on_device(facts)
+        self._norm_group.all_reduce(totals, label).wait()
+        return totals
 
     def _on_device(self, facts: Sequence[float | torch.Tensor]) -> torch.Tensor:
         # Filling launches a kernel; copying from the host would wait for the device.

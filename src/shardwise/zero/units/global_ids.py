@@ -193,9 +193,9 @@ def _as_json(value: Any) -> Any:
     return [_as_json(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def _check_alike(told: Sequence[Any]) -> None:
-    shape, *rest = told[0]
-    for rank, (other, *others) in enumerate(told):
+def _check_alike(gathered: Sequence[Any]) -> None:
+    shape, *rest = gathered[0]
+    for rank, (other, *others) in enumerate(gathered):
         if other != shape:
             raise DesyncError(
                 f"initialize(): rank {rank} has {len(other)} units, which are not of as many parameters each, over the "
@@ -208,10 +208,10 @@ def _check_alike(told: Sequence[Any]) -> None:
             )
 
 
-def _versions(told: Sequence[Any]) -> list[_Version]:
+def _versions(gathered: Sequence[Any]) -> list[_Version]:
     """Group ranks by their descriptions. Equal values are one object."""
     found: dict[int, _Version] = {}
-    for rank, value in enumerate(told):
+    for rank, value in enumerate(gathered):
         if id(value) not in found:
             found[id(value)] = _Version([], [_Held(*map(_as_json, held)) for held in value])
         found[id(value)].ranks.append(rank)
@@ -247,11 +247,11 @@ def _check_parts(tensors: Sequence[tuple[int, str, Any, Any]]) -> None:
         # JSON has made lists of tuples; keys need tuples.
         held = boxes.whole(shape) if box is None else boxes.region(box)
         found.setdefault(name, {}).setdefault(held, rank)
-    known_apart: set[frozenset[Region]] = set()  # checked once, because layers are partitioned alike
+    disjoint: set[frozenset[Region]] = set()  # checked once, because layers are partitioned alike
     for name, parts in found.items():
-        if frozenset(parts) in known_apart:
+        if frozenset(parts) in disjoint:
             continue
-        known_apart.add(frozenset(parts))
+        disjoint.add(frozenset(parts))
         for (one, rank), (another, other) in itertools.combinations(parts.items(), 2):
             if boxes.meet(one, another):
                 raise UsageError(

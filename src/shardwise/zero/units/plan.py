@@ -120,7 +120,7 @@ class Plan:
         Args:
             zero: the section.
             domain: ranks of the parameters.
-            forced: use passes as for shards over dimensions of one rank, too.
+            forced: shard over dimensions of one rank, too, so that passes unshard, reshard and reduce.
             where: tiers of the state; None: from the section.
         """
         if where is None:

@@ -92,7 +92,7 @@ class _Part:
     """Position of a flat parameter in a message: codes from `begin`, then exact values; or exact values only."""
 
     memory: FlatParamStorage
-    beside: Exact | None
+    exact_part: Exact | None
     begin: int
     exact: int
     end: int
@@ -102,7 +102,7 @@ class _Part:
 
     def exact_in(self, messages: torch.Tensor) -> torch.Tensor:
         layout = self.memory.layout
-        count = layout.size(1) if self.beside is None else self.beside.most
+        count = layout.size(1) if self.exact_part is None else self.exact_part.most
         return messages[:, self.exact : self.end].view(layout.dtype)[:, :count]
 
 
@@ -124,17 +124,17 @@ class UnitCodes(Codes):
         end = 0
         for memory in sections:
             begin, layout = end, memory.layout
-            beside = Exact.of(layout, registry, memory.device)
+            exact_part = Exact.of(layout, registry, memory.device)
             exact = begin
-            if beside is not None:
+            if exact_part is not None:
                 exact += round_up(CODE.nbytes(layout.size(1)), _ALIGNMENT)
-                accountant.hold(Category.BUFFERS, beside.positions)
-                accountant.hold(Category.BUFFERS, beside.places)
-            count = layout.size(1) if beside is None else beside.most
+                accountant.hold(Category.BUFFERS, exact_part.positions)
+                accountant.hold(Category.BUFFERS, exact_part.places)
+            count = layout.size(1) if exact_part is None else exact_part.most
             end = exact + round_up(count * layout.dtype.itemsize, _ALIGNMENT)
-            self._parts.append(_Part(memory, beside, begin, exact, end))
+            self._parts.append(_Part(memory, exact_part, begin, exact, end))
         self._size = end
-        self.coded = any(part.beside is not None for part in self._parts)
+        self.coded = any(part.exact_part is not None for part in self._parts)
 
     @override
     def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
@@ -170,11 +170,11 @@ class UnitCodes(Codes):
     def _encode(self, part: _Part, values: torch.Tensor, message: torch.Tensor, rank: int) -> None:
         """Write the range of a rank, 1-D, into its message, (1, bytes)."""
         exact = part.exact_in(message)[0]
-        if part.beside is None:
+        if part.exact_part is None:
             exact.copy_(values)
             return
-        if part.beside.counts[rank]:
-            positions = part.beside.within(part.memory.layout, rank)
+        if part.exact_part.counts[rank]:
+            positions = part.exact_part.within(part.memory.layout, rank)
             exact[: positions.numel()] = values[positions]
             values = values.index_fill(0, positions, 0)  # a copy
         CODE.encode(values.unsqueeze(0), part.codes_in(message))
@@ -182,9 +182,9 @@ class UnitCodes(Codes):
     def _decode(self, part: _Part, messages: torch.Tensor) -> None:
         exact, values = part.exact_in(messages), part.memory.full
         rows = values.view(self._world, part.memory.layout.size(1))
-        if part.beside is None:
+        if part.exact_part is None:
             rows.copy_(exact)
             return
         CODE.decode(part.codes_in(messages), rows)
-        if part.beside.most:
-            values.index_copy_(0, part.beside.positions, exact.flatten().index_select(0, part.beside.places))
+        if part.exact_part.most:
+            values.index_copy_(0, part.exact_part.positions, exact.flatten().index_select(0, part.exact_part.places))

@@ -202,7 +202,7 @@ class Released(nn.Parameter):
 
 
 _released: set[type] = {Released}
-"""Classes of released parameters."""
+"""Classes of guarded parameters."""
 
 
 def _converted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Parameter | None:
@@ -316,7 +316,7 @@ def owner_of(parameter: torch.Tensor) -> Owner | None:
 
 def guard(parameter: nn.Parameter) -> None:
     """Mark the values as invalid."""
-    parameter.__class__ = _withheld(type(parameter))
+    parameter.__class__ = _guarded(type(parameter))
 
 
 def restore(parameter: nn.Parameter) -> None:
@@ -332,11 +332,11 @@ Classes = list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]]
 def classes_of(parameters: Iterable[nn.Parameter]) -> Classes:
     """Look up the classes of parameters once, for repeated calls of `guard_all` and `unguard_all`."""
     found = [(p, _classes.get(p, nn.Parameter) if is_released(p) else type(p)) for p in parameters]
-    return [(parameter, own, _withheld(own)) for parameter, own in found]
+    return [(parameter, own, _guarded(own)) for parameter, own in found]
 
 
 @functools.cache
-def _withheld(own: type[nn.Parameter]) -> type[nn.Parameter]:
+def _guarded(own: type[nn.Parameter]) -> type[nn.Parameter]:
     """Return the guarded class of parameters whose own class is `own`.
 
     Classes that dispatch operators must go on dispatching. torch's fake tensors, of a dry run, get a guarded subclass.
@@ -353,8 +353,8 @@ def _withheld(own: type[nn.Parameter]) -> type[nn.Parameter]:
 
 def guard_all(classes: Classes) -> None:
     """Apply `guard` to several parameters."""
-    for parameter, _, withheld in classes:
-        parameter.__class__ = withheld
+    for parameter, _, guarded in classes:
+        parameter.__class__ = guarded
 
 
 def unguard_all(classes: Classes) -> None:

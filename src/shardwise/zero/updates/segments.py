@@ -181,10 +181,10 @@ class SegmentUpdate(UpdatePart):
         )
 
     def _add_norms(self, sums: torch.Tensor) -> None:
-        there = sums.to(self.comm.device)
-        self.comm.all_reduce(there, "tensor_norms").wait()
-        if there is not sums:
-            sums.copy_(there)
+        moved = sums.to(self.comm.device)
+        self.comm.all_reduce(moved, "tensor_norms").wait()
+        if moved is not sums:
+            sums.copy_(moved)
 
     def _counts_of(self, old_state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """Return state that parameters have as a whole, such as step counts, by index; the host waits once."""

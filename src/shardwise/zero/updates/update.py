@@ -51,7 +51,7 @@ class UpdatePart:
     def __init__(self, optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
         self.optimizer = optimizer
         self._accountant = accountant
-        self._scaled: dict[int, float | torch.Tensor] = {}  # factors of scaled gradients, by section
+        self._scaled: dict[int, float | torch.Tensor] = {}  # factors of scaled gradients, by flat parameter
         self._factors: dict[torch.device, torch.Tensor] = {}  # factor of this step, by device
 
     def capture(self, unit: Unit) -> None:
