@@ -391,7 +391,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def noting_disk_errors(self) -> Iterator[None]:
-        """Mark the state as incomplete after an OffloadError in the block, and ask in its message for a restart."""
+        """Mark the state as incomplete after an OffloadError in the block; its message then advises a restart."""
         try:
             yield
         except OffloadError as error:

@@ -11,7 +11,7 @@ the step waits, is answered at once. So ranks never wait for each other, for any
 sent in chunks, without a second copy.
 
 *want*: a rank waits for an all-gather before it has launched earlier reductions. A peer that waits for such a reduction
-would never launch the all-gather. The message makes its thread launch the all-gather.
+would never launch the all-gather. The message makes the peer's thread launch the all-gather.
 
 *end*, *where*: a rank is in `destroy()`, which all-gathers all units. All ranks meet there through the store, where
 each compares itself with the first. After a while a rank reports to the next few missing ranks, and requests the
@@ -121,9 +121,7 @@ class SideChannel(PeerShards):
 
     @override
     def raise_helper_error(self) -> None:
-        """Record the calling thread's stream for all-gathers of the helper thread, and raise the thread's error, if
-        any.
-        """
+        """Record the stream for all-gathers of the helper thread, and raise the thread's error, if any."""
         self._stream = self._streams.current()
         if self._error is not None:
             raise self._error
@@ -176,7 +174,6 @@ class SideChannel(PeerShards):
                 with self._naming_errors(peer, f"fetch {unit.name!r}", begin):
                     self._receive_parts(peer, parts, deadline)
 
-    @override
     @override
     def want(self, number: int, place: int) -> None:
         self._send_all(_WANT, number, place)
@@ -259,7 +256,6 @@ class SideChannel(PeerShards):
                 return f"rank {self.comm.rank} {own['text']}, and rank {rank} {found['text']}. {_CHECK}"
         return None
 
-    @override
     @override
     def close(self) -> None:
         _open.discard(self)
