@@ -1,11 +1,11 @@
-"""Whole gradients, master weights and optimizer state of single parameters, for looking and changing between backward
-and step.
+"""Access to gradients, master weights and optimizer state of single parameters, between backward and step.
 
-Functions of whole tensors (`full`) are collectives: every rank of the engine calls them, in the same order. Those of
-one rank's part (`local`) are not, but for `safe_set_local_fp32_param`. A tensor that no engine owns gives None.
+Functions of whole tensors (`full`) are collectives: all ranks of the engine call them, in the same order. Functions of
+this rank's part (`local`) are local, except for `safe_set_local_fp32_param`. All return None for a parameter of no
+engine.
 
-Of a parameter that is declared as a part of a tensor (`shardwise.declare_part`), `full` functions give and take the
-whole tensor, as one process would have it, and `local` ones what this rank stores of its part.
+If a parameter is declared as a part of a tensor (`shardwise.declare_part`), `full` functions take and return the whole
+tensor, and `local` functions this rank's part of the part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.zero.units.unit import UnitState
 Run = tuple[int, int, torch.Tensor]
 
 _KINDS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Types that optimizer state may have."""
+"""Dtypes of optimizer state."""
 
 
 def _find(parameter: torch.Tensor) -> tuple[ShardedModel, int] | None:
@@ -38,28 +38,26 @@ def _find(parameter: torch.Tensor) -> tuple[ShardedModel, int] | None:
 
 
 def _lent(model: ShardedModel, index: int, *, written: bool = False) -> AbstractContextManager[None]:
-    """Have what the engine keeps of a parameter on the device inside of the block; it may be `written`."""
     return model.state.lent([model.unit_of(index)], written=written)
 
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
-    """Put runs of all ranks together: sums of what ranks store of an element, which all do if it is `whole`.
+    """Sum ranges over ranks into the whole tensor; `whole`: all ranks have all elements, and nothing is summed.
 
-    Of a tensor of which ranks have parts, each part is put together by the ranks that have it, and then the parts are.
+    Parts of a tensor are assembled by their ranks first.
     """
     tensor, ranks = model.registry[index], model.unit_of(index).domain.ranks
     flat = torch.zeros(tensor.numel + -tensor.numel % ranks.world, dtype=dtype, device=model.device)
     for start, stop, values in runs:
-        flat[start:stop] = values if whole else flat[start:stop] + values.to(flat.device)  # some live on the host
+        flat[start:stop] = values if whole else flat[start:stop] + values.to(flat.device)  # some are on the host
     if not whole:
-        # Of masters and state every element is zero on all ranks but one, so that the sum is exact.
+        # The sum is exact, because each element of master weights and state is nonzero on one rank at most.
         ranks.sum_large(flat, tensor.name)
     return model.wholes.assemble(index, flat[: tensor.numel].view(tensor.shape))
 
 
 def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype) -> torch.Tensor:
-    """Put together what the optimizer has of a parameter, of which ranks may have the same."""
-    if model.section_of(index).layout.cut:  # one rank of all has all of the tensor
+    if model.section_of(index).layout.cut:  # its owner has the whole tensor
         tensor, comm = model.registry[index], model.comm
         numel = math.prod(tensor.global_shape)
         flat = torch.zeros(numel + -numel % comm.world, dtype=dtype, device=model.device)
@@ -72,9 +70,9 @@ def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype:
 
 
 def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of a parameter's whole master weights (fp32, or wider where the parameter is).
+    """Return a copy of a parameter's whole master weights (in fp32, or the parameter's wider dtype).
 
-    Of parameters that have none it is the parameter's own value.
+    Without master weights, the parameter's own values are returned.
     """
     found = _find(parameter)
     if found is None:
@@ -89,11 +87,10 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set a parameter's whole master weights, and the parameter with them; the same `value` on every rank.
+    """Set a parameter's whole master weights and the parameter; all ranks give the same `value`.
 
     Raises:
-        UsageError: `value` has another shape, or ranks have parameters of their own at the moment, between the averages
-            of 0/1 Adam.
+        UsageError: `value` has another shape, or parameters differ by rank now, between the averages of 0/1 Adam.
     """
     found = _find(parameter)
     if found is None:
@@ -118,10 +115,10 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
 
 
 def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a parameter's whole gradient as the step will see it before clipping, or None if there is none yet.
+    """Return a parameter's whole gradient before clipping; None: there is no gradient yet.
 
-    It is the mean (or sum, as configured) over ranks and the micro-batches so far, with the loss scale divided out, in
-    the dtype in which gradients are accumulated. Where micro-batches have weights, it is their weighted mean so far.
+    It is the mean (or sum, as configured) over ranks and past micro-batches, unscaled, in the accumulation dtype.
+    Weighted micro-batches give their weighted mean so far.
     """
     found = _find(parameter)
     if found is None:
@@ -136,7 +133,7 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set a parameter's whole gradient (as `safe_get_full_grad` gives it); the same `value` on every rank.
+    """Set a parameter's whole gradient, in the scale of `safe_get_full_grad`; all ranks give the same `value`.
 
     Raises:
         UsageError: `value` has another shape, or gradients have not been reduced yet.
@@ -167,11 +164,11 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Iterable[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Set the whole gradients of several parameters to what a function makes of them.
+    """Replace the whole gradients of several parameters by results of a function.
 
     Args:
-        param_list: the parameters, the same on every rank. Those without a gradient are left alone.
-        update_func: called as (whole gradient, parameter), returns the new whole gradient, the same on every rank.
+        param_list: the parameters, the same on all ranks. Parameters without a gradient are skipped.
+        update_func: (whole gradient, parameter) to the new whole gradient, the same on all ranks.
 
     Raises:
         UsageError: a new gradient has another shape, or gradients have not been reduced yet.
@@ -183,10 +180,9 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return a copy of a whole optimizer state tensor (`exp_avg`, `momentum_buffer`, ...), or None before the first
-    first step.
+    """Return a copy of whole optimizer state (`exp_avg`, `momentum_buffer`, ...); None before the first step.
 
-    Only states of the parameter's own shape are known by this function.
+    Only state of the parameter's own shape is returned.
     """
     found = _find(parameter)
     if found is None:
@@ -195,9 +191,9 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
     assert model.update is not None
     with _lent(model, index):
         runs = model.update.state_pieces(index, optim_state_key)
-        # Ranks that store nothing of it learn its type, too.
+        # Ranks without state need the dtype, too.
         known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
-        # So do those with a part of which there is nothing.
+        # So do ranks with an empty part.
         ranks = model.comm if model.wholes.divided(index) else model.unit_of(index).domain.ranks
         ranks.all_reduce(known, "optimizer_state.known").wait()
         dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
@@ -207,7 +203,7 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
 
 
 def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set a whole optimizer state tensor; the same `value` on every rank. Nothing happens before the first step.
+    """Set whole optimizer state; all ranks give the same `value`. Has no effect before the first step.
 
     Raises:
         UsageError: `value` has another shape.
@@ -227,9 +223,9 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
 
 
 def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a 1-D copy of this rank's part of a parameter's master weights at stage 3, on its own, without the others.
+    """Return a 1-D copy of this rank's part of a parameter's master weights at stage 3, without the other ranks.
 
-    It is the part that this rank steps: some consecutive elements, or none, where the whole parameter lies on others.
+    The part is the range that this rank steps, which may be empty.
 
     Raises:
         UsageError: parameters are not sharded (stages 0 to 2).
@@ -245,9 +241,9 @@ def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set this rank's part of a parameter's master weights at stage 3, and the parameter with it.
+    """Set this rank's part of a parameter's master weights at stage 3, and the parameter (all ranks call).
 
-    Every rank calls it, each with its own `value`, of as many elements as `safe_get_local_fp32_param` gives it.
+    Each rank gives its own `value`, with as many elements as `safe_get_local_fp32_param` returns.
 
     Raises:
         UsageError: `value` has another number of elements, or parameters are not sharded.
@@ -264,8 +260,7 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
 
 
 def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a 1-D copy of this rank's part of a gradient at stage 3, as `safe_get_full_grad` has it, or None if there
-    is none yet.
+    """Return a 1-D copy of this rank's part of `safe_get_full_grad` at stage 3; None: there is no gradient yet.
 
     Raises:
         UsageError: parameters are not sharded (stages 0 to 2), or gradients have not been reduced yet.
@@ -283,12 +278,11 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set this rank's part of a gradient at stage 3 (as `safe_get_local_grad` gives it); nothing happens before there
-    is one.
+    """Set this rank's part of a gradient at stage 3, if there is a gradient, in the scale of `safe_get_local_grad`.
 
     Raises:
-        UsageError: `value` has another number of elements, parameters are not sharded, or gradients have not been
-            reduced yet.
+        UsageError: `value` has another number of elements, parameters are not sharded, or gradients are not reduced
+            yet.
     """
     found = _find_local(parameter, "safe_set_local_grad")
     if found is None:
@@ -301,8 +295,7 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return a 1-D copy of this rank's part of an optimizer state at stage 3, which may be empty; None before the
-    first step.
+    """Return a 1-D copy of this rank's part of optimizer state at stage 3, maybe empty; None before the first step.
 
     Raises:
         UsageError: parameters are not sharded (stages 0 to 2).
@@ -323,7 +316,7 @@ def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str
 
 
 def _empty_state(model: ShardedModel, key: str) -> torch.Tensor | None:
-    """Return the state of a parameter of which this rank has no part: None before the first step, as on other ranks."""
+    """Return empty state of a parameter of which this rank has no part; None before the first step."""
     assert model.update is not None
     for tensor in model.registry:
         for _, _, state in model.update.state_pieces(tensor.index, key) if tensor.trainable else ():
@@ -332,7 +325,7 @@ def _empty_state(model: ShardedModel, key: str) -> torch.Tensor | None:
 
 
 def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of an optimizer state at stage 3. Nothing happens before the first step.
+    """Set this rank's part of optimizer state at stage 3. Has no effect before the first step.
 
     Raises:
         UsageError: `value` has another number of elements, or parameters are not sharded.
@@ -370,14 +363,12 @@ def _local_gradient(model: ShardedModel, index: int, what: str) -> list[torch.Te
 
 
 def _joined(model: ShardedModel, runs: Iterable[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Copy runs one after the other."""
     return torch.cat(
         [torch.empty(0, dtype=dtype, device=model.device), *(run.detach().to(model.device) for run in runs)]
     )
 
 
 def _fill(model: ShardedModel, index: int, runs: list[torch.Tensor], value: torch.Tensor) -> None:
-    """Write one value after the other into runs."""
     held = sum(run.numel() for run in runs)
     if value.numel() != held:
         raise UsageError(
@@ -390,14 +381,14 @@ def _fill(model: ShardedModel, index: int, runs: list[torch.Tensor], value: torc
 
 
 def _as_stepped(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:
-    """Return that of a value for a whole tensor which masters and state of a rank are runs of, flat."""
+    """Return the flat values of which master weights and state of this rank are ranges."""
     if model.section_of(index).layout.cut:
         return value.detach().to(model.device).reshape(-1)
     return _checked(model, index, value)
 
 
 def _checked(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a value for a whole tensor, flat."""
+    """Return this rank's part of a value for the whole tensor, flat."""
     tensor = model.registry[index]
     if tuple(value.shape) != tensor.global_shape:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Building the units of a model: which stay whole, and the way of each from plain parameters to released shards."""
+"""Construction of a model's units: plain parameters are laid out, filled and sharded."""
 
 from __future__ import annotations
 
@@ -27,13 +27,7 @@ if TYPE_CHECKING:
 
 
 class UnitBuilder:
-    """Builds the units of a sharded model.
-
-    Args:
-        model: see above; it has everything but units.
-        domains: of the parameters.
-        homes: where state lives.
-    """
+    """Builds the units of a sharded model, which is complete except for its units."""
 
     def __init__(self, model: ShardedModel, domains: Domains, homes: Homes) -> None:
         self._model = model
@@ -47,11 +41,11 @@ class UnitBuilder:
         self._near: frozenset[int] = frozenset()
 
     def choose_places(self, specs: Sequence[UnitSpec]) -> None:
-        """Choose the units whose state does not live where the others' does, because only a part is to be there.
+        """Choose the units with other tiers, if only a part of the state is offloaded.
 
-        The optimizer state of the first units that fit stays on the device, where they are stepped at once: the next
-        forward pass begins with them, while those of the host are brought back. The parameters of the first stay on
-        the host.
+        The optimizer state of the first units that fit stays on the device. These units are stepped at once, and the
+        next forward pass begins with them while host copies are brought back. The parameters of the first units that
+        fit stay on the host.
         """
         where, domains = self._plan.where, self._domains
         resident: list[int] = []
@@ -71,20 +65,20 @@ class UnitBuilder:
         self._resident, self._near = frozenset(resident), frozenset(near)
 
     def homes_of(self, number: int) -> Homes:
-        """Return the places in which the state of a unit lives."""
+        """Return the tiers of a unit's state."""
         homes = self._homes
         if number in self._resident:
             homes = replace(homes, optimizer=ON_DEVICE, whole=ON_DEVICE, gradients=ON_DEVICE)
         return replace(homes, parameters=homes.near) if number in self._near else homes
 
     def stay_whole(self, specs: Sequence[UnitSpec], layouts: Sequence[Sequence[FlatParam]], orders: Orders) -> set[int]:
-        """Return the units that stay gathered: what the configuration asks for, and what saves no memory released."""
+        """Return the units that stay unsharded, by configuration, or because resharding would save no memory."""
         plan = self._plan
         if not plan.releases:
             return set()
-        # What no other rank shares is not divided, and there is nobody to gather it from.
-        alone = self._domains.main.world > 1 and self._homes.parameters is ON_DEVICE
-        stay = {index for index, spec in enumerate(specs) if alone and self._domains.of(spec.domain).world == 1}
+        # A unit that only this rank has is not sharded.
+        replicable = self._domains.main.world > 1 and self._homes.parameters is ON_DEVICE
+        stay = {index for index, spec in enumerate(specs) if replicable and self._domains.of(spec.domain).world == 1}
         elements = 0
         for index, spec in enumerate(specs):
             if spec.size <= plan.persistent_elements and elements + spec.size <= plan.persistent_total:
@@ -101,14 +95,13 @@ class UnitBuilder:
         return stay
 
     def _kept(self, section: FlatParam, domain: Domain) -> int:
-        """Return how many elements of a section a rank keeps on the device if it is released between uses."""
         if self._homes.parameters is not ON_DEVICE:
             return 0
         second = self._plan.secondary if self._update is not None else 1
         return section.size(self._plan.levels(domain).parameters) + (section.numel // second if second > 1 else 0)
 
     def build(self, number: int, spec: UnitSpec, layouts: Sequence[FlatParam], *, sharded: bool) -> Unit:
-        """Lay a unit out in memory, fill it with its parameters' values, and release it."""
+        """Lay out a unit in memory, fill it with the values of its parameters, and reshard it."""
         sections = []
         domain = self._domains.of(spec.domain)
         for layout in layouts:
@@ -124,7 +117,7 @@ class UnitBuilder:
                 levels=levels,
                 stepped=self._update is not None,
                 device=self._device,
-                # Frozen parameters have no masters; integers are among them.
+                # Frozen parameters, which may be integers, have no master weights.
                 master_dtype=self._policy.master_dtype(layout.dtype) if layout.trainable else layout.dtype,
                 accumulate_dtype=self._policy.accumulation_dtype(layout.dtype),
                 accountant=self._accountant,
@@ -159,13 +152,13 @@ class UnitBuilder:
         for section in sections:
             section.forget_source()
         for parameter in unit.parameters:
-            parameter.grad = None  # left by earlier training: the first gradient would be added to it
+            parameter.grad = None  # from earlier training; the first gradient would be added to it
             released.adopt(parameter, self._owner)
         unit.reshard()
         return unit
 
     def prepare_gathers(self, sharded: Sequence[Unit]) -> None:
-        """Have gathers of passes that are trained go the ways of ZeRO++, if the plan says so."""
+        """Set up quantized weights and secondary shards (ZeRO++), if the plan has them."""
         if self._plan.quantized_weights:
             for unit in sharded:
                 codes = UnitCodes(unit.sections, self._registry, self._accountant)
@@ -179,26 +172,24 @@ class UnitBuilder:
                 unit.keep_second(group)
 
     def _owned(self, layout: FlatParam) -> bool:
-        """Whether the section's tensors are stepped whole, each by the rank that owns it."""
         return layout.whole and self._owners is not None and (layout.cut or not self._owners.replicated)
 
     def _fill(self, unit: Unit, section: FlatParamStorage) -> None:
-        """Copy the initial values in; rank 0's are everybody's."""
         agreed = True
         for slot in section.layout.slots:
             values, same = whole_values(self._registry.parameters[slot.index])
             agreed = agreed and same
             section.source[slot.offset : slot.offset + slot.numel].copy_(values.reshape(-1))
         if not agreed:
-            # A domain of a part has a group for reductions anyway; no pass has begun.
+            # The domain of a part has a group for reductions, which no pass uses yet.
             kind = "explicit" if unit.domain is self._domains.main else "reduce"
             unit.domain.ranks.broadcast(section.source, 0, f"{unit.name}.initial", kind).wait()
 
 
 def largest_sizes(registry: Registry, domains: Domains) -> list[int]:
-    """Return the elements of each parameter on the rank that has most of it (all ranks call, and get the same).
+    """Return the elements of each parameter on the rank with the largest part (all ranks call, with the same result).
 
-    Because ranks with the same sizes count once, messages grow with the number of different parts.
+    Ranks with the same sizes count once, so messages grow with the number of different parts.
     """
     own = [tensor.numel for tensor in registry]
     if not domains.others:
@@ -213,9 +204,6 @@ def connect_domains(domains: Domains, units: Sequence[Unit], plan: Plan, *, step
     """Create the process groups of passes (all ranks call), so that no pass waits for them.
 
     Args:
-        domains: of the units.
-        units: all units.
-        plan: dimensions over which state is sharded.
         steps: parameters are trained.
         whole_tensors: some tensors are stepped by an owner, which sends them to all ranks.
     """
@@ -229,11 +217,7 @@ def connect_domains(domains: Domains, units: Sequence[Unit], plan: Plan, *, step
 
 
 def check_optimizer(groups: Sequence[dict[str, Any]], registry: Registry, model: str) -> None:
-    """Refuse parameters of the optimizer that are not in the model, because no rank would step them.
-
-    Raises:
-        UsageError: see above.
-    """
+    """Raise UsageError for parameters of the optimizer outside of the model, because no rank would step them."""
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             if registry.find(parameter) is None:
@@ -245,7 +229,7 @@ def check_optimizer(groups: Sequence[dict[str, Any]], registry: Registry, model:
 
 
 def check_domains(registry: Registry, domains: Domains, plan: Plan, *, compresses: bool) -> None:
-    """Refuse methods that exchange values among all ranks for parameters that only some ranks share.
+    """Refuse methods that exchange values among all ranks, if some ranks share parameters of their own.
 
     Raises:
         UsageError: a part was built under zero.Init, which gives all ranks the same values.
@@ -270,12 +254,7 @@ def check_domains(registry: Registry, domains: Domains, plan: Plan, *, compresse
 
 
 def _look_for_nodes(nodes: Sequence[str], size: int) -> None:
-    """Say where second shards are gathered between nodes, which is what they are to spare.
-
-    Args:
-        nodes: of the ranks, in their order.
-        size: ranks that are next to one another have a copy among them.
-    """
+    """Warn if groups of `size` consecutive ranks, which share a secondary copy, span nodes."""
     if any(len(set(nodes[first : first + size])) > 1 for first in range(0, len(nodes), size)):
         warn_once(
             f"zero_optimization.zero_hpz_partition_size is {size}, and such runs of ranks lie on several nodes: "

@@ -1,8 +1,8 @@
-"""What a rank cannot do without, by the arithmetic of the table.
+"""Lower bound of a rank's memory, from the formulas of the ZeRO stages.
 
-Of Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models" (2020, section 3),
-extended by the buffers of gathering and reducing: the parameters' own elements, without padding, divided as the stage
-says; the largest pair of consecutive units gathered; one unit each of gradient, send and receive buffer.
+By Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models" (2020, section 3): the
+parameters' elements without padding, sharded by the stage. Added are the largest pair of consecutive units
+unsharded, and a gradient, send and receive buffer of one unit.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from shardwise.zero.units.unit import Unit
 def floor(
     model: ShardedModel, accumulation: int, planned: dict[Category, int], kept: dict[Category, int]
 ) -> dict[Category, int]:
-    """Return the least bytes of each category; of activations, what is planned.
+    """Return the least bytes of each category; of activations, the planned bytes.
 
     Args:
         model: as built.
         accumulation: micro-batches a step.
         planned: most bytes of each category.
-        kept: those that are kept from step to step.
+        kept: bytes of each category that stay from step to step.
     """
     sections = [section for unit in model.units for section in unit.sections]
     trained = [section for section in sections if section.layout.trainable and model.update is not None]
@@ -54,7 +54,6 @@ def _numel(section: FlatParamStorage) -> int:
 
 
 def _bytes(section: FlatParamStorage, level: int, itemsize: int) -> int:
-    """Bytes of this rank's range at a level."""
     return -(-_numel(section) // section.domain.parts(level)) * itemsize
 
 
@@ -63,7 +62,6 @@ def _whole(sections: Iterable[FlatParamStorage]) -> int:
 
 
 def _pair(model: ShardedModel) -> int:
-    """The largest set of units that have to be whole at once."""
     whole = {unit.index: _whole(unit.sections) for unit in model.units if unit.sharded}
     numels = {unit.index: unit.numel for unit in model.units}
     sets = gathered_together(model.order, whole, numels, model.plan.ahead)
@@ -71,7 +69,6 @@ def _pair(model: ShardedModel) -> int:
 
 
 def _reduced(unit: Unit) -> int:
-    """The gradient of a unit, and what arrives of the peers'."""
     inner = unit.domain.dimensions[0]
     sent = 0 if inner.world == 1 else _whole(unit.trainable)
     return sent + inner.received(sent)

@@ -1,8 +1,7 @@
-"""ShardedModel: a user's module with its units, their memory, and everything that moves it.
+"""ShardedModel: a user's module with its units, their memory, passes and updates.
 
-This is the composition of the ZeRO strategy: registry, units, gatherer, reducer, hooks and update. The engine talks to
-this one object. The order of the steps in `build` is the order in which memory must come and go: each unit is laid out,
-filled, sharded and released before the next one is touched, so that at most one unit exists twice.
+The engine talks to this object, which combines registry, units, unsharder, reducer, hooks and update. The constructor
+lays out, fills, shards and reshards one unit after the other, so that at most one unit exists twice.
 """
 
 from __future__ import annotations
@@ -82,39 +81,34 @@ _DESTROYED = (
 
 
 class ShardedModel:
-    """See the module docstring.
+    """A module whose parameters are sharded; see the module docstring.
 
     Args:
         module: the user's model; its parameters keep their identity and become views of unit buffers.
-        optimizer: stepped on what this rank owns; None for a model that is only evaluated.
-        stepping: what the optimizer has to be given.
-        is_elementwise: whether an entry of the optimizer's state (value, elements of its parameter, name) has one value
-            per element.
-        plan: what is sharded.
-        policy: dtypes.
-        domains: the ranks that share the parameters.
-        device: where parameters and state live.
-        accountant: counts the bytes.
-        prescale: factor on gradients before they are sent.
+        optimizer: steps this rank's master weights; None: the model is only evaluated.
+        stepping: requirements of the optimizer.
+        is_elementwise: see `shardwise.zero.updates.update.StateKind`.
+        domains: ranks that share the parameters.
+        prescale: factor on gradients before a reduction.
         compressor: reduces gradients with loss; None: exactly.
-        leaves: modules to be kept in one unit each.
-        homes: where each kind of state lives, as the plan says.
-        wires: `id(parameter)` to the dtype in which its gradient travels, where neither its own nor the policy's.
+        leaves: modules that stay in one unit each.
+        homes: tier of each kind of state, from the plan.
+        wires: wire dtype of gradients by `id(parameter)`, where it differs from the policy's.
         plain: without an optimizer, leave gradients in `.grad`: averaged over ranks (True) or summed; None: drop them.
         norm_group: ranks over which squares of gradients are summed; None: the pass group.
 
     Attributes:
-        domain: that of all ranks.
+        domain: domain of all ranks.
         comm: the pass group: ranks that run the same units.
-        closed: why there is nothing here any more ("" while there is).
-        failed: the error of a disk that has ended a pass or a step ("" if none has): the state is that of no step.
-        stepped: a step has been taken.
-        client_groups: the parameters that each of the optimizer's groups had before the engine.
-        sums: forms norms of gradients and sums that travel with them; None for a model that is only evaluated.
-        owners: the part of `update` that steps whole tensors; None if there is none.
-        plain: averages gradients that are left in `.grad`; None: there is an optimizer, or they are dropped.
-        copied: behind copies of what the optimizer steps that somebody has begun; None: there are none.
-        wholes: puts tensors together of which ranks have parts.
+        closed: why the model is no longer sharded ("" while it is).
+        failed: error of a disk that has ended a pass or a step, which leaves the state inconsistent ("" if none).
+        stepped: whether a step has been taken.
+        client_groups: parameters of each optimizer group before the engine.
+        sums: gradient norms and other sums of a step; None: the model is only evaluated.
+        owners: part of `update` that steps whole tensors; None if there is none.
+        plain: averages gradients that stay in `.grad`; None: there is an optimizer, or gradients are dropped.
+        copied: event after running copies of master weights and optimizer state; None: no copies run.
+        wholes: assembles tensors of which ranks have parts.
     """
 
     def __init__(
@@ -175,13 +169,13 @@ class ShardedModel:
             if stepping.whole and self.numbering.cut:
                 parts = SplitTensors(self.registry, self.numbering, specs, layouts, domains, accountant)
             self.update, self.owners = self._make_update(optimizer, is_elementwise, domains, parts)
-        # Until a pass has been traced, the order of the modules stands for that of execution.
+        # Until a pass has been traced, the order of the modules is used.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
         builder = UnitBuilder(self, domains, homes)
         builder.choose_places(specs)
         whole = builder.stay_whole(specs, layouts, (forward, backward))
         if domains.others:
-            # Ranks may have parts of different sizes, and gather the same units.
+            # Ranks may have parts of different sizes, but unshard the same units.
             whole = whole.intersection(*self.comm.exchange(sorted(whole), "whole"))
         for index, (spec, sections) in enumerate(zip(specs, layouts, strict=True)):
             sharded_unit = plan.releases and index not in whole
@@ -190,8 +184,8 @@ class ShardedModel:
         builder.prepare_gathers(sharded)
         self.channel: PeerShards | None = None
         if sharded:
-            alone = self.comm.imagined or self.comm.world == 1
-            self.channel = NoPeers() if alone else SideChannel(self.comm, sharded)
+            one_rank = self.comm.imagined or self.comm.world == 1
+            self.channel = NoPeers() if one_rank else SideChannel(self.comm, sharded)
         order, usage, calls = UnitOrder(self.units), UnitUsage(self.units), UnitCalls(self.units)
         unsharder = Unsharder(
             order,
@@ -247,12 +241,12 @@ class ShardedModel:
         accountant.reset_peak()
         self._order_agreed = self.stepped = False
         self.copied: Copied | None = None
-        give_back_freed_memory()  # of the whole parameters, between the shards
+        give_back_freed_memory()  # freed pages of the original parameters lie between the shards
 
     @property
     def owner(self) -> ParameterOwner:
         """Unshards parameters for the script."""
-        return ParameterOwner(self)  # not kept, because it refers to the model
+        return ParameterOwner(self)  # created anew, because it refers to the model
 
     @property
     def state(self) -> ShardedState:
@@ -271,7 +265,7 @@ class ShardedModel:
 
     @property
     def driver(self) -> Driver:
-        """Who runs the passes and steps."""
+        """The engine's part in passes and steps."""
         return self._driver
 
     @driver.setter
@@ -284,8 +278,8 @@ class ShardedModel:
     def keeps_gradients(self) -> bool:
         """Whether gradients keep their memory from step to step.
 
-        Where it is as large as the parameters, taking it from the system anew costs a CPU more time than anything that
-        this library could save; DDP keeps its buckets, too. An accelerator's allocator has freed memory at hand.
+        On a CPU, allocating gradients as large as the parameters in each step costs more time than other optimizations
+        save; DDP keeps its buckets, too. An accelerator's allocator caches freed memory.
         """
         return self.device.type == "cpu" and not self.plan.shard_optimizer
 
@@ -298,12 +292,12 @@ class ShardedModel:
         domains: Domains,
         parts: SplitTensors | None,
     ) -> tuple[Update, WholeUpdate | None]:
-        """Return what steps the parameters, and that part of it which steps whole tensors, if there is one."""
+        """Return the update of all parameters, and its part that steps whole tensors, if any."""
         stepping, common = self.stepping, (optimizer, self.units, self.registry)
-        told = (self.accountant, is_elementwise)
+        state_args = (self.accountant, is_elementwise)
         norms = stepping.norms or (stepping.communicates and hasattr(optimizer, NORMS))
         at_once = norms or stepping.communicates
-        segments = SegmentUpdate(*common, self.comm, self.numbering, *told, norms=norms, at_once=at_once)
+        segments = SegmentUpdate(*common, self.comm, self.numbering, *state_args, norms=norms, at_once=at_once)
         if stepping.communicates:
             return CommUpdate(optimizer, segments, domains, self.numbering, self.accountant, self.plan), None
         if not stepping.whole:
@@ -315,7 +309,7 @@ class ShardedModel:
             self.numbering,
             parts,
             self.policy,
-            *told,
+            *state_args,
             stepping,
             replicated=replicated,
             home=self.homes.whole,
@@ -324,7 +318,7 @@ class ShardedModel:
         return Update(optimizer, [whole] if only else [segments, whole]), whole
 
     def is_absent(self, parameter: nn.Parameter) -> bool:
-        """Whether the values of a parameter are on other ranks and using it would raise."""
+        """Return True if a parameter is sharded and its use now would raise."""
         tensor = self.registry.find(parameter)
         if tensor is None or self.model_pass.phase is not Phase.IDLE:
             return False
@@ -340,12 +334,11 @@ class ShardedModel:
         *,
         retain_graph: bool = False,
     ) -> None:
-        """Differentiate as `torch.autograd.backward` does, and take part in the reductions (all ranks call).
+        """Differentiate like `torch.autograd.backward`, and take part in the reductions (all ranks call).
 
         Args:
-            tensors: what is differentiated: losses, or outputs of which the gradients are known. There may be none, or
-                none that depends on the model: then this rank contributes zeros.
-            grad_tensors: their gradients; None for a scalar.
+            tensors: losses, or outputs with known gradients. If none depends on the model, this rank contributes zeros.
+            grad_tensors: gradients of `tensors`; None for a scalar.
             retain_graph: as in torch.
         """
         self.hooks.settle()
@@ -364,16 +357,14 @@ class ShardedModel:
     # -- stepping ----------------------------------------------------------------------------------------------------
 
     def set_wire_dtype(self, dtype: torch.dtype) -> None:
-        """Send gradients in another dtype from now on (between windows, on all ranks)."""
+        """Change the wire dtype of gradients (between windows, on all ranks)."""
         self.policy = replace(self.policy, wire_dtype=dtype)
         if self.reducer is not None:
             self.reducer.wire_dtype = dtype
             self.reducer.find_separate()
 
     def gradient_factor(self, index: int) -> float | torch.Tensor:
-        """Return what turns the accumulated gradient of a parameter into its mean (or sum), before clipping (all ranks
-        call).
-        """
+        """Return the factor from an accumulated gradient to its mean (or sum) before clipping (all ranks call)."""
         assert self.update is not None
         return self.driver.gradient_factor() / self.update.factor_in(self.section_of(index), index)
 
@@ -382,23 +373,16 @@ class ShardedModel:
         return clip_coefficient(norm, max_norm)
 
     def check_open(self, what: str) -> None:
-        """Raise if everything has been taken off the model again.
-
-        Raises:
-            UsageError: it says that `what` cannot be done, and why.
-        """
+        """Raise UsageError, with `what` and the reason, if the engine has been destroyed."""
         if self.closed:
             raise UsageError(f"{what}: {self.closed}")
 
     def check_there(self, what: str, *, values: bool = False) -> None:
-        """`check_open`, and raise if state has been moved off the device.
+        """Raise UsageError if the engine has been destroyed, or state is incomplete or moved off the device.
 
         Args:
-            what: cannot be done then.
-            values: it needs the parameters only.
-
-        Raises:
-            UsageError: see above.
+            what: subject of the message: the operation that cannot be done.
+            values: check the parameters only.
         """
         self.check_open(what)
         if self.failed:
@@ -407,11 +391,7 @@ class ShardedModel:
 
     @contextlib.contextmanager
     def noting_disk_errors(self) -> Iterator[None]:
-        """Refuse everything after an error of a disk inside of the block, which is a pass or a step.
-
-        Raises:
-            OffloadError: it says to restart the job.
-        """
+        """Mark the state as incomplete after an OffloadError in the block; its message then advises a restart."""
         try:
             yield
         except OffloadError as error:
@@ -421,11 +401,10 @@ class ShardedModel:
             raise
 
     def check_can_step(self) -> None:
-        """Raise where a step could not do what is expected of it; nothing has been changed then.
+        """Raise if a step would be wrong, before it changes anything.
 
         Raises:
-            UsageError: parameters are gathered for evaluation, have been frozen, unfrozen or added, or are others than
-                they were.
+            UsageError: parameters are gathered for evaluation, or have been frozen, unfrozen, added or replaced.
         """
         if self.unsharder.suspended:
             raise UsageError(
@@ -435,19 +414,19 @@ class ShardedModel:
         self.guards.check_trained()
 
     def await_copies(self) -> None:
-        """Have the device's next operations come behind copies of master weights and optimizer state that have begun.
+        """Make the current stream wait for running copies of master weights and optimizer state.
 
-        Whoever writes these calls it first; the host does not wait.
+        Called before each write to these tensors; the host does not wait.
         """
         if self.copied is not None:
             self.copied.wait()
 
     def take_changes(self) -> None:
-        """Take parameter values that the script has changed in place over into the master weights.
+        """Copy parameter values that the script has changed in place to the master weights.
 
-        Elements whose value is as it was keep the master's extra digits, except in parameters that have been loaded.
-        Those of sharded units may be changed in a `GatheredParameters` block only, at whose end this is done. Masters
-        that are on other ranks get the changes by `share_changes`.
+        Unchanged elements keep the master weights' digits, except in loaded parameters. Parameters of sharded units
+        change in `GatheredParameters` blocks only, whose end takes over the changes. `share_changes` sends changes to
+        master weights on other ranks.
         """
         self.await_copies()
         changed = self.guards.changed()
@@ -461,7 +440,7 @@ class ShardedModel:
         self.guards.note()
 
     def share_changes(self) -> None:
-        """`take_changes`, also for masters that are on other ranks than the parameters (all ranks call)."""
+        """Take changes over, also into master weights on other ranks (all ranks call)."""
         self.take_changes()
         if self.update is not None:
             self.update.share_changes()
@@ -469,7 +448,7 @@ class ShardedModel:
     def step(self, factor: float | torch.Tensor = 1.0) -> None:
         """Step the optimizer with the accumulated gradients times `factor`, and start the all-gathers of the results.
 
-        The gradients may be overwritten.
+        The step may overwrite the gradients.
         """
         assert self.update is not None
         self.unsharder.reshard_kept()
@@ -479,7 +458,7 @@ class ShardedModel:
             self.update.step(factor)
         if not self.stepped:
             self.stepped = True
-            give_back_freed_memory()  # the optimizer's state has come to stay, among buffers that have gone
+            give_back_freed_memory()  # the new optimizer state lies among freed buffers
         self.values_changed()
         if self.comm.world > 1:
             for unit in self.units:
@@ -487,23 +466,23 @@ class ShardedModel:
         self.shards_written()
 
     def shards_written(self) -> None:
-        """Let gathers, and peers that ask for shards, get the new values."""
+        """Make all-gathers and fetches of peers wait for the new values of the shards."""
         self.domain.gathers.follow()
         if self.channel is not None:
             self.channel.shards_written(self.domain.gathers.mark())
 
     def values_changed(self) -> None:
-        """Tell autograd, which may have saved parameters, that the engine has written new values into them."""
+        """Increment the version counters of parameters that the engine has written, for autograd's checks."""
         for unit in self.units:
             unit.second_valid = False
         torch.autograd.graph.increment_version(self._trainable)
         self.guards.note()
 
     def check_branches(self) -> None:
-        """Compare which units ranks have used since the last step, in which order and how often; one small all-reduce.
+        """Compare the units that ranks have used since the last step, their order and counts, in one small all-reduce.
 
         Raises:
-            DesyncError: the same on every rank, if they differ: what rank 0 has used, and the first rank that differs.
+            DesyncError: ranks differ; it names the units of rank 0 and of the first rank that differs, on every rank.
         """
         taken = self.comm.fingerprints(str(self.model_pass.usage.branches), "strict_sync")
         self.model_pass.usage.branches = 0
@@ -532,10 +511,9 @@ class ShardedModel:
             self.update.end_step()
 
     def end_window(self, applied: bool) -> None:
-        """Forget the accumulated gradients; on the first call agree on the order of units with the other ranks.
+        """Drop the accumulated gradients, which have been stepped if `applied`.
 
-        Args:
-            applied: whether they have been stepped.
+        On the first call, agree on the order of units with the other ranks.
         """
         assert self.reducer is not None
         if self.update is not None:
@@ -554,21 +532,21 @@ class ShardedModel:
             self.unsharder.launch_first(order[2])
 
     def finish_gathers(self) -> None:
-        """Wait for updated parameters that are still on their way."""
+        """Wait for the all-gathers of updated parameters."""
         for unit in self.units:
             unit.wait_for_unshard()
 
     def section_of(self, index: int) -> FlatParamStorage:
-        """Return the section that holds a parameter."""
+        """Return the flat parameter that holds a parameter."""
         return self._section_of[index][1]
 
     @property
     def compressor(self) -> Compressor | None:
-        """What reduces gradients with loss; None if they are reduced exactly, or there is nobody to send them to."""
+        """Compressor of gradients; None: reductions are exact, or there is only one rank."""
         return None if self.reducer is None else self.reducer.compressor
 
     def reduced_layout(self) -> str:
-        """Return what is the same in two runs if what their reductions keep is laid out alike: a fingerprint."""
+        """Return a fingerprint of the layout of the reductions' state, equal in runs with the same layout."""
         sections = [
             (unit.name, section.layout.numel, str(section.layout.dtype), section.layout.slots)
             for unit in self.units
@@ -577,7 +555,6 @@ class ShardedModel:
         return hashlib.sha256(repr((self.domain.sizes, sections)).encode()).hexdigest()
 
     def _optimizer_layout(self) -> str:
-        """Return a fingerprint of the elements that the optimizer steps on this rank, in their order."""
         sections = [
             (
                 section.master_start,
@@ -591,43 +568,43 @@ class ShardedModel:
         return hashlib.sha256(repr((rank, sections)).encode()).hexdigest()
 
     def unit_of(self, index: int) -> Unit:
-        """Return the unit that a parameter belongs to."""
+        """Return the unit of a parameter."""
         return self._section_of[index][0]
 
     def take_over(self, unit: Unit) -> None:
-        """Take unsharded values that have been changed in place over into the master weights."""
+        """Copy unsharded values that have been changed in place to the master weights."""
         assert self.update is not None
         self.await_copies()
         with self.state.lent([unit]):
             self.update.refresh(unit)
 
     def units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
-        """Return the units of some parameters, each once; tensors that are not the model's are passed over."""
+        """Return the units of some parameters, each once; tensors outside of the model are ignored."""
         wanted = {t.index for t in map(self.registry.find, parameters) if t is not None}
         return [unit for unit in self.units if any(tensor.index in wanted for tensor in unit.tensors)]
 
     def close(self, why: str = _DESTROYED) -> None:
-        """Take everything off the model and the optimizer, and give all memory back that is not theirs.
+        """Restore a plain model and optimizer, and free the engine's memory.
 
-        Parameters are plain and whole afterwards, with memory of their own. The optimizer has them in its groups again
-        and no state: its segments are gone. A second call does nothing.
+        Parameters become plain and whole, with memory of their own. The optimizer has them in its groups again, and no
+        state. A second call does nothing.
 
         Args:
-            why: told whoever uses the engine afterwards.
+            why: message of later uses of the engine.
 
         Raises:
-            DesyncError: ranks have gone on with training; the parameters stay sharded. If an exception is being handled
-                here, that is a warning instead.
+            DesyncError: other ranks go on with training; the parameters stay sharded. While an exception is handled, a
+                warning is logged instead.
         """
         if self.closed:
             return
         self.moving.bring_back()
         self.closed = why
         try:
-            apart = self._end_together()
+            reason = self._end_together()
         except BaseException:
             if self.channel is not None:
-                self.channel.close()  # the peers are told
+                self.channel.close()  # tells the peers
             raise
         self.hooks.remove()
         self.model_pass.close()
@@ -637,7 +614,7 @@ class ShardedModel:
         self._give_optimizer_back()
         if self.reducer is not None:
             self.reducer.clear()
-        while self.units and not apart:
+        while self.units and not reason:
             unit = self.units[0]
             self.state.gather_parts(unit.parameters, "gather")  # all ranks have ended all passes
             for parameter in unit.parameters:
@@ -647,28 +624,28 @@ class ShardedModel:
                 section.drop()
             del self.units[0]
         if self.channel is not None:
-            if not apart:
-                # Groups gather by themselves: one may come here while another still asks where its ranks are.
+            if not reason:
+                # Groups gather independently: a fast one may come here while others still look for their ranks.
                 self.comm.barrier("destroy()")
             self.channel.close()
         self.domain.close()
-        if self.failed or not apart:
+        if self.failed or not reason:
             self.homes.close()
         self._cut_references()
-        if apart:
-            message = f"{apart} The parameters of {type(self.module).__name__} stay sharded"
+        if reason:
+            message = f"{reason} The parameters of {type(self.module).__name__} stay sharded"
             if sys.exc_info()[1] is None and not self.failed:
                 raise DesyncError(message)
-            logger.warning(message)  # what is on its way through this rank is nearer to the cause
+            logger.warning(message)  # the exception on its way through this rank is nearer to the cause
 
     def _end_together(self) -> str:
-        """End passes and gathers that are under way, once all ranks are here; return why they cannot be ended."""
+        """End running passes and all-gathers, once all ranks are here; return the reason if that is impossible."""
         if self.failed:
             return self.failed
-        # An exception that is on its way through this rank may have spared the others: then they are elsewhere.
+        # After an exception on this rank only, the other ranks are elsewhere.
         failure = sys.exc_info()[1]
         where = inside_of("destroy()", failure)
-        apart = ""
+        reason = ""
         if failure is None or self.channel is None:
             try:
                 self.hooks.settle()
@@ -676,21 +653,21 @@ class ShardedModel:
             except DesyncError as error:
                 if self.channel is None:
                     raise
-                failure = error  # a peer is here already, and has left out what is to be ended
+                failure = error  # a peer is in destroy() already, and does not take part
         if self.channel is not None:
             phase = self.model_pass.phase.value
             try:
-                apart = self.channel.end_together(where, phase, cut_short=failure is not None)
+                reason = self.channel.end_together(where, phase, cut_short=failure is not None)
             except (DesyncError, PeerLostError) as error:
                 if failure is None:
                     raise
-                apart = str(error)  # a peer has gone; what has led here is nearer to the cause
-            if apart:
+                reason = str(error)  # a peer is lost; the exception here is nearer to the cause
+            if reason:
                 Word("ends", where).publish()
             elif failure is not None:
                 self.hooks.settle()
                 self.finish_gathers()
-        return apart
+        return reason
 
     def _give_optimizer_back(self) -> None:
         if self.update is not None:
@@ -705,7 +682,7 @@ class ShardedModel:
                 group["params"] = parameters
 
     def _cut_references(self) -> None:
-        """Leave no cycle that holds the model: memory is given back at once, not when Python looks for cycles."""
+        """Break reference cycles, so that memory is freed at once instead of by Python's garbage collector."""
         if self.channel is not None:
             self.channel.on_want(None)
         self.driver = Alone()

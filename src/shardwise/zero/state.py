@@ -1,4 +1,4 @@
-"""State of a sharded model, as checkpoints and the functions of single parameters read and write it."""
+"""Access to the state of a sharded model, for checkpoints and functions of single parameters."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ T = TypeVar("T")
 class ShardedState:
     """Reads and writes the values, gradients and optimizer state of a sharded model.
 
-    It has the members of `shardwise.checkpoint.protocols.CheckpointedModel`.
-
-    Args:
-        model: see above.
+    Has the members of `shardwise.checkpoint.protocols.CheckpointedModel`.
     """
 
     def __init__(self, model: ShardedModel) -> None:
@@ -45,11 +42,11 @@ class ShardedState:
 
     @property
     def update(self) -> Update | None:
-        """The optimizer's state; None without an optimizer."""
+        """Update with the optimizer state; None without an optimizer."""
         return self._model.update
 
     def share_changes(self) -> None:
-        """Take values that the script has changed over into the master weights (all ranks call)."""
+        """Copy values that the script has changed to the master weights (all ranks call)."""
         self._model.share_changes()
 
     def finish_gathers(self) -> None:
@@ -57,13 +54,13 @@ class ShardedState:
         self._model.finish_gathers()
 
     def values_of(self, index: int) -> torch.Tensor:
-        """Return the 1-D view of a gathered parameter in its unit's memory."""
+        """Return the 1-D view of an unsharded parameter in its unit's memory."""
         section = self._model.section_of(index)
         slot = next(slot for slot in section.layout.slots if slot.index == index)
         return section.full[slot.offset : slot.offset + slot.numel]
 
     def gradient_runs(self, index: int) -> list[tuple[int, int, torch.Tensor]] | None:
-        """Return (start, stop, values) whose sum over ranks is the accumulated gradient, or None if there is none."""
+        """Return (start, stop, values) whose sum over ranks is the accumulated gradient; None: no gradient."""
         assert self._model.reducer is not None
         unit, section = self._model.unit_of(index), self._model.section_of(index)
         gradients = self._model.reducer.gradients[unit.index]
@@ -76,7 +73,7 @@ class ShardedState:
         parts: list[tuple[tuple[int, int], torch.Tensor]] = []
         if gradients.accumulated:
             parts.append((section.own_range, section.own_gradient))
-        if gradients.sums:  # over ranks of the inner dimensions
+        if gradients.sums:  # sums over ranks of the inner dimensions
             ends = section.layout.range_of(section.domain.place, gradients.level)
             parts.append((ends, gradients.sums[unit.sections.index(section)]))
         if not parts:
@@ -91,12 +88,7 @@ class ShardedState:
     def own_runs(
         self, index: int, runs: Iterable[tuple[int, int, torch.Tensor]]
     ) -> list[tuple[int, int, torch.Tensor]]:
-        """Return the parts of what the optimizer has of a parameter that no other rank has (all, if each has all).
-
-        Args:
-            index: the parameter.
-            runs: start, stop and values of each.
-        """
+        """Return the parts of (start, stop, values) that only this rank has (all, if the optimizer is replicated)."""
         section = self._model.section_of(index)
         if section.levels.optimizer in (0, section.domain.depth):
             return list(runs)
@@ -106,24 +98,24 @@ class ShardedState:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients of an unfinished accumulation window are held."""
+        """Whether gradients of an unfinished accumulation window are stored."""
         reducer = self._model.reducer
         return reducer is not None and (
             reducer.partial or any(g.accumulated or g.sums or g.buffers for g in reducer.gradients.values())
         )
 
     def rank_state(self) -> dict[str, Any] | None:
-        """Return what the optimizer keeps on this rank alone, for the rank's part of a checkpoint; None if nothing."""
+        """Return the optimizer's state of this rank only, for its part of a checkpoint; None: no such state."""
         return None if self._model.update is None else self._model.update.rank_state()
 
     def load_rank_state(self, state: dict[str, Any] | None) -> bool:
-        """Take over what `rank_state` has returned on this rank; return False if it is of another layout."""
+        """Load a result of `rank_state` of this rank; return False if its layout differs."""
         return state is None if self._model.update is None else self._model.update.load_rank_state(state)
 
     def value_runs(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
-        """Return (start, stop, 1-D view) of the values that count on this rank, by parameter.
+        """Return (start, stop, 1-D view) of this rank's values, by parameter.
 
-        Masters of trained parameters: what the optimizer steps here. Of the others this rank's range of the parameter.
+        Values are master weights that the optimizer steps on this rank; of other parameters, this rank's range.
         """
         self._model.presence.require("the engine's state cannot be read or written")
         self._model.take_changes()
@@ -139,22 +131,22 @@ class ShardedState:
         return runs
 
     def box_of(self, tensor: LogicalTensor) -> Region | None:
-        """Return the box of a tensor that this rank's runs are of; None: all of it.
+        """Return the box of a tensor that contains this rank's ranges; None: the whole tensor.
 
-        Where the optimizer steps whole tensors that is all, on the rank that owns it, whatever part ranks have.
+        The owner of a tensor that is stepped whole has the whole tensor.
         """
         owned = self._model.update is not None and self._model.section_of(tensor.index).layout.cut
         return None if owned else tensor.box
 
     def owned_ranges(self) -> dict[int, list[tuple[int, int]]]:
-        """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
+        """Return the ranges of each parameter that this rank saves. Over all ranks, each element is saved once."""
         ranges: dict[int, list[tuple[int, int]]] = {}
         for index, (section, own) in self._own_pieces().items():
             if not self._model.numbering.counts[index] and not section.layout.cut:
-                ranges[index] = []  # other ranks have the same
+                ranges[index] = []  # saved by other ranks
                 continue
-            alone = section.levels.optimizer == section.domain.depth
-            if section.layout.trainable and self._model.update is not None and alone:
+            finest = section.levels.optimizer == section.domain.depth
+            if section.layout.trainable and self._model.update is not None and finest:
                 ranges[index] = self._model.update.master_ranges(index)
             else:
                 ranges[index] = [(piece.start, piece.stop) for piece in own]
@@ -170,17 +162,17 @@ class ShardedState:
         return found
 
     def parts_of(self, index: int) -> Sequence[HeldPart]:
-        """Return the parts of tensors that ranks have at the place of this rank's parameter in the units.
+        """Return the parts that all ranks have at the place of this rank's parameter, each once, in one order.
 
-        Each part is there once, in one order on all ranks. None where all ranks have the same tensors.
+        Empty if all ranks have the same tensors.
         """
         return self._model.wholes.parts_of(index)
 
     def publish(self, units: Sequence[Unit] | None = None) -> None:
-        """Bring all copies of the values up to date after `value_runs` have been written (all ranks call).
+        """Update all copies of the values after `value_runs` have been written (all ranks call).
 
         Args:
-            units: whose values have been written; None: all.
+            units: units with written values; None: all.
         """
         self._model.unsharder.reshard_kept()
         for unit in self._model.units if units is None else units:
@@ -198,13 +190,9 @@ class ShardedState:
         self._model.shards_written()
 
     def gather_parts(self, parameters: Iterable[nn.Parameter], kind: str = "explicit") -> list[Unit]:
-        """Gather the released units of some parameters outside of passes (all ranks must call); return those units.
+        """Unshard the units of parameters outside of passes (all ranks call); return the units that were sharded.
 
-        Parameters that are parts of tensors stay parts.
-
-        Args:
-            parameters: of the model.
-            kind: with which collectives the gathers are in one order.
+        Parts of tensors stay parts. `kind` is the class of collectives that share one order with the all-gathers.
         """
         self._model.hooks.settle()
         self._model.presence.require("parameters cannot be gathered", values=True)
@@ -239,21 +227,21 @@ class ShardedState:
         unit.unguard()
 
     def let_go(self, gathered: Sequence[Unit]) -> None:
-        """Release what `gather_parts` returned."""
+        """Reshard the units that `gather_parts` has returned."""
         for unit in gathered:
             unit.pins -= 1
             unit.reshard()
 
     def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
-        """End a `gather_parts`.
+        """End a `gather_parts`, and reshard the units.
 
         Args:
-            parameters: those that were asked for.
-            gathered: what `gather_parts` returned; released again.
-            src: global rank whose values become everybody's, masters included; None discards changes.
+            parameters: as given to `gather_parts`.
+            gathered: returned by `gather_parts`.
+            src: global rank whose values all ranks take over, into master weights too; None drops changes.
 
         Raises:
-            UsageError: see `Unit.store_shard`.
+            UsageError: the values are rounded.
         """
         try:
             if src is not None:
@@ -271,40 +259,40 @@ class ShardedState:
         finally:
             self._model.shards_written()
             for unit in gathered:
-                unit.note()  # whatever else has been changed is not to be kept
+                unit.note()  # drops other changes
             self.let_go(gathered)
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether anything has to be lent before it can be read."""
+        """Whether state is offloaded, so that a read needs a loan."""
         return any(section.away for unit in self._model.units for section in unit.sections) or bool(
             self._model.owners is not None and self._model.owners.borrowing()
         )
 
     def fetch(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
-        """Read values that may live elsewhere, in their order, some of them at a time; the next are on their way then.
+        """Read tensors in their order, a few at a time, and prefetch the next ones from their tiers.
 
         Args:
-            tensors: views of what this rank keeps, each with what stands for it.
-            use: is called with what stands for those that are there now.
+            tensors: views of this rank's state, each with a key.
+            use: called with the keys of the tensors that are on the device.
         """
         away = [loans for unit in self._model.units for section in unit.sections for loans in section.away]
         away += [loans for loans, _ in self._model.owners.borrowing()] if self._model.owners is not None else []
         lenders = {storage: loans for loans in away for storage in loans.storages}
         groups: list[tuple[list[T], list[Borrowed]]] = []
-        for stands, tensor in tensors:
+        for key, tensor in tensors:
             lender = lenders.get(id(tensor.untyped_storage())) if lenders else None
             if not groups or (lender is not None and groups[-1][1] and groups[-1][1][0][0] is not lender):
                 groups.append(([], []))
-            groups[-1][0].append(stands)
+            groups[-1][0].append(key)
             if lender is not None and not groups[-1][1]:
                 groups[-1][1].append((lender, False))
         in_turn(groups, use)
 
     def iter_resident(self) -> Iterator[Collection[int]]:
-        """Yield the parameters, some at a time, of which everything is on the device meanwhile and may be written."""
+        """Yield sets of parameters whose state is on the device meanwhile, for reading and writing."""
         if not self.is_offloaded or (self._model.owners is not None and self._model.owners.borrowing()):
-            with self.lent():  # tensors that are stepped whole are lent together
+            with self.lent():  # whole tensors are acquired together
                 yield range(len(self._model.registry))
             return
         for unit in self._model.units:
@@ -312,11 +300,11 @@ class ShardedState:
                 yield {tensor.index for tensor in unit.tensors}
 
     def lent(self, units: Sequence[Unit] | None = None, *, written: bool = True) -> AbstractContextManager[None]:
-        """Have all that units keep elsewhere on the device inside of the block; it may be written.
+        """Acquire the offloaded state of units on the device for the block.
 
         Args:
-            units: whose state; None: of all. Tensors that are stepped whole are lent all or none.
-            written: False: it is only read.
+            units: units; None: all. State of tensors that are stepped whole is acquired all at once.
+            written: False: the state is only read.
         """
         self._model.presence.require("the engine's state cannot be read or written")
         wanted: list[Borrowed] = []
@@ -331,7 +319,7 @@ class ShardedState:
 
     @contextlib.contextmanager
     def materialized(self, index: int) -> Iterator[None]:
-        """Let views be made of a parameter's values and state inside of the block, without there being any values."""
+        """Permit views of a parameter's offloaded values and state in the block, without valid content."""
         with contextlib.ExitStack() as stack:
             for loans in self._model.section_of(index).away:
                 stack.enter_context(loans.shown())

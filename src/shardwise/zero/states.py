@@ -1,7 +1,7 @@
-"""State that leaves the device for a while between steps, because somebody else needs the memory.
+"""Moves of the engine's state to the host and back (`engine.offload_states()`), to free the device between steps.
 
-Everything keeps its identity. What only the engine refers to gives its memory back by force; whole parameters, of which
-a script may have views, are let go of instead: what it keeps of them stays as it is, and keeps the memory.
+Tensors keep their identity. Memory that only the engine refers to is freed by resizing its storage. Replicated
+parameters, of which a script may have views, get other memory; such views keep the old memory and values.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
 
 
 class _Part(NamedTuple):
-    """A tensor of the engine's state.
+    """Tensor of the engine's state, and its tier.
 
     Attributes:
-        home: where it lives.
-        counted: category under which its bytes are told; None: it is held as a tensor.
+        counted: category of its bytes, counted as a number; None: the accountant holds the tensor.
     """
 
     tensor: torch.Tensor
@@ -40,11 +39,7 @@ class _Part(NamedTuple):
 
 
 class MovingStates:
-    """Moves the state of a sharded model to the host, and back.
-
-    Args:
-        model: see above.
-    """
+    """Moves the state of a sharded model to the host, and back."""
 
     def __init__(self, model: ShardedModel) -> None:
         self._model: ShardedModel = weakref.proxy(model)  # because the model keeps this object
@@ -57,12 +52,12 @@ class MovingStates:
         """Move state from the device to the host, until `reload` (all ranks call, between passes).
 
         Args:
-            kinds: kinds of state; state that has been moved before, or is offloaded anyway, stays where it is.
-            pinned: page-lock the memory of the host.
-            wait: return when the memory of the device is free; else when the copies have been launched.
+            kinds: kinds of state; moved or offloaded state stays where it is.
+            pinned: use page-locked host memory.
+            wait: return when the device memory is free; else when the copies have been launched.
 
         Raises:
-            UsageError: a pass is under way, parameters are gathered, or the optimizer averages over ranks itself.
+            UsageError: a pass runs, parameters are gathered, or the optimizer averages over ranks itself.
         """
         model = self._model
         model.hooks.settle()
@@ -78,15 +73,15 @@ class MovingStates:
         model.finish_gathers()
         model.await_copies()
         if OffloadStateTypeEnum.lp_params in kinds:
-            self._meet("offload_states()")
+            self._barrier("offload_states()")
         self._move(kinds, pinned=pinned)
         if wait:
             assert self._stash is not None
             self._stash.synchronize()
             give_back_freed_memory()
 
-    def _meet(self, where: str) -> None:
-        """Wait for the other ranks: one that is still in a pass may ask this one for its shards."""
+    def _barrier(self, where: str) -> None:
+        """Wait for the other ranks: a rank in a pass may fetch this rank's shards."""
         if self._model.channel is not None:
             self._model.comm.barrier(where)
 
@@ -105,11 +100,11 @@ class MovingStates:
             if kind is OffloadStateTypeEnum.lp_params:
                 for unit in self._model.units:
                     if not unit.sharded:
-                        self._withdraw(unit, stash)
+                        self._move_replicated(unit, stash)
                 self._take_new_views()
 
     def reload(self, *, wait: bool) -> None:
-        """Bring back all state that `offload` has moved (all ranks call).
+        """Move all state back that `offload` has moved (all ranks call).
 
         Args:
             wait: return when all copies have ended; else later operations of the current stream wait for them.
@@ -118,10 +113,10 @@ class MovingStates:
         self.bring_back(wait=wait)
         self._model.shards_written()
         if parameters:
-            self._meet("reload_states()")
+            self._barrier("reload_states()")
 
     def bring_back(self, *, wait: bool = False) -> None:
-        """Bring back all state on this rank, like `reload`; no other rank takes part."""
+        """Move all state back on this rank only, without the other ranks."""
         if self._stash is None:
             return
         self._stash.bring()
@@ -144,11 +139,11 @@ class MovingStates:
         self._stash = None
 
     def close(self) -> None:
-        """Forget the gradients of the closed model."""
+        """Drop the gradients of the closed model."""
         self._gradients = ()
 
     def tiers(self, kind: OffloadStateTypeEnum) -> set[Tier]:
-        """Return on what state of a kind lies now; nothing if there is none of it."""
+        """Return the tiers of the state of a kind; empty if there is none."""
         found = set()
         for tensor, home, _ in self._parts(kind):
             if self._stash is not None and self._stash.has(tensor):
@@ -161,7 +156,7 @@ class MovingStates:
         return found
 
     def _parts(self, kind: OffloadStateTypeEnum) -> Iterator[_Part]:
-        """Yield what there is of a kind, but for whole parameters."""
+        """Yield the tensors of a kind, except replicated parameters."""
         if kind is OffloadStateTypeEnum.lp_params:
             for unit in self._model.units:
                 for section in unit.sections:
@@ -193,18 +188,17 @@ class MovingStates:
         for gradients in self._gradients:
             sections = gradients.unit.sections
             for place, buffer in gradients.buffers.items():
-                # The accumulator itself may be the buffer.
+                # The buffer may be the accumulator.
                 if buffer.flat is not None and buffer.flat is not sections[place].gradient:
                     yield _Part(buffer.flat, gradients.loans.home)
 
     def _free_spent_gradients(self) -> None:
-        """Give memory back that only waits for the next window."""
         for gradients in self._gradients:
             if not gradients.accumulated and not gradients.buffers:
                 for section in gradients.unit.trainable:
                     section.free_gradient()
 
-    def _withdraw(self, unit: Unit, stash: Stash) -> None:
+    def _move_replicated(self, unit: Unit, stash: Stash) -> None:
         unit.hide()
         for section in unit.sections:
             values = stash.copy(section.full)

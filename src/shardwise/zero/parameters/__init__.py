@@ -1,1 +1,1 @@
-"""Parameters as scripts meet them: made sharded, gathered by hand, and guarded against what scripts do to them."""
+"""Parameters in the script: sharded construction, manual unsharding, and guards against changes by the script."""

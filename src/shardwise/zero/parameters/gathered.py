@@ -1,4 +1,4 @@
-"""GatheredParameters: whole values of sharded parameters, outside of forward and backward."""
+"""GatheredParameters: unsharded parameters outside of forward and backward passes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,20 @@ from shardwise.zero.units import released
 
 
 class GatheredParameters:
-    """Gather parameters for the duration of a `with` block; every rank must enter it.
+    """Unshard parameters for the duration of a `with` block; every rank must enter it.
 
-    A parameter that is declared as a part of a tensor (`shardwise.declare_part`) is the whole tensor inside of the
-    block, in its global shape: it can be read, initialised or loaded as in one process. Its layer cannot compute there.
+    A parameter that is declared as a part of a tensor (`shardwise.declare_part`) is the whole tensor in the block, in
+    its global shape. It can be read, initialised or loaded as in one process. Its layer cannot compute in the block.
 
     Args:
-        params: a parameter or an iterable of parameters; whatever no engine owns is passed over.
-        modifier_rank: global rank whose changes are kept and given to all ranks (fp32 masters included), each of which
-            takes its part. With None changes to sharded parameters, and to those that are parts, are lost, which a
-            warning says.
-        fwd_module: accepted for existing code; needed for nothing, because parameters used outside of their module are
-            noticed.
-        enabled: False makes the block do nothing.
+        params: a parameter or an iterable of parameters; parameters of no engine are ignored.
+        modifier_rank: global rank whose changes all ranks take over, into fp32 master weights too; each takes its part.
+            None drops changes to sharded parameters and to parts, with a warning.
+        fwd_module: accepted for existing code, without effect, because uses outside of the module are detected.
+        enabled: False disables the block.
 
     Raises:
-        UsageError: a parameter is already gathered by an enclosing block, or there is no whole tensor of it: some
+        UsageError: a parameter is already gathered by an enclosing block, or ranks have no whole tensor of it: some
             elements are on no rank, or belong to other parameters.
 
     Example:
@@ -106,7 +104,7 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Accepted for existing code; a parameter used outside of its own module is found when it is used.
+    """Accepted for existing code, without effect, because uses outside of the parameter's own module are detected.
 
     Raises:
         UsageError: the arguments are not a module and a parameter.
@@ -119,5 +117,5 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Counterpart of `register_external_parameter`; accepted and needed for nothing."""
+    """Counterpart of `register_external_parameter`, without effect."""
     register_external_parameter(module, parameter)

@@ -1,15 +1,15 @@
-"""What a script does to its model and its optimizer behind the engine's back: taken over where possible, else refused.
+"""Guards against changes that a script makes to the model and the optimizer: take them over where possible, else raise.
 
 * In-place changes of gathered parameters between steps (`load_state_dict`, `p.clamp_()` under `no_grad`) reach the
-  master weights: they are seen by the parameters' version counters. Changes through `p.data` leave no trace there.
-* Parameters that require a gradient but that no optimizer group has get none: it would stay local and grow.
-* Parameters that have been unfrozen have no place in any unit's gradient: stepping raises.
-* Parameters that have been frozen are in flat parameters that the optimizer steps as a whole: stepping raises.
-* Parameters that are added to the optimizer's groups have gradients of this rank only: stepping raises.
-* `load_state_dict(assign=True)` would put other parameter objects into the model, which nothing here knows: it raises.
-* `load_state_dict()` and `state_dict()` need values: where they are sharded, what to call instead is said at once.
-* The optimizer's own `state_dict()` is of this rank's flat parameters: loading it elsewhere raises.
-* The optimizer's own `step()` would find no gradients and do nothing: it raises.
+  master weights. Version counters show them, except for changes through `p.data`.
+* Gradients of parameters in no optimizer group are dropped, because they would stay local and grow.
+* Unfrozen parameters have no gradient in a unit: stepping raises.
+* Frozen parameters are in flat parameters that the optimizer steps: stepping raises.
+* Parameters added to the optimizer's groups have gradients of this rank only: stepping raises.
+* `load_state_dict(assign=True)` raises, because it would put unregistered parameters into the model.
+* `load_state_dict()` and `state_dict()` raise while values are sharded, and name the method to call instead.
+* The optimizer's own `state_dict()` has this rank's flat parameters: loading it elsewhere raises.
+* The optimizer's own `step()` raises, because it would find no gradients.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from shardwise.zero.passes.modulehook import ModuleHook
 _SHOWN = 5
 
 _LAYOUT = "shardwise_layout"
-"""Entry of an optimizer's state_dict."""
+"""Key of the layout in the optimizer's `state_dict()`."""
 
 _requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 _owned: WeakSet[torch.optim.Optimizer] = WeakSet()
-"""Optimizers that engines step now."""
+"""Optimizers that engines step."""
 
 
 def belongs_to_engine(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an engine steps this optimizer."""
+    """Return True if an engine steps this optimizer."""
     return optimizer in _owned
 
 
@@ -48,11 +48,9 @@ class Guards:
     """Installs and removes the guards of one engine; see the module docstring.
 
     Args:
-        module: the user's model.
-        registry: its parameters.
-        optimizer: what `engine.step()` steps, or None.
-        absent: whether the values of a parameter are sharded and cannot be brought back by using it now.
-        layout: is equal where the optimizer has the same elements in the same order.
+        optimizer: stepped by `engine.step()`, or None.
+        absent: whether a parameter is sharded and cannot be unsharded by using it now.
+        layout: fingerprint of the optimizer's elements and their order.
         drops: drop gradients of parameters that the optimizer does not have.
 
     Attributes:
@@ -117,14 +115,14 @@ class Guards:
                 )
 
         for _, parameter in unowned:
-            parameter.grad = None  # left by earlier training
+            parameter.grad = None  # from earlier training
             self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def check_trained(self) -> None:
-        """Raise unless the parameters that require a gradient are those that the optimizer steps.
+        """Raise unless the optimizer steps exactly the parameters that require a gradient.
 
         Raises:
-            UsageError: it names parameters that have been frozen, unfrozen, or added to the optimizer.
+            UsageError: names the parameters that have been frozen, unfrozen, or added to the optimizer.
         """
         with without_overrides():
             unfrozen = [tensor.name for tensor, parameter in self._frozen if parameter.requires_grad]
@@ -146,13 +144,11 @@ class Guards:
         self._check_groups()
 
     def _stepped(self) -> list[set[int]]:
-        """Return the identities of what is in each of the optimizer's groups."""
         return (
             [] if self._optimizer is None else [set(map(id, group["params"])) for group in self._optimizer.param_groups]
         )
 
     def _check_groups(self) -> None:
-        """Raise if a script has changed which parameters the optimizer's groups have."""
         now = self._stepped()
         if now == self._members:
             return
@@ -182,19 +178,19 @@ class Guards:
     # -- in-place changes --------------------------------------------------------------------------------------------
 
     def note(self) -> None:
-        """Take the parameters' present values as known."""
+        """Record the current version counters; clear `loaded`."""
         self._versions = self._read()
         self.loaded = set()
 
     def changed(self) -> set[int]:
-        """Return the indices of trained parameters that have been changed in place since `note()`."""
+        """Return the indices of trained parameters that have changed in place since `note()`."""
         now = self._read()
         if now == self._versions:
             return set()
         return {index for (index, _), old, new in zip(self._trained, self._versions, now, strict=True) if old != new}
 
     def _read(self) -> list[int]:
-        # Counters are there without values.
+        # Version counters need no values.
         with without_overrides():
             return [parameter._version for _, parameter in self._trained]
 
@@ -232,7 +228,6 @@ class Guards:
                 self._handles.append(child.register_state_dict_pre_hook(ModuleHook(reading)))
 
     def _refuse_absent(self, module: nn.Module, what: str, instead: str) -> None:
-        """Raise if a parameter of the module itself has no values now."""
         absent = [name for name, p in module._parameters.items() if p is not None and self._absent(p)]
         if absent:
             raise ReleasedParameterError(
@@ -243,7 +238,7 @@ class Guards:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Let the optimizer step inside the block."""
+        """Permit the optimizer's `step()` inside the block."""
         self._stepping = True
         try:
             yield
@@ -271,7 +266,7 @@ class Guards:
             )
 
     def remove(self) -> None:
-        """Take all guards off the model and the optimizer."""
+        """Remove all guards from the model and the optimizer."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

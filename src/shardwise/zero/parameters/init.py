@@ -1,11 +1,11 @@
-"""zero.Init: models that are built sharded, one module at a time.
+"""zero.Init: builds models sharded, one module at a time.
 
-Inside the context every parameter is whole only until the next module begins to register its own: then each rank keeps
-its part (rank 0's values, so that ranks need not share a seed) and gives the rest back. Code that initialises a
-parameter later on finds it gathered on demand: construction runs on all ranks alike. After the context, values are
-reached through `GatheredParameters` until `initialize()` adopts the parameters into units.
+Inside the context, a parameter is whole until the next module registers parameters. Then each rank keeps a shard of
+rank 0's values, so ranks need not share a seed, and frees the rest. Later initialisation code gathers the parameter on
+demand, because all ranks construct alike. After the context, `GatheredParameters` gives values until `initialize()`
+builds units of the parameters.
 
-The random numbers drawn are those of plain construction, so that the same seed gives the same model.
+Construction draws the same random numbers as without the context, so the same seed gives the same model.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
 
 from shardwise.boxes import Region, overlap, region, sizes, whole
 from shardwise.comm.communicator import Communicator
@@ -36,21 +37,21 @@ _HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class _Narrowed:
-    """A parameter that has become a part of a tensor: the how many-th, the tensor's shape, and the part."""
+    """Parameter that has become a part of a tensor: number among these, shape of the tensor, and box of the part."""
 
     number: int
     shape: tuple[int, ...]
     part: Region
 
 
-class PartStore:
-    """Parts of parameters that are sharded but not yet in units (a `released.Owner`).
+class PartStore(released.Owner):
+    """Shards of parameters that are not in units yet.
 
     Args:
-        comm: the ranks.
-        quantized_weights: the engine that adopts the parameters is to gather them as codes.
-        owns_comm: give the groups of `comm` back when no part is left.
-        place: where parts wait for the engine; None: each where its parameter was built.
+        comm: ranks over which parameters are sharded.
+        quantized_weights: request 8-bit all-gathers from the engine that adopts the parameters.
+        owns_comm: destroy the groups of `comm` with the last shard.
+        place: device of the shards until the engine is built; None: the device of each parameter.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class PartStore:
         self.names = WeakTensorKeyDictionary()
         self._current: int | None = None
         self._narrowed = WeakTensorKeyDictionary()
-        # By rank, the parts of what is narrowed, from a number on; ranks with equal parts share a list.
+        # By rank, boxes of narrowed parameters from a number on; ranks with equal boxes share a list.
         self._boxes: list[tuple[int, list[list[Region]]]] = []
         self._own_boxes: list[Region] = []
 
     def register(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        """A module gets a parameter: those of the module before are sharded now."""
+        """Add a parameter of a module, and shard the parameters of the module before."""
         self._enter(id(module))
         if released.is_released(parameter):
             return
@@ -92,18 +93,18 @@ class PartStore:
         self._current = home
 
     def flush(self) -> None:
-        """Shard every parameter that is whole at the moment."""
+        """Shard all parameters that are whole."""
         for parameter in self._whole.values():
             self.split(parameter)
         self._whole = {}
 
     def split(self, parameter: nn.Parameter, src: int = 0, place: torch.device | None = None) -> None:
-        """Keep this rank's part of group rank `src`'s values and give the rest back.
+        """Shard the values of group rank `src`, and free the rest.
 
         Args:
             parameter: has the whole values.
             src: see above.
-            place: where the part waits for the engine; None: where all do.
+            place: device of the shard until the engine is built; None: the store's default.
         """
         values = parameter.data
         flat = self._to_travel(values.contiguous().view(-1))
@@ -119,10 +120,10 @@ class PartStore:
         released.guard(parameter)
 
     def narrow(self, parameter: nn.Parameter, part: Region) -> None:
-        """See `shardwise.registry.Keeper`: each rank keeps its elements of the whole tensor until they are needed."""
+        """Make the parameter a part of its tensor, of which each rank keeps its shard until values are needed."""
         self.flush()
         if not released.is_released(parameter):
-            self.split(parameter)  # gathered by the script
+            self.split(parameter)  # unsharded by the script
         self._narrowed[parameter] = _Narrowed(len(self._own_boxes), tuple(parameter.shape), part)
         self._own_boxes.append(part)
         with without_overrides():
@@ -130,21 +131,21 @@ class PartStore:
             parameter.data = released.blank(like.expand(sizes(part)))
 
     def agrees(self, parameter: nn.Parameter, ranks: Sequence[int] | None) -> bool:
-        """Whether the values that are kept are those of the part which some ranks have."""
+        """Return True if the stored values are right for a part that `ranks` share."""
         return parameter in self._narrowed or len(ranks or self.comm.members) == self.comm.world
 
     def _parts_of_all(self, number: int) -> list[Region]:
-        """Return the parts that ranks have of a narrowed tensor, by rank (a collective if they are not known yet)."""
+        """Return the boxes of a narrowed tensor, by rank (a collective if they are not known yet)."""
         first = sum(len(ranks[0]) for _, ranks in self._boxes)
         if number >= first:
-            told = self.comm.exchange(self._own_boxes[first:], "zero.Init parts")
-            lists = {id(boxes): [region(box) for box in boxes] for boxes in told}
-            self._boxes.append((first, [lists[id(boxes)] for boxes in told]))
+            gathered = self.comm.exchange(self._own_boxes[first:], "zero.Init parts")
+            lists = {id(boxes): [region(box) for box in boxes] for boxes in gathered}
+            self._boxes.append((first, [lists[id(boxes)] for boxes in gathered]))
         first, ranks = next((first, ranks) for first, ranks in reversed(self._boxes) if first <= number)
         return [boxes[number - first] for boxes in ranks]
 
     def _part_values(self, parameter: nn.Parameter, narrowed: _Narrowed) -> torch.Tensor:
-        """Bring each rank its part of a tensor (a collective), from the ranks that have runs of the whole."""
+        """Return this rank's part of a narrowed tensor, by all-to-all between shards and parts (a collective)."""
         parts = self._parts_of_all(narrowed.number)
         own = self._to_travel(self._parts[parameter])
         outer, numel, size = whole(narrowed.shape), math.prod(narrowed.shape), own.numel()
@@ -177,19 +178,19 @@ class PartStore:
         return values
 
     def of_first(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values that the first rank has (a collective)."""
-        there = self._to_travel(values.contiguous())
-        self.comm.broadcast(there, 0, "zero.Init").wait()
-        return there.to(values.device)
+        """Broadcast the values of the first rank (a collective)."""
+        moved = self._to_travel(values.contiguous())
+        self.comm.broadcast(moved, 0, "zero.Init").wait()
+        return moved.to(values.device)
 
     def _to_travel(self, values: torch.Tensor) -> torch.Tensor:
-        """Bring values to the device between which ranks communicate; parameters may be built elsewhere."""
+        """Copy values to the device of the collectives, because parameters may be built on another device."""
         return values if self.comm.world == 1 else values.to(self.comm.device)
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Gather the whole values (a collective); the parameter stays as it is. They may be on another device.
+        """Gather the whole values, or those of the part of a narrowed parameter (a collective).
 
-        Of a parameter that has been narrowed they are those of its part.
+        The parameter stays sharded. The values may be on another device than the parameter.
         """
         narrowed = self._narrowed.get(parameter)
         if narrowed is not None:
@@ -202,12 +203,12 @@ class PartStore:
             return full[: parameter.numel()].view(parameter.shape)
 
     @property
+    @override
     def in_pass(self) -> bool:
-        """See `shardwise.zero.units.released.Owner`."""
         return False
 
+    @override
     def touch(self, parameter: nn.Parameter, what: str) -> None:
-        """Gather on demand while the model is being built; afterwards raise."""
         if not self.open or parameter in self._narrowed:
             raise ReleasedParameterError(
                 f"{what}: the values of parameter {self.names.get(parameter, '')} (shape {tuple(parameter.shape)}), "
@@ -219,14 +220,13 @@ class PartStore:
         self._make_whole(parameter)
 
     def detached(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return another parameter with the same part, so that `state_dict()` gives names and shapes without values.
+        """Return another parameter with the same shard, so that `state_dict()` gives names and shapes without values.
 
-        A use of its values is refused as one of the parameter's own is; both can be gathered.
+        An access to its values raises as one to `parameter`; both can be gathered.
         """
         return None if self.open else self._with_part(parameter, self._parts[parameter], parameter.device)
 
     def _with_part(self, parameter: nn.Parameter, part: torch.Tensor, device: torch.device) -> nn.Parameter:
-        """Return another parameter of the same name and shape on a device, of which this rank has this part."""
         with without_overrides():
             like = torch.empty((), dtype=part.dtype, device=device).expand(parameter.shape)
             other = nn.Parameter(released.blank(like), requires_grad=False)
@@ -240,19 +240,19 @@ class PartStore:
         return other
 
     def kept(self, parameter: nn.Parameter) -> int:
-        """See `released.Owner`: the last ranks may have less, or nothing."""
+        """Return the number of elements in this rank's shard; the last ranks may have fewer, or none."""
         size, narrowed = self._parts[parameter].numel(), self._narrowed.get(parameter)
         numel = parameter.numel() if narrowed is None else math.prod(narrowed.shape)
         return max(0, min(size, numel - self.comm.rank * size))
 
+    @override
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
-        """See `released.Owner`: each rank converts its part."""
         if self.open:
             return None
         return self._with_part(parameter, self._parts[parameter].to(self._place or device, dtype), device)
 
+    @override
     def replace(self, parameter: nn.Parameter, other: nn.Parameter) -> bool:
-        """See `released.Owner`."""
         if other is not parameter:
             if released.owner_of(other) is not self:
                 return False
@@ -270,18 +270,18 @@ class PartStore:
         released.restore(parameter)
         parameter.data = values.to(parameter.device)
 
-    def end_touch(self, parameter: nn.Parameter, token: Any, result: Any) -> None:
-        """Nothing: the values stay until another module registers or touches its parameters."""
+    @override
+    def end_touch(self, parameter: nn.Parameter, token: Any, result: Any) -> None: ...
 
     def gather(self, parameters: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, int]]:
-        """See `released.Owner`; parameters with their version counters."""
+        """Gather parameters that are sharded; return them with their version counters."""
         wanted = [p for p in parameters if released.is_released(p)]
         for parameter in wanted:
             self._restore(parameter)
         return [(parameter, parameter._version) for parameter in wanted]
 
+    @override
     def discarded(self, gathered: list[tuple[nn.Parameter, int]]) -> list[str]:
-        """See `released.Owner`."""
         changed = [p for p, version in gathered if p._version != version or self._differs(p)]
         return [self.names.get(parameter, f"of shape {tuple(parameter.shape)}") for parameter in changed]
 
@@ -296,10 +296,10 @@ class PartStore:
     def put_back(
         self, parameters: Iterable[nn.Parameter], gathered: list[tuple[nn.Parameter, int]], src: int | None
     ) -> None:
-        """See `released.Owner`.
+        """End a `gather`.
 
         Raises:
-            UsageError: parameters have been changed that are parts of tensors.
+            UsageError: changed parameters are parts of tensors.
         """
         for parameter, _ in gathered:
             narrowed = parameter in self._narrowed
@@ -316,7 +316,7 @@ class PartStore:
                 )
 
     def forget(self, parameter: nn.Parameter) -> None:
-        """Drop the part of a parameter that has been adopted into a unit; with the last one the process groups go."""
+        """Drop the shard of a parameter that is in a unit now, and the process groups with the last shard."""
         self._parts.pop(parameter, None)
         self._home.pop(parameter, None)
         self._narrowed.pop(parameter, None)
@@ -327,9 +327,9 @@ class PartStore:
 
 
 def whole_values(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
-    """Return a parameter's whole values for adoption into a unit, and whether all ranks are known to have the same.
+    """Return a parameter's whole values for its unit, and whether all ranks are known to have the same values.
 
-    A parameter built under `zero.Init` is gathered (a collective) and becomes a plain one again.
+    A parameter built under `zero.Init` is gathered (a collective) and becomes plain.
     """
     owner = released.owner_of(parameter)
     if isinstance(owner, PartStore) and released.is_released(parameter):
@@ -342,7 +342,7 @@ def whole_values(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
 
 
 def built_for_codes(module: nn.Module) -> bool:
-    """Whether parameters were built under `Init(zero_quantized_weights=True)` and are not adopted yet."""
+    """Return True if parameters were built under `Init(zero_quantized_weights=True)` and are not adopted yet."""
     owners = map(released.owner_of, module.parameters())
     return any(isinstance(owner, PartStore) and owner.quantized_weights for owner in owners)
 
@@ -351,21 +351,20 @@ class Init:
     """Build modules sharded over the data-parallel ranks; see the module docstring.
 
     Args:
-        module: convert this (possibly meta-device) module at once instead of acting as a context.
+        module: shard this (possibly meta-device) module at once instead of acting as a context.
         data_parallel_group: ranks that share the parameters; default all.
-        config_dict_or_path: configuration; `zero_optimization.stage` below 3 makes the context do nothing.
+        config_dict_or_path: configuration; `zero_optimization.stage` below 3 disables the context.
         config: deprecated name of `config_dict_or_path`.
-        enabled: False makes the context do nothing.
-        dtype: cast floating parameters as they are sharded; default: keep full precision, from which fp32 masters
+        enabled: False disables the context.
+        dtype: dtype of floating parameters from sharding on; default: full precision, from which fp32 master weights
             start.
-        remote_device: `cpu` or `nvme`: parts wait for the engine on the host, wherever parameters are built (on a disk
-            only the engine puts them, as `zero_optimization.offload_param` says); None or `none`: where they are built.
+        remote_device: `cpu` or `nvme`: shards wait for the engine on the host. Only the engine puts them on a disk, as
+            `zero_optimization.offload_param` says. None or `none`: shards stay on the device of their parameter.
         mpu: gives the data-parallel group by `get_data_parallel_group()`.
-        zero_quantized_weights: the engine gathers the model as 8-bit codes, as if the configuration had said so
-            (`zero_optimization.zero_quantized_weights`).
-        mem_efficient_linear, pin_memory, zero_param_parallel_group, zero_quantized_nontrainable_weights,
-        sequence_data_parallel_group, param_swapper: accepted from existing code; asking for weights stored as integers
-            is refused, and so is a swapper of the caller's. Parts are copied once, so that pinning has no effect.
+        zero_quantized_weights: the engine uses 8-bit all-gathers, as with `zero_optimization.zero_quantized_weights`.
+        sequence_data_parallel_group: used if `data_parallel_group` is None.
+        mem_efficient_linear, pin_memory: accepted for existing code, without effect: shards are copied once.
+        zero_param_parallel_group, zero_quantized_nontrainable_weights, param_swapper: refused.
 
     Example:
         >>> import shardwise, torch
@@ -458,7 +457,7 @@ class Init:
 
 @contextlib.contextmanager
 def suspended() -> Iterator[None]:
-    """Let modules be built plainly inside an open `Init` context; what it has built so far is sharded first."""
+    """Build modules plainly inside an open `Init` context, after sharding the parameters built so far."""
     for context in Init._active:
         if context._store is not None:
             context._store.flush()
@@ -486,16 +485,16 @@ def shard_module(
     store_of: Callable[[tuple[int, ...] | None], PartStore],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard the parameters of an existing module, one submodule at a time; meta ones are made and initialised first.
+    """Shard the parameters of a module, one submodule at a time; initialise submodules on the meta device first.
 
-    Tensors of which ranks have parts are initialised whole, as one process would; rank 0's values are everybody's. This
-    is done on the ranks' device, by its random numbers; parts wait on the host, where there is room for all of them.
+    Tensors of which ranks have parts are initialised whole, with rank 0's values. Initialisation runs on the ranks'
+    device and draws its random numbers; shards wait on the host, which has room for all.
 
     Args:
-        module: is changed.
-        store: of all ranks.
-        store_of: returns that of the ranks which share a part; of all for None.
-        dtype: to which floating parameters are cast; None: they stay as they are.
+        module: changed in place.
+        store: store of all ranks.
+        store_of: returns the store of the ranks that share a part; None gives that of all ranks.
+        dtype: dtype of floating parameters; None: unchanged.
 
     Raises:
         UsageError: a meta-device submodule has no way to initialise its parameters.
@@ -524,13 +523,13 @@ def shard_module(
 
 
 def spread_from_first(module: nn.Module, comm: Communicator) -> None:
-    """Give all ranks the first rank's values, where the others have the module on the meta device (all ranks call).
+    """Broadcast the first rank's values to ranks that have the module on the meta device (all ranks call).
 
-    One tensor at a time is whole on the others. Of parameters each rank keeps a part, on the host, until its unit is
-    built; buffers are whole everywhere.
+    These ranks hold one whole tensor at a time. Each rank keeps a shard of each parameter, on the host, until its unit
+    is built. Buffers are replicated.
 
     Args:
-        module: is changed; parameters keep their identity.
+        module: changed in place; parameters keep their identity.
         comm: the ranks.
 
     Raises:
@@ -544,7 +543,7 @@ def spread_from_first(module: nn.Module, comm: Communicator) -> None:
             )
     store = PartStore(comm)
     done: set[int] = set()
-    buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what was there, and what is now
+    buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # old and new buffer
     for path, child in module.named_modules():
         for key, buffer in child._buffers.items():
             if buffer is not None:
@@ -567,16 +566,16 @@ def spread_from_first(module: nn.Module, comm: Communicator) -> None:
 
 
 def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.device) -> None:
-    """Give a meta-device module's own parameters and buffers memory and initial values; parameters keep their identity.
+    """Allocate and initialise a meta-device module's own parameters and buffers; parameters keep their identity.
 
     Args:
         root: the model.
-        name: of the module in it.
-        module: see above.
-        device: where the memory is, and what the module makes meanwhile.
+        name: name of `module` in the model.
+        module: module on the meta device.
+        device: device of the memory, and default device of the initialisation.
 
     Raises:
-        UsageError: neither the module nor its root knows how to initialise it, or tensors are left without values.
+        UsageError: neither the module nor its root has an initialisation method, or tensors are left without values.
     """
     fresh = {}
     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -616,9 +615,9 @@ _BLANK_INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
 def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return memory for a meta tensor, filled with what no initialisation leaves there, if the dtype has such a value.
+    """Allocate memory for a meta tensor, filled with a value that no initialisation leaves, if the dtype has one.
 
-    Version counters alone do not tell: changes through `.data` pass them by.
+    Because version counters miss changes through `.data`.
     """
     shape = part_of(tensor).shape
     like = tensor.detach() if shape is None else tensor.detach().new_empty(shape)
@@ -629,7 +628,6 @@ def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _is_blank(tensor: torch.Tensor, version: int) -> bool:
-    """Whether nothing has been written into what `_blank` gave, which had this version."""
     if tensor._version != version or not tensor.numel():
         return False
     values = tensor.detach()

@@ -1,7 +1,7 @@
-"""Whether the model still is the one that was sharded: same parameters, in the engine's memory.
+"""Guard that the model still has the sharded parameters, in the engine's memory.
 
-Scripts can attach, exchange and convert modules and parameters, or assign to `p.data` at any time. Nothing would fail
-at that moment; what fails later, or is lost, does not tell the cause.
+Scripts can attach, exchange and convert modules and parameters, or assign to `p.data`, at any time. Such a change does
+not fail at once, and a later failure or loss does not show its cause.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ _is_trained = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 class MemoryGuard:
-    """Remembers where each parameter is, and looks again.
-
-    Args:
-        module: the user's model.
-        registry: its parameters.
-        units: all units.
-    """
+    """Records the location of each parameter, and checks it later."""
 
     def __init__(self, module: nn.Module, registry: Registry, units: Sequence[Unit]) -> None:
         self._module = module
@@ -45,24 +39,23 @@ class MemoryGuard:
         self._note()
 
     def _note(self) -> None:
-        """Take what is there as right."""
         modules = list(self._module.modules())
         holders: list[dict[str, Any]] = [holder for m in modules for holder in (m._modules, m._parameters)]
         self._holders = [holder for holder in holders if holder]
         self._empty = [holder for holder in holders if not holder]
         with without_overrides():
-            # Frozen ones: they are used as they are, until a script lets them require a gradient.
+            # Frozen parameters are used as they are, until a script makes them require a gradient.
             self._foreign = [p for p in self._module.parameters() if self._registry.find(p) is None]
-        # Only whole values stay at their address.
+        # Only unsharded parameters keep their address.
         self._resident = [
             self._registry.parameters[t.index] for unit in self._units if not unit.sharded for t in unit.tensors
         ]
-        # Whoever leaves the model stays in memory, so that what comes for it is not taken for it.
+        # Removed objects stay referenced, so that new ones cannot get their `id`.
         self._held = list(itertools.chain.from_iterable(map(dict.values, self._holders)))
         self._found = self._look()
 
     def _look(self) -> list[list[Any]]:
-        """Return what is to be the same as before; the loops are C code, for there are many parameters."""
+        """Return the state to compare. The loops run in C, because models have many parameters."""
         parameters = self._registry.parameters
         with without_overrides():
             return [
@@ -75,7 +68,7 @@ class MemoryGuard:
 
     @never_compiled
     def check(self) -> None:
-        """Look whether everything is where it was; a few comparisons for each parameter.
+        """Check the location of every parameter, with a few comparisons each.
 
         Raises:
             UsageError: the model has other trainable parameters now, or some have left the engine's memory.
@@ -85,7 +78,7 @@ class MemoryGuard:
             self._note()
 
     def _look_closer(self) -> None:
-        """Raise unless the differences do not matter (a module in another wrapper, memory moved as a whole)."""
+        """Raise unless the differences are harmless (a module in another wrapper, memory moved as a whole)."""
         for tensor, *now, dtype, shape in zip(self._registry, *self._look()[:2], *self._found[:2], strict=True):
             if now != [dtype, shape]:
                 raise UsageError(

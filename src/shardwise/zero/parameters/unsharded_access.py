@@ -1,4 +1,4 @@
-"""Whole tensors of which each rank has a part: put together from what all ranks have, and taken apart again."""
+"""Whole tensors of which ranks have parts: assembled from the parts, and cut again."""
 
 from __future__ import annotations
 
@@ -16,20 +16,14 @@ from shardwise.registry import HeldPart, LogicalTensor, Registry, paste
 from shardwise.zero.units.global_ids import GlobalTensorIds
 
 Shown = tuple[LogicalTensor, nn.Parameter, torch.Tensor]
-"""A parameter that is the whole tensor for a while, and the values that it has then."""
+"""Tensor, parameter that shows the whole tensor for a while, and its values meanwhile."""
 
 
 class Wholes:
-    """Puts the tensors of one engine together.
+    """Assembles the tensors of one engine.
 
-    Ranks have parameters at the same places of their units. All of them call, each with its parameter at one place,
-    which need not be of the same tensor: experts that are divided over some ranks have names of their own.
-
-    Args:
-        registry: this rank's tensors.
-        numbering: what the others have.
-        comm: all ranks that step together.
-        accountant: counts the bytes.
+    All ranks call the methods, each with its parameter at one place of the units. These parameters may belong to
+    different tensors: experts that are divided over ranks have names of their own.
     """
 
     def __init__(
@@ -41,11 +35,11 @@ class Wholes:
         self._accountant = accountant
 
     def parts_of(self, index: int) -> Sequence[HeldPart]:
-        """Return what ranks have at the place of a parameter: see `GlobalTensorIds.parts_of`."""
+        """Return the parts that ranks have at the place of a parameter (`GlobalTensorIds.parts_of`)."""
         return self._numbering.parts_of(index)
 
     def divided(self, index: int) -> bool:
-        """Whether ranks have parts of tensors at the place of a parameter: the same on all of them."""
+        """Return True if ranks have parts of tensors at the place of a parameter; the same on all ranks."""
         return any(not part.whole for part in self.parts_of(index))
 
     def assemble(self, index: int, own: torch.Tensor) -> torch.Tensor:
@@ -53,7 +47,7 @@ class Wholes:
 
         Args:
             index: the parameter.
-            own: what this rank has of it: in the parameter's shape, in a dtype that is the same on all ranks.
+            own: this rank's part, in the parameter's shape, in a dtype that is the same on all ranks.
 
         Raises:
             UsageError: some elements are parts at other places, or on no rank; on all ranks alike.
@@ -84,7 +78,7 @@ class Wholes:
 
     @never_compiled
     def show(self, parameters: Iterable[nn.Parameter]) -> list[Shown]:
-        """Let parameters whose values are here be the whole tensors that they are parts of; return those that are."""
+        """Make unsharded parameters show the whole tensors that they are parts of; return the changed parameters."""
         shown: list[Shown] = []
         for parameter in parameters:
             tensor = self._registry.find(parameter)
@@ -96,13 +90,9 @@ class Wholes:
         return shown
 
     def agree(self, shown: Iterable[Shown], src: int) -> None:
-        """Make the values of one rank everybody's, as far as it has parts of the same tensors.
+        """Broadcast the values of rank number `src`, for the shown tensors of which it has parts.
 
-        Of others, experts of other ranks, those of the first rank that has a part count.
-
-        Args:
-            shown: what `show` has returned.
-            src: number of the rank.
+        Other tensors (experts of other ranks) are broadcast by the first rank that has a part.
         """
         for tensor, _, whole in shown:
             parts = self.parts_of(tensor.index)

@@ -1,1 +1,1 @@
-"""Passes: when units are gathered, released and reduced."""
+"""Passes: the order in which units are unsharded, resharded and reduced."""

@@ -1,4 +1,4 @@
-"""Who runs the passes of a sharded model and steps it, as the parts of the model see it."""
+"""Interface from the parts of a sharded model to the engine that runs its passes and steps."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing_extensions import override
 
 
 class Driver(Protocol):
-    """Knows where in an accumulation window a pass is; an engine's step is one."""
+    """Position of a pass in an accumulation window."""
 
     def reduces_now(self) -> bool:
-        """Whether the backward pass that starts now ends an accumulation window."""
+        """Return True if the backward pass that starts now ends an accumulation window."""
 
     def begins_window(self) -> bool:
-        """Whether that window has at most one backward pass on every rank."""
+        """Return True if that window has at most one backward pass on every rank."""
 
     def reduction_scale(self) -> float:
-        """Return what divides a sum over ranks to give the gradient, but for weights of micro-batches."""
+        """Return the divisor from a sum over ranks to the gradient, without weights of micro-batches."""
 
     def gradient_factor(self) -> float | torch.Tensor:
-        """Return what turns accumulated sums into the gradient (all ranks call)."""
+        """Return the factor from accumulated sums to the gradient (all ranks call)."""
 
     def backward_begins(self) -> None:
-        """A backward pass begins (all ranks call)."""
+        """Handle the begin of a backward pass (all ranks call)."""
 
     def backward_ended(self, brought: bool) -> None:
-        """A backward pass has ended, which has brought gradients or not."""
+        """Handle the end of a backward pass; `brought`: it has brought gradients."""
 
 
 class Alone(Driver):
-    """Drives a model that no engine has yet, or any more: every pass is a window, and sums are the gradient."""
+    """Driver of a model without an engine: every pass is a window, and sums are the gradient."""
 
     @override
     def reduces_now(self) -> bool:

@@ -1,4 +1,4 @@
-"""Hooks that stay behind when the module that has them is copied, pickled or compiled."""
+"""Module hooks that copies, pickles and compiled versions of the module do not have."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 from shardwise.compat import never_compiled
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    """Stand in a copied module for a hook of the engine that the original belongs to."""
+def _nothing(*_: Any, **__: Any) -> None: ...
 
 
 def _in_a_copy() -> Callable[..., None]:
@@ -18,7 +17,7 @@ def _in_a_copy() -> Callable[..., None]:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a bound method as long as its object is alive, which the function does not keep."""
+    """Return a function that calls a bound method while its object is alive, without a reference to the object."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -29,16 +28,16 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ModuleHook:
-    """A hook for one module: calls `function` outside of compiled regions, and does nothing in a copy of the module.
+    """Hook of one module: calls `function` outside of compiled regions, and does nothing in a copy of the module.
 
-    `copy.deepcopy`, `pickle` and `torch.save` copy a module's hooks with it; those of an engine would then take the
-    copy for a part of the engine's model, and local functions cannot be pickled at all.
+    `copy.deepcopy`, `pickle` and `torch.save` copy hooks with their module. The engine's hooks would treat the copy as
+    part of the engine's model, and local functions cannot be pickled.
     """
 
     __slots__ = ("function",)
 
     may_wait_for_ranks = True
-    """Whoever wants to know something of the module on one rank alone must run a copy of it."""
+    """Whether the module's forward may wait for other ranks; a single rank must call a copy of the module instead."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -49,5 +48,5 @@ class ModuleHook:
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        """Become nothing."""
+        """Pickle as a function that returns a hook without effect."""
         return _in_a_copy, ()

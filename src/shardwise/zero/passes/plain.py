@@ -1,7 +1,7 @@
-"""Gradients of an engine without an optimizer: averaged over ranks and left in `.grad`, for a step of the script's own.
+"""Gradients of an engine without an optimizer: averaged over ranks in `.grad`, for the script's own step.
 
-Only where every rank has all parameters (stage 0). One all-reduce a unit follows each backward pass. Because a mean of
-equal values is that value, gradients that were averaged before stay what they are, and new ones are added.
+Only for replicated parameters (stage 0). One all-reduce a unit follows each backward pass. Gradients that have been
+averaged before keep their values, because a mean of equal values is that value, and new ones are added.
 """
 
 from __future__ import annotations
@@ -20,16 +20,10 @@ from shardwise.zero.units.unit import Unit
 
 
 class PlainGradients:
-    """Installs and removes the hooks; see the module docstring.
-
-    Args:
-        units: of the model.
-        comm: the ranks that are averaged over.
-        accountant: counts the buffers.
-        averages: divide the sum by the number of ranks.
+    """Averages gradients after backward passes (`averages`), or sums them; see the module docstring.
 
     Attributes:
-        paused: gradients are added up on each rank, and averaged by the first backward pass after that.
+        paused: accumulate gradients on each rank, until the first backward pass after the pause averages them.
     """
 
     def __init__(self, units: Sequence[Unit], comm: Communicator, accountant: Accountant, *, averages: bool) -> None:
@@ -53,11 +47,11 @@ class PlainGradients:
             self._at_end = AtEnd(self._average)
 
     def begin(self) -> None:
-        """Begin a backward pass in which all ranks take part, whether theirs brings gradients or not."""
+        """Begin a backward pass of all ranks, with or without gradients."""
         self._done = False
 
     def end(self) -> None:
-        """End it."""
+        """End a backward pass of all ranks."""
         if not self._done:
             self._average()
 
@@ -72,20 +66,20 @@ class PlainGradients:
                     self._average_some(name, [parameter for parameter in parameters if parameter.dtype is dtype])
 
     def _average_some(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
-        """Average the gradients of parameters of one dtype; those that no rank has stay None."""
+        """Average gradients of one dtype; gradients that no rank has stay None."""
         sizes = [parameter.numel() for parameter in parameters]
         used = sum(sizes) + len(parameters)
         flat = torch.zeros(
             -(-used // self._comm.world) * self._comm.world, dtype=parameters[0].dtype, device=parameters[0].device
         )
         self._accountant.hold(Category.BUFFERS, flat)
-        values, there = flat[: sum(sizes)].split(sizes), flat[sum(sizes) : used]
+        values, present = flat[: sum(sizes)].split(sizes), flat[sum(sizes) : used]
         for number, parameter in enumerate(parameters):
             if parameter.grad is not None:
                 values[number].copy_(parameter.grad.detach().reshape(-1))
-                there[number] = 1.0
+                present[number] = 1.0
         self._comm.sum_large(flat, f"{name}.grad")
-        for found, parameter, anywhere in zip(values, parameters, there.tolist(), strict=True):
+        for found, parameter, anywhere in zip(values, parameters, present.tolist(), strict=True):
             if anywhere:
                 averaged = found.view(parameter.shape).mul_(self._factor)
                 if parameter.grad is None:
@@ -94,7 +88,7 @@ class PlainGradients:
                     parameter.grad.detach().copy_(averaged)
 
     def remove(self) -> None:
-        """Take the hooks off the model; gradients stay."""
+        """Remove the hooks; gradients stay."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._members = [], []

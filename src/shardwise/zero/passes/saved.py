@@ -1,16 +1,14 @@
-"""Values of sharded units that autograd has saved: they are brought back whenever a backward pass reads them.
+"""Saved-tensor hooks of sharded units: autograd keeps positions, so that graphs do not keep unsharded values.
 
-A call's outputs are not the only way into its graph. A loss kept on the module, an activation caught by a hook, a
-gradient that is differentiated again: each leads to nodes that saved a weight and run before the nodes of any output,
-or without them. So what autograd saves while a unit computes passes through here. Of a tensor in the memory of a
-unit only its place there is kept, and reading it gathers the unit: a graph holds no whole values. Every other tensor is
-kept as autograd keeps it.
+A graph can be entered elsewhere than at a call's outputs: by a loss kept on the module, an activation from a hook, or a
+gradient that is differentiated again. Nodes that saved a weight then run before the nodes of any output, or without
+them. So the hooks receive all tensors that autograd saves while a unit computes. Of a tensor in a unit's memory only
+its position is kept; reading it unshards the unit. Other tensors are kept as by autograd.
 
-Of such hooks autograd calls one pair, the innermost. Pairs around the call (activation checkpointing, offloading) are
-called from here with every tensor, but for those that say that they want activations only (`activations_only`, an
-attribute of what their functions are bound to). Pairs inside of it (a checkpoint in a block) take the place of this
-one: what they hand out has been recomputed, or was a copy. They may ask whether a tensor is their business
-(`lets_go`), and hand on to this pair what is not.
+Autograd calls only the innermost pair of hooks. Pairs outside of this one (activation checkpointing, offloading) are
+called from here with every tensor. If the object that their functions are bound to has a true attribute
+`activations_only`, they get no tensors of units. Pairs inside of this one (a checkpoint in a block) replace it: their
+tensors are recomputed or copied. They can check by `lets_go` whether this pair needs a tensor, and pass it on.
 """
 
 from __future__ import annotations
@@ -37,28 +35,24 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 class SavedValues:
-    """The hooks of one engine; see the module docstring.
-
-    Args:
-        recall: makes the values of a unit valid; called when a node is about to read them.
-    """
+    """Saved-tensor hooks of one engine; `recall` makes the values of a unit valid before a node reads them."""
 
     def __init__(self, recall: Callable[[Unit], None]) -> None:
         self.recall = recall
         self._units: dict[int, Unit] = {}
 
     def know(self, unit: Unit) -> None:
-        """Note where the whole values of a unit lie until it is released."""
+        """Register the memory of an unsharded unit."""
         for section in unit.sections:
             if section.full.numel():
                 self._units[section.full.untyped_storage()._cdata] = unit
 
     def forget(self) -> None:
-        """Forget where units were."""
+        """Drop all registered memory."""
         self._units.clear()
 
     def open(self) -> bool:
-        """Put the hooks in force on this thread, unless they are; return whether `close` must be called."""
+        """Enable the hooks on this thread; return True if `close` must be called, because they were not enabled."""
         outer = saved_hooks_in_force(True)
         if self._owns(outer) or reason_against_saved_hooks() is not None:
             return False
@@ -66,7 +60,7 @@ class SavedValues:
         return True
 
     def close(self) -> bool:
-        """Undo one `open`; return whether there was one to undo."""
+        """Undo one `open`; return False if the hooks are not enabled."""
         innermost = saved_hooks_in_force(True)
         if innermost is None or not self._owns(innermost):
             return False
@@ -74,30 +68,30 @@ class SavedValues:
         return True
 
     def close_all(self) -> None:
-        """Undo what calls that were interrupted have opened."""
+        """Disable hooks that interrupted calls have left enabled."""
         while self.close():
             pass
 
     def _owns(self, pair: tuple[Pack, Unpack] | None) -> bool:
         owner = getattr(pair[0], "__self__", None) if pair is not None else None
-        return owner is self or (type(owner) is _Around and owner.saved is self)
+        return owner is self or (type(owner) is _WithOuterHooks and owner.saved is self)
 
     def _pair(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack]:
         if outer is None:
             return self._pack, self._unpack
-        around = _Around(self, *outer)
+        around = _WithOuterHooks(self, *outer)
         return around.pack, around.unpack
 
     def place_of(self, tensor: torch.Tensor) -> _Place | None:
-        """Return where in the memory of a unit a tensor lies; None: it is not in any, or cannot be found again there.
+        """Return the position of a tensor in a unit's memory; None: it has none, or it cannot be rebuilt from it.
 
-        The place has the tensor's version, and counts with it.
+        The position refers to the tensor's version counter.
         """
         try:
             unit = self._units.get(tensor.untyped_storage()._cdata)
-        except RuntimeError:  # it has no storage (sparse tensors)
+        except RuntimeError:  # without a storage (sparse tensors)
             return None
-        # The unit may have been released since, and its memory given to somebody else.
+        # After a reshard, the memory may have another use.
         section = unit.owner_of(tensor) if unit is not None else None
         if unit is None or section is None or tensor.is_conj() or tensor.is_neg():
             return None
@@ -106,13 +100,13 @@ class SavedValues:
         return _Place(unit, section, view, counter, counter._version)
 
     def lets_go(self, tensor: torch.Tensor) -> bool:
-        """Whether a pair inside of this one may keep a tensor in its own way: nothing is known of it here."""
+        """Return True if inner hooks may keep a tensor in their own way, because it is in no unit's memory."""
         return self.place_of(tensor) is None
 
     def cover(self) -> None:
-        """Watch what the node that runs now saves, if its graph is to be differentiated again.
+        """Enable the hooks for tensors that the running node saves, if its graph may be differentiated again.
 
-        It is called from within the node; autograd puts its own hooks back in force after each.
+        Called inside of the node; autograd restores its own hooks after each node.
         """
         if backward_pass() is not None:
             self.open()
@@ -122,8 +116,8 @@ class SavedValues:
         place = self.place_of(tensor)
         if place is not None:
             return place
-        # Detached, because a node that held its own output would never die. The version goes with it: autograd leaves
-        # the check to the hooks.
+        # Detached, because a node that holds its own output would never be freed. The version is kept, because autograd
+        # leaves the check to the hooks.
         kept = tensor.detach() if tensor.requires_grad else tensor
         return kept, kept._version
 
@@ -140,14 +134,12 @@ class SavedValues:
 
 
 class _Place:
-    """Where in the whole values of a section a saved tensor lies.
+    """Position of a saved tensor in an unsharded flat parameter.
 
     Args:
-        unit: whose.
-        section: which of its sections.
         view: dtype, offset, size and stride of the tensor.
-        counter: has the version counter of the tensor, and no values.
-        version: what it was.
+        counter: tensor without values that has the version counter.
+        version: version of the tensor when it was saved.
     """
 
     __slots__ = ("counter", "section", "unit", "version", "view")
@@ -162,7 +154,6 @@ class _Place:
         self.version = version
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor, as it is in the values that are gathered now."""
         dtype, offset, size, stride = self.view
         full = self.section.full
         if dtype is full.dtype:
@@ -173,28 +164,28 @@ class _Place:
         return found
 
 
-class _Around:
-    """The hooks of `saved` where another pair is in force already."""
+class _WithOuterHooks:
+    """Hooks of `saved` that call an outer pair."""
 
     def __init__(self, saved: SavedValues, pack: Pack, unpack: Unpack) -> None:
         self.saved = saved
         self._outer_pack = pack
         self._outer_unpack = unpack
         self._outer = getattr(pack, "__self__", None)
-        self._alone = getattr(self._outer, "activations_only", False)
+        self._activations_only = getattr(self._outer, "activations_only", False)
 
     def lets_go(self, tensor: torch.Tensor) -> bool:
-        """See `SavedValues.lets_go`."""
-        asked = getattr(self._outer, "lets_go", None)
-        return self.saved.lets_go(tensor) and asked is not None and bool(asked(tensor))
+        """Return True if both pairs let inner hooks keep a tensor in their own way."""
+        outer_lets_go = getattr(self._outer, "lets_go", None)
+        return self.saved.lets_go(tensor) and outer_lets_go is not None and bool(outer_lets_go(tensor))
 
     @never_compiled
     def pack(self, tensor: torch.Tensor) -> Any:
         place = self.saved.place_of(tensor)
-        if place is not None and self._alone:
+        if place is not None and self._activations_only:
             return place
         packed = self._outer_pack(tensor)
-        # Where the other pair keeps the tensor itself, its place is kept instead.
+        # If the outer pair keeps the tensor itself, its position is kept instead.
         itself = place is not None and isinstance(packed, torch.Tensor) and place.unit.owns(packed)
         return place if itself else _Packed(place.unit if place is not None else None, packed)
 
@@ -204,18 +195,18 @@ class _Around:
             self.saved.cover()
         if type(packed) is _Place:
             self.saved.recall(packed.unit)
-            if self._alone:
+            if self._activations_only:
                 return packed.tensor()
             tensor, unit = self._outer_unpack(packed.tensor()), packed.unit
         else:
             tensor, unit = self._outer_unpack(packed.content), packed.unit
         if unit is not None:
-            self.saved.recall(unit)  # after the other pair has done, which may compute with the unit and release it
+            self.saved.recall(unit)  # the outer pair may have unsharded and resharded the unit
         return tensor
 
 
 class _Packed:
-    """What an outer pair of hooks has made of a saved tensor, and the unit in whose memory that lay, if any."""
+    """Result of an outer pair for a saved tensor, with the unit of the tensor's memory, if any."""
 
     __slots__ = ("content", "unit")
 

@@ -1,30 +1,27 @@
-"""The side channel: what ranks tell each other outside the order of collectives, when their data makes them differ.
+"""Side channel: point-to-point messages outside the order of collectives, for ranks that take different branches.
 
-A rank connects to another when it first asks it for something (`shardwise.comm.p2p`); ranks of a model that never
-needs this open no connection. A small thread answers the peers. It needs nothing of the main thread, which is busy or
-blocked elsewhere.
+A rank connects to a peer at its first message (`shardwise.comm.p2p`), so most models open no connection. A thread
+answers peers, independently of the main thread, which computes or waits.
 
-*fetch*: a rank needs a released unit once more than ever before in a pass (a shared layer met for the first time, a
-router that picks a layer twice). The peers' threads answer with their shards, which do not change while any rank is
-inside a pass, because no rank can step before all have finished their backward pass. Where the host does not wait for
-collectives, the rank that asks may be a step ahead: a peer answers when its device has made that step. Until then the
-thread answers other ranks: one of them may still be in the pass before, and the step waits for that rank. So the rank
-that is behind all others is answered at once, whatever the number of micro-batches, and no ranks wait for each other. A
-shard goes in chunks from where it lies to where it belongs; nothing is held twice.
+*fetch*: a rank needs a resharded unit once more than in any pass before (a shared layer, a router that picks a layer
+twice). Threads of the peers send their shards. Shards do not change while any rank is in a pass, because no rank steps
+before all have ended backward. If the host does not wait for collectives, the fetching rank may be a step ahead. A peer
+answers it when its device has made that step, and answers other ranks meanwhile: a rank in the pass before, for which
+the step waits, is answered at once. So ranks never wait for each other, for any number of micro-batches. Shards are
+sent in chunks, without a second copy.
 
-*want*: a rank waits for a gather while reductions that come earlier in the agreed order are still to be launched here.
-A peer that waits for such a reduction would never launch the gather: each would wait for the other. The message lets
-its thread launch the gather on its behalf.
+*want*: a rank waits for an all-gather before it has launched earlier reductions. A peer that waits for such a reduction
+would never launch the all-gather. The message makes the peer's thread launch the all-gather.
 
-*end*, *where*: a rank is in `destroy()`, which gathers everything once more. All ranks meet there through the store,
-where each compares itself with the first. A rank that waits for long tells the next few ranks that have not come, and
-asks them which collectives they have launched: one that it has not launched itself will never be answered. The stall
-watchdog runs until then, and names ranks that do not come.
+*end*, *where*: a rank is in `destroy()`, which all-gathers all units. All ranks meet there through the store, where
+each compares itself with the first. After a while a rank reports to the next few missing ranks, and requests the
+collectives that they have launched: a collective that only they have launched will never end. The stall watchdog names
+missing ranks.
 
-On CUDA a shard is copied on a stream of its own, behind the mark that the shards are written: the stream of the pass
-may wait for a gather that the rank which asks has still to launch.
+On CUDA, a stream of its own copies shards, after the event of their last write. Because the stream of the pass may wait
+for an all-gather that the fetching rank launches later.
 
-What goes wrong in the thread is raised by the pass that it helps.
+Errors of the thread are raised by the pass of this rank.
 """
 
 from __future__ import annotations
@@ -60,24 +57,24 @@ from shardwise.zero.units.unit import Unit
 CHUNK = 1 << 20
 """Bytes of a shard that are copied and sent at a time."""
 
-_ASK = struct.Struct("<BIqq")
+_REQUEST = struct.Struct("<BIqq")
 """Kind of a message, bytes of the text after it, and two numbers."""
 _ANSWER = struct.Struct("<BQ")
-"""Whether an answer is what was asked for, and its bytes."""
+"""Status of an answer, and its bytes."""
 _FETCH, _WANT, _END, _WHERE = range(1, 5)
 _REFUSED, _GIVEN = range(2)
 _TEXT_BYTES = 4096
-_SAID = 500
-"""Characters of what a rank says of itself."""
+_TEXT_CHARACTERS = 500
+"""Characters of a rank's description of itself."""
 _FIRST_POLL_S, _POLL_S = 0.001, 0.1
 _DEVICE_S = 0.001
-"""Seconds between two looks whether the device has written what a peer asks for."""
+"""Seconds between two queries of an event that an answer waits for."""
 _GRACE_S = 0.2
-"""How long a rank in `destroy()` waits for the others before it asks where they are."""
-_MOST_ASKED = 8
-"""How many of the ranks after its own a rank in `destroy()` asks."""
+"""Seconds that a rank in `destroy()` waits before it requests the state of missing ranks."""
+_MOST_REQUESTED = 8
+"""Number of following ranks whose state a rank in `destroy()` requests."""
 _PATIENCE_S = 2.0
-"""How long a rank that an exception has stopped in a pass waits for ranks that may be on their way to `destroy()`."""
+"""Seconds that a rank which an exception has stopped in a pass waits for ranks on their way to `destroy()`."""
 _LEAVING_S, _LEAVING_FAILED_S = 10.0, 0.5
 _CHECK = "Did a rank get fewer batches, or skip a forward pass, backward() or step()?"
 
@@ -85,35 +82,30 @@ _open: weakref.WeakSet[SideChannel] = weakref.WeakSet()
 
 
 class SideChannel(PeerShards):
-    """Serves this rank's shards and wishes of others; see the module docstring.
-
-    Args:
-        comm: all ranks that step together.
-        units: the sharded units.
-    """
+    """Serves shards and requests of peers; see the module docstring. `comm` has all ranks that step together."""
 
     def __init__(self, comm: Communicator, units: Sequence[Unit]) -> None:
         self.comm = comm
         self._on_want: Callable[[int, int], None] | None = None
         self._units = {unit.index: unit for unit in units}
         self._error: Exception | None = None
-        self._asking = threading.Lock()
+        self._requesting = threading.Lock()
         self._changed = threading.Condition()
         self._ended: dict[int, dict[str, Any]] = {}
         self._own_end: dict[str, Any] | None = None
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._streams = streams_of(comm.device)
         self._stream = self._streams.current()
         self._copying = self._streams.make("answers")
         self._written: dict[int, Mark] = {}
         self._version = 0
-        self._held: set[_Peer] = set()  # peers that have asked for values of a step still to be launched here
-        self._awaited: set[_Peer] = set()  # peers that have asked for values of a step that the device still runs
+        self._held: set[_Peer] = set()  # peers that fetch values of a step still to be launched here
+        self._awaited: set[_Peer] = set()  # peers that fetch values of a step that the device still runs
         self.shards_written(self._streams.mark())
         self._selector = selectors.DefaultSelector()
         self._alarm, self._alarmed = socket.socketpair()
         self._selector.register(self._alarmed, selectors.EVENT_READ)
-        self._links = p2p.P2PConnections(comm, self._selector, self._welcome)
+        self._links = p2p.P2PConnections(comm, self._selector, self._on_connected)
         self._thread = threading.Thread(target=self._serve, name="shardwise-side-channel", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -128,23 +120,19 @@ class SideChannel(PeerShards):
 
     @override
     def raise_helper_error(self) -> None:
-        """Note the stream of the calling thread, on which help is launched from now on.
-
-        Raises:
-            Exception: what has gone wrong in the thread that helps the peers.
-        """
+        """Record the stream for all-gathers of the helper thread, and raise the thread's error, if any."""
         self._stream = self._streams.current()
         if self._error is not None:
             raise self._error
 
     @override
     def shards_written(self, mark: Mark) -> None:
-        """Note that the shards have new values, or will have when the device gets to a mark.
+        """Record that the shards have new values when the device reaches an event.
 
-        All ranks call it as often: a fetch names the values that it means by their number.
+        All ranks call it equally often: a fetch names the version of the values.
         """
         for version in [version for version, earlier in self._written.items() if earlier.reached()]:
-            del self._written[version]  # there is nothing to wait for any more
+            del self._written[version]  # written
         self._written[self._version + 1] = mark
         with self._changed:
             self._version += 1
@@ -153,11 +141,7 @@ class SideChannel(PeerShards):
 
     @override
     def check_present(self) -> None:
-        """Raise if a gather that is to be launched now would not be answered.
-
-        Raises:
-            DesyncError: a peer is in `destroy()`.
-        """
+        """Raise DesyncError if a peer is in `destroy()` and would not take part in an all-gather."""
         if self._ended and self._own_end is None:
             rank, end = min(self._ended.items())
             raise DesyncError(
@@ -167,105 +151,103 @@ class SideChannel(PeerShards):
 
     @override
     def fetch(self, unit: Unit) -> None:
-        """Fill the whole values of a unit (its memory is allocated) from all shards.
+        """Fill the unsharded values of a unit, whose memory is allocated, from the shards of all ranks.
 
         Raises:
-            PeerLostError: a peer has gone, or has not answered within the group's limit for a collective.
-            DesyncError: the same, and it waits for this rank elsewhere.
+            PeerLostError: a peer is lost, or has not answered within the group's timeout.
+            DesyncError: as before, and the peer waits for this rank elsewhere.
         """
         begin = time.monotonic()
         deadline = begin + self.comm.timeout.total_seconds()
         ranks, here = unit.domain.ranks.members, self.comm.members
         holders = [(here.index(ranks[rank]), place) for rank, place in unit.domain.holders(unit.level)[1:]]
-        with self._asking:
+        with self._requesting:
             for peer, _ in holders:
-                with self._expecting(peer, f"fetch {unit.name!r}", begin):
-                    self._ask(peer, _FETCH, unit.index, self._version, deadline=deadline)
+                with self._naming_errors(peer, f"fetch {unit.name!r}", begin):
+                    self._send(peer, _FETCH, unit.index, self._version, deadline=deadline)
             for section in unit.sections:
                 section.bring_shard()
             for peer, place in holders:
                 ranges = [section.layout.range_of(place, unit.level) for section in unit.sections]
                 parts = [section.full[slice(*ends)] for section, ends in zip(unit.sections, ranges, strict=True)]
-                with self._expecting(peer, f"fetch {unit.name!r}", begin):
+                with self._naming_errors(peer, f"fetch {unit.name!r}", begin):
                     self._receive_parts(peer, parts, deadline)
 
     @override
     def want(self, number: int, place: int) -> None:
-        """Tell the peers that backward pass `number` waits for the gather at `place` of its order."""
-        self._tell(_WANT, number, place)
+        self._send_all(_WANT, number, place)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     @override
     def end_together(self, where: str, phase: str, *, cut_short: bool) -> str:
-        """Wait until all ranks have called this; return what keeps them from going on together, or nothing.
+        """Wait until all ranks call; return why the ranks cannot go on together ("" if they can).
 
         Args:
-            where: what this rank is doing, for the others' errors.
-            phase: in which phase of a pass it is.
-            cut_short: an exception is on its way through this rank, which may have left a pass.
+            where: activity of this rank, for errors of other ranks.
+            phase: phase of the pass.
+            cut_short: an exception on this rank may have interrupted a pass.
 
         Raises:
-            PeerLostError: a peer has gone, or has not come within the group's limit for a collective.
+            PeerLostError: a peer is lost, or has not come within the group's timeout.
         """
         if self.comm.device.type == "cuda" and not cut_short:
-            torch.cuda.synchronize(self.comm.device)  # what has been launched here has been launched everywhere
-        own = {"text": where[:_SAID], "launched": self.comm.launched, "phase": phase}
+            torch.cuda.synchronize(self.comm.device)  # then every rank has launched the same collectives
+        own = {"text": where[:_TEXT_CHARACTERS], "launched": self.comm.launched, "phase": phase}
         with self._changed:
             self._own_end = own
-        # Not in the ledger: nothing is exchanged. The stall watchdog shows it.
+        # No data is exchanged, so the record is shown by the stall watchdog but is not in the ledger.
         now = time.perf_counter()
         record = Record(
             time.monotonic_ns(), "meeting", self.comm.name, 0, 0, "destroy()", user_line(), now, kind="end",
             members=self.comm.members,
         )  # fmt: skip
         with waiting(record, now):
-            return self._meet(own, cut_short=cut_short)
+            return self._rendezvous(own, cut_short=cut_short)
 
-    def _meet(self, own: dict[str, Any], *, cut_short: bool) -> str:
+    def _rendezvous(self, own: dict[str, Any], *, cut_short: bool) -> str:
         begin = time.monotonic()
-        ending = _Ending(f"{self._links.name}/end", self.comm.rank, self.comm.world)
-        ending.come(own)
+        ending = _Rendezvous(f"{self._links.name}/end", self.comm.rank, self.comm.world)
+        ending.arrive(own)
         ahead: dict[int, float] = {}
         pause = _FIRST_POLL_S
         while not ending.all_have_come():
-            word = ending.apart()
-            if word is not None:
-                return self._parted(*word)
+            published = ending.published_reason()
+            if published is not None:
+                return self._checked_reason(*published)
             waited = time.monotonic() - begin
             if waited > _GRACE_S:
                 try:
                     if waited > self.comm.timeout.total_seconds():
                         raise PeerLostError(f"{ending.count()} of {self.comm.world} ranks have come to destroy()")
-                    why = self._look_after(ending, own, ahead, begin, cut_short=cut_short)
+                    why = self._check_missing(ending, own, ahead, begin, cut_short=cut_short)
                 except PeerLostError as error:
-                    ending.part(str(error), lost=True)
+                    ending.publish(str(error), lost=True)
                     raise
                 if why is not None:
-                    ending.part(why, lost=False)
+                    ending.publish(why, lost=False)
                     return why
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S)
-        word = ending.apart()
-        return "" if word is None else self._parted(*word)
+        published = ending.published_reason()
+        return "" if published is None else self._checked_reason(*published)
 
-    def _parted(self, text: str, lost: bool) -> str:
-        """Return what keeps the ranks from going on together, as one of them has written it."""
+    def _checked_reason(self, text: str, lost: bool) -> str:
         if lost:
             raise PeerLostError(text)
         return text
 
-    def _look_after(
-        self, ending: _Ending, own: dict[str, Any], ahead: dict[int, float], begin: float, *, cut_short: bool
+    def _check_missing(
+        self, ending: _Rendezvous, own: dict[str, Any], ahead: dict[int, float], begin: float, *, cut_short: bool
     ) -> str | None:
-        """Ask the next few ranks that have not come where they are; return why one of them will not, or None."""
+        """Request the state of the next few missing ranks; return why one of them will not come, or None."""
         launched = own["launched"]
         for rank in ending.missing():
-            if rank not in self._told:
-                self._told.add(rank)
+            if rank not in self._reported:
+                self._reported.add(rank)
                 deadline = begin + self.comm.timeout.total_seconds()
-                with self._asking, contextlib.suppress(OSError):  # whoever has gone will be missed by what comes next
-                    self._ask(rank, _END, text=json.dumps(own), deadline=deadline)
+                with self._requesting, contextlib.suppress(OSError):  # a lost peer is detected by the next request
+                    self._send(rank, _END, text=json.dumps(own), deadline=deadline)
             found = self._where(rank, begin)
             if found["ended"] or not _is_ahead(found["launched"], launched):
                 ahead.pop(rank, None)
@@ -275,7 +257,6 @@ class SideChannel(PeerShards):
 
     @override
     def close(self) -> None:
-        """Stop answering."""
         _open.discard(self)
         self._stop()
         self._links.close()
@@ -287,8 +268,8 @@ class SideChannel(PeerShards):
         self._selector.close()
 
     def leave(self, limit: float) -> None:
-        """Stop answering because this process ends, which waits for that at most so many seconds."""
-        # A thread that is still inside of torch when the interpreter goes would take the process down.
+        """End the thread at the exit of the process, which waits at most `limit` seconds."""
+        # A thread inside of torch at interpreter shutdown would crash the process.
         self._stop(limit)
 
     def _stop(self, limit: float = _LEAVING_S) -> None:
@@ -299,23 +280,23 @@ class SideChannel(PeerShards):
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
-    def _ask(self, peer: int, kind: int, first: int = 0, second: int = 0, text: str = "", *, deadline: float) -> None:
+    def _send(self, peer: int, kind: int, first: int = 0, second: int = 0, text: str = "", *, deadline: float) -> None:
         data = text.encode()[:_TEXT_BYTES]
         connection = self._links.to(peer, deadline)
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
-        connection.sendall(_ASK.pack(kind, len(data), first, second) + data)
+        connection.sendall(_REQUEST.pack(kind, len(data), first, second) + data)
 
-    def _tell(self, kind: int, first: int = 0, second: int = 0, text: str = "") -> None:
-        """Send a message that has no answer to all peers; whoever has gone will be missed by what comes next."""
+    def _send_all(self, kind: int, first: int = 0, second: int = 0, text: str = "") -> None:
+        """Send a message without an answer to all peers; lost peers are detected by later requests."""
         deadline = time.monotonic() + self.comm.timeout.total_seconds()
-        with self._asking:
+        with self._requesting:
             for peer in (rank for rank in range(self.comm.world) if rank != self.comm.rank):
                 with contextlib.suppress(OSError):
-                    self._ask(peer, kind, first, second, text, deadline=deadline)
+                    self._send(peer, kind, first, second, text, deadline=deadline)
 
     @contextlib.contextmanager
-    def _expecting(self, peer: int, what: str, begin: float) -> Iterator[None]:
-        """Turn an error of a connection inside into one that says who has not answered what."""
+    def _naming_errors(self, peer: int, what: str, begin: float) -> Iterator[None]:
+        """Convert an error of a connection into an error that names the peer and the request."""
         with p2p.reaching(self.comm, peer, what, begin):
             try:
                 yield
@@ -323,8 +304,8 @@ class SideChannel(PeerShards):
                 self._links.drop(peer)
                 raise
 
-    def _answered(self, peer: int, most: int, deadline: float) -> int:
-        """Read the head of an answer; return its bytes, at most so many."""
+    def _read_header(self, peer: int, most: int, deadline: float) -> int:
+        """Read the header of an answer; return its bytes, at most `most`."""
         connection, head = self._links.to(peer, deadline), bytearray(_ANSWER.size)
         p2p.receive(connection, memoryview(head), deadline)
         given, size = _ANSWER.unpack(head)
@@ -337,9 +318,8 @@ class SideChannel(PeerShards):
         return int(size)
 
     def _receive_parts(self, peer: int, parts: Sequence[torch.Tensor], deadline: float) -> None:
-        """Receive what follows into tensors, one after the other."""
         expected = sum(part.nbytes for part in parts)
-        size = self._answered(peer, expected, deadline)
+        size = self._read_header(peer, expected, deadline)
         if size != expected:
             raise ConnectionAbortedError(f"rank {peer} has answered {size} bytes; expected {expected}")
         connection = self._links.to(peer, deadline)
@@ -354,13 +334,12 @@ class SideChannel(PeerShards):
                 flat[start : start + len(chunk)].copy_(torch.frombuffer(chunk, dtype=torch.uint8))
 
     def _where(self, peer: int, begin: float) -> dict[str, Any]:
-        """Ask a peer which collectives it has launched; see `_place`."""
         deadline = begin + self.comm.timeout.total_seconds()
-        with self._asking, self._expecting(peer, "destroy()", begin):
+        with self._requesting, self._naming_errors(peer, "destroy()", begin):
             if time.monotonic() >= deadline:
                 raise TimeoutError("the limit is over")
-            self._ask(peer, _WHERE, deadline=deadline)
-            data = bytearray(self._answered(peer, _TEXT_BYTES, deadline))
+            self._send(peer, _WHERE, deadline=deadline)
+            data = bytearray(self._read_header(peer, _TEXT_BYTES, deadline))
             p2p.receive(self._links.to(peer, deadline), memoryview(data), deadline)
             found = json.loads(data)
             assert isinstance(found, dict)
@@ -370,40 +349,39 @@ class SideChannel(PeerShards):
 
     def _serve(self) -> None:
         if self.comm.device.type == "cuda":
-            torch.cuda.set_device(self.comm.device)  # the current device is a thread's own
+            torch.cuda.set_device(self.comm.device)  # current devices belong to threads
         while True:
             for key, _ in self._selector.select(_DEVICE_S if self._awaited else self._links.patience()):
                 if key.data is None:
                     if not self._alarmed.recv(CHUNK):
-                        return  # this rank leaves
+                        return  # this rank closes the channel
                     for peer in list(self._held):
                         self._held.discard(peer)
-                        self._attend_to(peer)
+                        self._serve_peer(peer)
                 elif isinstance(key.data, _Peer):
-                    self._attend_to(key.data)
+                    self._serve_peer(key.data)
                 else:
                     key.data()
             for peer in list(self._awaited):
                 self._awaited.discard(peer)
-                self._attend_to(peer)
+                self._serve_peer(peer)
             self._links.expire()
 
-    def _welcome(self, rank: int, connection: socket.socket) -> None:
-        """A peer has connected, to ask something."""
+    def _on_connected(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, _Peer(rank, connection))
 
-    def _attend_to(self, peer: _Peer) -> None:
-        """Send what can be sent to a peer, or take what it asks."""
+    def _serve_peer(self, peer: _Peer) -> None:
+        """Send pending answers to a peer, or handle its next message."""
         try:
             sent = peer.flush()
-            if sent and not peer.asks():
+            if sent and not peer.receive_bytes():
                 sent = peer.flush()
-            while sent and not self._holds(peer) and (asked := peer.asked()) is not None:
-                self._answer(peer, *asked)
+            while sent and not self._postpones(peer) and (message := peer.next_message()) is not None:
+                self._answer(peer, *message)
                 sent = peer.flush()
         except OSError:
-            self._drop(peer)  # it has gone; a pass that needs it will notice
+            self._drop(peer)  # a pass that needs the lost peer will detect it
             return
         except Exception as error:
             self._error = self._error or error
@@ -417,11 +395,11 @@ class SideChannel(PeerShards):
         self._selector.unregister(peer.connection)
         peer.connection.close()
 
-    def _holds(self, peer: _Peer) -> bool:
-        """Return whether a peer asks for values that are still to be written here, by the host or by the device.
+    def _postpones(self, peer: _Peer) -> bool:
+        """Return True if a peer fetches values that are still to be written here, by the host or by the device.
 
-        The thread waits for neither. The device may be in a step that a third rank has still to launch, and that rank
-        may ask here for values of the step before.
+        The thread does not wait for them: the device may be in a step that a third rank has still to launch, and that
+        rank may fetch values of the step before.
         """
         version = peer.version()
         with self._changed:
@@ -435,7 +413,6 @@ class SideChannel(PeerShards):
         return True
 
     def _answer(self, peer: _Peer, kind: int, first: int, second: int, text: bytes) -> None:
-        """Do what a message asks for."""
         try:
             if kind == _FETCH:
                 unit = self._units.get(first)
@@ -465,20 +442,19 @@ class SideChannel(PeerShards):
                 peer.refuse(f"{type(error).__name__}: {error}")
 
     def _place(self) -> dict[str, Any]:
-        """Where this rank is."""
         with self._changed:
             if self._own_end is not None:
                 return {**self._own_end, "ended": True}
-        # What has been launched is read first: what is said of a rank must not be older than that.
+        # Read first, so that the description of the rank is not older.
         launched = self.comm.launched
         open_ones = [record for record in self.comm.ledger.records() if record.finished is None]
         text = "is outside of collectives"
         if open_ones:
             text = f"is in {named(open_ones[-1])}" + (f" at {open_ones[-1].line}" if open_ones[-1].line else "")
-        return {"text": text[:_SAID], "launched": launched, "ended": False}
+        return {"text": text[:_TEXT_CHARACTERS], "launched": launched, "ended": False}
 
     def _chunks(self, unit: Unit, version: int) -> Iterator[memoryview]:
-        """Yield a unit's shards in chunks; each is no longer needed when the next one is asked for."""
+        """Yield a unit's shards in chunks; a chunk is valid until the next one is yielded."""
         for section in unit.sections:
             with self._copying.use():
                 shard = section.shard_loans.read(section.shard)
@@ -499,26 +475,24 @@ class SideChannel(PeerShards):
                 yield _bytes_of(chunk[: part.numel()])
 
 
-class _Ending:
-    """The meeting of all ranks in `destroy()`, through the store; each rank makes a few requests.
+class _Rendezvous:
+    """Rendezvous of all ranks in `destroy()`, through the store, with a few requests of each rank.
 
-    Args:
-        key: prefix of its keys, of this meeting only.
-        rank, world: this rank's place.
+    `key` is the prefix of its keys, unique to this rendezvous.
     """
 
     def __init__(self, key: str, rank: int, world: int) -> None:
         self._key, self._rank, self._world = key, rank, world
         store = default_store()
-        assert store is not None  # through which the ranks have met
+        assert store is not None  # by which the ranks have met
         self._store = store
 
-    def come(self, own: dict[str, Any]) -> None:
-        """Say that this rank is here, and compare it with the first that has come."""
-        told = json.dumps([self._rank, own["text"], own["launched"], own["phase"]])
-        rank, text, launched, phase = json.loads(self._store.compare_set(f"{self._key}/first", "", told))
+    def arrive(self, own: dict[str, Any]) -> None:
+        """Report that this rank is here, and compare it with the first rank."""
+        described = json.dumps([self._rank, own["text"], own["launched"], own["phase"]])
+        rank, text, launched, phase = json.loads(self._store.compare_set(f"{self._key}/first", "", described))
         if (launched, phase) != (own["launched"], own["phase"]):
-            self.part(
+            self.publish(
                 f"rank {self._rank} {own['text']}, rank {rank} {text}, and they have not taken part in the same passes "
                 f"until there. {_CHECK}",
                 lost=False,
@@ -528,24 +502,21 @@ class _Ending:
             self._store.set(f"{self._key}/all", "")
 
     def all_have_come(self) -> bool:
-        """Whether all ranks are here."""
         return bool(self._store.check([f"{self._key}/all"]))
 
     def count(self) -> int:
-        """Return how many ranks are here."""
         return int(self._store.add(f"{self._key}/count", 0))
 
     def missing(self) -> list[int]:
-        """Return those of the next few ranks that are not here."""
-        following = [(self._rank + step) % self._world for step in range(1, min(_MOST_ASKED, self._world - 1) + 1)]
+        following = [(self._rank + step) % self._world for step in range(1, min(_MOST_REQUESTED, self._world - 1) + 1)]
         return [rank for rank in following if not self._store.check([f"{self._key}/{rank}"])]
 
-    def part(self, text: str, *, lost: bool) -> None:
-        """Write why the ranks do not go on together; the first word stays."""
+    def publish(self, text: str, *, lost: bool) -> None:
+        """Publish the reason why the ranks cannot go on together; the first one is kept."""
         self._store.compare_set(f"{self._key}/apart", "", json.dumps([text, lost]))
 
-    def apart(self) -> tuple[str, bool] | None:
-        """Return what a rank has written: why the ranks do not go on together, and whether a rank has gone."""
+    def published_reason(self) -> tuple[str, bool] | None:
+        """Return the published reason, and whether a rank is lost; None: there is no reason."""
         if not self._store.check([f"{self._key}/apart"]):
             return None
         text, lost = json.loads(self._store.get(f"{self._key}/apart"))
@@ -553,7 +524,7 @@ class _Ending:
 
 
 class _Peer:
-    """The connection on which a peer is answered: what has come in and what is still to go out."""
+    """Connection to a peer that sends requests, with received and unsent bytes."""
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
         self.rank = rank
@@ -562,14 +533,10 @@ class _Peer:
         self._outbox = memoryview(b"")
         self._more: Iterator[memoryview] = iter(())
 
-    def asks(self) -> bool:
-        """Take what has arrived; return whether that is anything.
-
-        Raises:
-            OSError: the peer has gone.
-        """
+    def receive_bytes(self) -> bool:
+        """Receive bytes; return False if none have arrived. Raises OSError if the peer is lost."""
         try:
-            data = self.connection.recv(_ASK.size + _TEXT_BYTES)
+            data = self.connection.recv(_REQUEST.size + _TEXT_BYTES)
         except BlockingIOError:
             return False
         if not data:
@@ -578,38 +545,36 @@ class _Peer:
         return True
 
     def version(self) -> int:
-        """Return the number of the values that the next message asks for; 0 if it asks for none."""
-        kind, _, _, second = _ASK.unpack_from(self._inbox) if len(self._inbox) >= _ASK.size else (0, 0, 0, 0)
+        """Return the version of the values that the next message fetches; 0 for other messages."""
+        kind, _, _, second = _REQUEST.unpack_from(self._inbox) if len(self._inbox) >= _REQUEST.size else (0, 0, 0, 0)
         return int(second) if kind == _FETCH else 0
 
-    def asked(self) -> tuple[int, int, int, bytes] | None:
-        """Take the next message: its kind, two numbers and a text; None if it is not whole yet.
+    def next_message(self) -> tuple[int, int, int, bytes] | None:
+        """Return the next message: kind, two numbers and text; None if it is incomplete.
 
         Raises:
-            UsageError: it is none.
+            UsageError: the message is too long.
         """
-        if len(self._inbox) < _ASK.size:
+        if len(self._inbox) < _REQUEST.size:
             return None
-        kind, size, first, second = _ASK.unpack_from(self._inbox)
+        kind, size, first, second = _REQUEST.unpack_from(self._inbox)
         if size > _TEXT_BYTES:
             raise UsageError(f"rank {self.rank} has sent a message of {size} bytes; at most {_TEXT_BYTES} are allowed")
-        if len(self._inbox) < _ASK.size + size:
+        if len(self._inbox) < _REQUEST.size + size:
             return None
-        text = self._inbox[_ASK.size : _ASK.size + size]
-        self._inbox = self._inbox[_ASK.size + size :]
+        text = self._inbox[_REQUEST.size : _REQUEST.size + size]
+        self._inbox = self._inbox[_REQUEST.size + size :]
         return kind, first, second, text
 
     def give(self, size: int, chunks: Iterator[memoryview]) -> None:
-        """Answer with so many bytes."""
         self._outbox, self._more = memoryview(_ANSWER.pack(_GIVEN, size)), chunks
 
     def refuse(self, reason: str) -> None:
-        """Answer that there is no answer."""
         data = reason.encode()[:_TEXT_BYTES]
         self._outbox, self._more = memoryview(_ANSWER.pack(_REFUSED, len(data)) + data), iter(())
 
     def flush(self) -> bool:
-        """Send what the connection takes now; return whether that is everything."""
+        """Send bytes while the connection takes them; return True if all have been sent."""
         while True:
             if not self._outbox.nbytes:
                 following = next(self._more, None)
@@ -628,16 +593,16 @@ def _is_ahead(theirs: Sequence[int], own: Sequence[int]) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, which must outlive it. (`Tensor.numpy` would fix its size.)"""
+    """Return the memory of a contiguous CPU tensor, which must outlive it. (`Tensor.numpy` would forbid resizing.)"""
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def _leave_all() -> None:
-    # Leaving may take a while, in which peers may give up waiting for this rank.
+    # Joining the thread may take a while, in which peers may time out waiting for this rank.
     publish_end()
-    # After an exception that nobody has caught the peers must see this process gone, and it does not linger.
+    # After an uncaught exception the process exits soon, so that peers detect the loss.
     limit = _LEAVING_S if getattr(sys, "last_value", None) is None else _LEAVING_FAILED_S
     for channel in list(_open):
         channel.leave(limit)

@@ -1,4 +1,4 @@
-"""Sums over ranks of what a step has to know: squares of gradients, and numbers that travel along with them."""
+"""Sums of a step over ranks: squares of gradients, and local statistics in the same all-reduce."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.zero.units.unit import Unit
 
 @dataclass
 class _Part:
-    """Sections whose gradients are looked at together, their runs, and the gradients that those are of."""
+    """Flat parameters whose gradients are read together, with the ranges of these gradients."""
 
     sections: Sequence[FlatParamStorage]
     runs: Runs | None = None
@@ -28,17 +28,12 @@ class _Part:
 
 
 class GradientSums:
-    """Forms the sums of one engine.
+    """Computes the sums of one engine.
 
     Args:
-        units: all units.
-        numbering: of the tensors, the same on all ranks.
         comm: the pass group, whose ranks have the same units.
         norm_group: ranks over which squares and local statistics are summed. It contains the pass group; other pass
             groups in it have other parameters.
-        device: where the gradients are.
-        accountant: counts the bytes.
-        reducer: holds the gradients.
     """
 
     def __init__(
@@ -59,17 +54,17 @@ class GradientSums:
         self._device = device
         self._accountant = accountant
         self._reducer = reducer
-        # Gradients that are lent are lent unit after unit; the others are looked at in one go on each device.
+        # Offloaded gradients are acquired unit by unit; the others are read at once on each device.
         self._parts: list[tuple[_Part, list[Borrowed]]] = []
-        there: dict[torch.device, list[FlatParamStorage]] = {}
+        by_device: dict[torch.device, list[FlatParamStorage]] = {}
         for unit in units:
             lent = [section for section in unit.trainable if section.lends_gradient]
             if lent:
                 self._parts.append((_Part(lent), [(section.gradient_loans, False) for section in lent]))
             for section in unit.trainable:
                 if not section.lends_gradient:
-                    there.setdefault(section.steps_on, []).append(section)
-        self._parts += [(_Part(sections), []) for sections in there.values()]
+                    by_device.setdefault(section.steps_on, []).append(section)
+        self._parts += [(_Part(sections), []) for sections in by_device.values()]
 
     def own_squares(self) -> torch.Tensor:
         """Return this rank's sums of squares by tensor (no collective).
@@ -82,7 +77,7 @@ class GradientSums:
             return own.mul_(self._comm.world) if self._reducer.local else own
 
     def nothing(self) -> torch.Tensor:
-        """Return zeros in place of sums that this rank cannot form."""
+        """Return zeros, for a rank that cannot compute its sums."""
         return torch.zeros(self._parameters, dtype=torch.float64, device=self._device)
 
     def total(
@@ -92,12 +87,12 @@ class GradientSums:
 
         Args:
             own: result of `own_squares`.
-            facts: further numbers to sum. The host does not wait for numbers on a device.
+            facts: further numbers to sum; the host does not wait for numbers on a device.
             tensors: sum by tensor over the pass group, too.
 
         Returns:
-            (fp64 tensor whose sum is the sum of squares, sums of the facts, sums by tensor or None). For gradients that
-            are not reduced the sum is the bound that `_own_runs` describes.
+            (fp64 tensor whose sum is the sum of squares, sums of `facts`, sums by tensor or None). Gradients that are
+            not reduced give the bound of `_own_runs`.
         """
         joined = tensors and self._norm_group is self._comm
         with self._accountant.owning(Category.OTHER):
@@ -108,30 +103,29 @@ class GradientSums:
         return squares, summed, squares if joined else self.by_tensor(own) if tensors else None
 
     def by_tensor(self, own: torch.Tensor) -> torch.Tensor:
-        """Return the sums of `own_squares` over the pass group, by tensor; the argument is not changed."""
+        """Return the sums of `own_squares` over the pass group, by tensor, in a new tensor."""
         sums = own.clone()
         self.add(sums, "gradient_norms")
         return sums
 
     def probe(self) -> torch.Tensor:
-        """Return this rank's `shardwise.precision.norms.Runs.probe` of the accumulated gradients (no collective).
+        """Return `shardwise.precision.norms.Runs.probe` of this rank's accumulated gradients (no collective).
 
         Raises:
-            OffloadError: gradients that live elsewhere cannot be read.
+            OffloadError: offloaded gradients cannot be read.
         """
         with self._accountant.owning(Category.OTHER):
             return self._formed(Runs.probe)
 
     def add(self, values: torch.Tensor, label: str) -> None:
-        """Replace what a rank has by the sums over ranks, for a report.
+        """Replace values by their sums over ranks, for a report.
 
-        Imagined ranks, each of which has other values, need not agree that there is a report, and exchange nothing.
+        Imagined ranks exchange nothing, because their values differ and they need not agree on a report.
         """
         if not self._comm.imagined:
             self._comm.all_reduce(values, label).wait()
 
     def _formed(self, form: Callable[[Runs], torch.Tensor]) -> torch.Tensor:
-        """Return what is formed of all runs, of which each parameter has its own element."""
         if self._reducer.local:
             return form(self._own_runs())
         formed: list[torch.Tensor] = []
@@ -139,7 +133,7 @@ class GradientSums:
         return functools.reduce(torch.add, formed) if formed else self.nothing()
 
     def _reduced_runs(self, part: _Part) -> Runs:
-        """The runs of reduced gradients that lie on this rank; their memory comes and goes."""
+        """Return the ranges of reduced gradients on this rank. They are rebuilt if the gradients have new memory."""
         sections = part.sections
         gradients = [section.stepped_gradient for section in sections]
         if part.runs is None or any(a is not b for a, b in zip(gradients, part.seen, strict=True)):
@@ -155,11 +149,11 @@ class GradientSums:
         return part.runs
 
     def _own_runs(self) -> Runs:
-        """This rank's own gradients, where what is stepped is not known before it has been compressed.
+        """Return this rank's own gradients, for optimizers that compress them before the reduction.
 
-        The norm is then the root of the mean over ranks of the squared norms of their own gradients, which is no less
-        than that of the mean gradient. An own gradient counts as the number of ranks times what was added up here, so
-        that the mean over ranks is the sum; hence the factor in `squares`.
+        The norm is the root of the mean over ranks of the squared norms of own gradients, an upper bound of the norm of
+        the mean. An own gradient counts as the number of ranks times the local sum, so that the mean over ranks is the
+        sum; hence the factor in `own_squares`.
         """
         runs = [
             (slot.index, self._reducer.own_gradient(section)[slot.offset : slot.offset + slot.numel])
@@ -171,15 +165,15 @@ class GradientSums:
 
     def of(self, facts: Sequence[float | torch.Tensor], label: str) -> torch.Tensor:
         """Return the sums of some numbers over the norm group."""
-        told = self._on_device(facts)
-        self._norm_group.all_reduce(told, label).wait()
-        return told
+        totals = self._on_device(facts)
+        self._norm_group.all_reduce(totals, label).wait()
+        return totals
 
     def _on_device(self, facts: Sequence[float | torch.Tensor]) -> torch.Tensor:
         # Filling launches a kernel; copying from the host would wait for the device.
         return torch.stack(
             [
-                fact.to(self._device)  # a loss may have been formed elsewhere
+                fact.to(self._device)  # losses may be on another device
                 if isinstance(fact, torch.Tensor)
                 else torch.full((), fact, dtype=torch.float64, device=self._device)
                 for fact in facts

@@ -1,1 +1,1 @@
-"""Units: which parameters are gathered and reduced together, where they lie, and over which ranks."""
+"""Units: parameters that are unsharded and reduced together, their layout, and their ranks."""

@@ -1,7 +1,7 @@
-"""Numbers of tensors that are the same on all ranks, whatever parts of which tensors each has.
+"""Global numbers of tensors (places), equal on all ranks, even if ranks have different parts of different tensors.
 
-What is summed over ranks for each tensor (squares of its gradient) has a place for every tensor of the job. Where ranks
-have different tensors they tell each other; where they have the same, a place is the index in the registry.
+Sums over ranks by tensor (squares of gradients) have one place for each tensor of the job. If ranks have different
+tensors, they exchange descriptions; else a place is the index in the registry.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from shardwise.zero.units.partition import UnitSpec
 
 
 class _Held(NamedTuple):
-    """What some ranks hold of a tensor, as one of them has described it.
+    """Part of a tensor that some ranks hold, as one of them describes it.
 
     Attributes:
         number: index of the parameter on these ranks.
-        name: of the tensor.
-        box: their part; None: all of it.
-        shape: of the whole tensor.
-        aliases: further names.
+        box: their part; None: the whole tensor.
+        shape: shape of the whole tensor.
         dtype: name of torch's dtype.
     """
 
@@ -46,42 +44,37 @@ class _Held(NamedTuple):
 
 @dataclass
 class _Version:
-    """Tensors of one domain that some ranks have described alike; ascending `ranks`."""
+    """Tensors of one domain that some ranks describe alike; ascending `ranks`."""
 
     ranks: list[int]
     held: list[_Held]
 
     @functools.cached_property
     def shared(self) -> tuple[int, ...]:
-        """Its ranks; one tuple for all its tensors."""
         return tuple(self.ranks)
 
     @functools.cached_property
     def by_index(self) -> dict[int, _Held]:
-        """Its tensors by index."""
         return {held.number: held for held in self.held}
 
 
 class GlobalTensorIds:
-    """See the module docstring (all ranks call).
+    """Numbers the tensors of all ranks; see the module docstring (all ranks call).
 
-    Ranks tell each other what they have of each domain. Of ranks that have the same one sends it, so that what is sent
-    grows with the number of different parts, and by a few bytes with the number of ranks.
+    Ranks exchange descriptions of the tensors of each domain. Of ranks with equal descriptions one sends, so messages
+    grow with the number of different parts, and by a few bytes with the number of ranks.
 
     Args:
-        registry: of this rank.
-        specs: the units of this rank.
-        domains: of its parameters.
         job: all ranks that step together.
 
     Attributes:
-        names: of all tensors, by place.
-        places: of this rank's tensors, by index.
-        counts: whether this rank's domain is the one that counts the tensor, by index: where several have the same part
-            of it, one does.
-        shapes: of all whole tensors, by place.
-        holders: the ranks that have a part of the tensor, by place; places of the same ranks share a list.
-        cut: places of the tensors of which some rank has a part that is not all.
+        names: names of all tensors, by place.
+        places: places of this rank's tensors, by index.
+        counts: by index, whether this rank's group counts the tensor in sums: one of the groups with the same part
+            does.
+        shapes: shapes of all whole tensors, by place.
+        holders: ranks that have a part of the tensor, by place; places of the same ranks share a list.
+        cut: places of tensors of which some ranks have only a part.
 
     Raises:
         DesyncError: ranks have units that do not correspond.
@@ -129,7 +122,7 @@ class GlobalTensorIds:
         )
         _check_parts([(rank, held.name, held.box, held.shape) for rank, _, _, _, held in every])
         self._first = first = dict[str, list[int]]()
-        least: dict[int, list[int]] = {}  # of a version
+        least: dict[int, list[int]] = {}  # by identity of a version
         having: dict[str, list[_Version]] = {}
         for _, _, kind, version, held in every:
             if id(version) not in least:
@@ -157,18 +150,18 @@ class GlobalTensorIds:
         self.cut = {place[held.name] for *_, held in every if held.box is not None}
 
     def groups(self, kind: int) -> list[list[int]]:
-        """Return the groups of ranks that share what they have of a domain, by number (0: that of all ranks)."""
+        """Return the groups of ranks that share the parameters of a domain, by number (0: all ranks)."""
         found = {id(ranks): ranks for ranks in self._groups[kind]}
         return list(found.values())
 
     def counted_by(self, place: int, box: Any, ranks: Sequence[int]) -> bool:
-        """Return whether a group of ranks is the one that counts its part of the tensor at a place."""
+        """Return True if a group of ranks counts its part of the tensor at a place."""
         return self._first[repr((self.names[place], _as_json(box)))] == ranks
 
     def parts_of(self, index: int) -> tuple[HeldPart, ...]:
-        """Return what is at the place of this rank's tensor in the units of all ranks: each part once, in one order.
+        """Return the parts that all ranks have at the place of this rank's tensor in its unit, each once, in one order.
 
-        Nothing where ranks have the same tensors.
+        Empty if all ranks have the same tensors.
         """
         if not self._versions:
             return ()
@@ -187,7 +180,7 @@ class GlobalTensorIds:
         return self._known[index]
 
     def index(self, place: int | None) -> int | None:
-        """Return the index of this rank's part of the tensor at a place; None if it has none."""
+        """Return the index of this rank's part of the tensor at a place; None: this rank has no part."""
         return next((index for index, own in enumerate(self.places) if own == place), None)
 
 
@@ -197,14 +190,12 @@ def _described(tensor: LogicalTensor) -> _Held:
 
 
 def _as_json(value: Any) -> Any:
-    """Return nested tuples as lists, as they come back from other ranks."""
     return [_as_json(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def _check_alike(told: Sequence[Any]) -> None:
-    """Raise unless all ranks have the same units, of as many parameters of the same domains."""
-    shape, *rest = told[0]
-    for rank, (other, *others) in enumerate(told):
+def _check_alike(gathered: Sequence[Any]) -> None:
+    shape, *rest = gathered[0]
+    for rank, (other, *others) in enumerate(gathered):
         if other != shape:
             raise DesyncError(
                 f"initialize(): rank {rank} has {len(other)} units, which are not of as many parameters each, over the "
@@ -217,10 +208,10 @@ def _check_alike(told: Sequence[Any]) -> None:
             )
 
 
-def _versions(told: Sequence[Any]) -> list[_Version]:
-    """Return what ranks have told, once for all that have told the same; equal values are one object."""
+def _versions(gathered: Sequence[Any]) -> list[_Version]:
+    """Group ranks by their descriptions. Equal values are one object."""
     found: dict[int, _Version] = {}
-    for rank, value in enumerate(told):
+    for rank, value in enumerate(gathered):
         if id(value) not in found:
             found[id(value)] = _Version([], [_Held(*map(_as_json, held)) for held in value])
         found[id(value)].ranks.append(rank)
@@ -240,10 +231,9 @@ def _groups(job: Communicator, members: Sequence[Sequence[int]]) -> list[list[li
 
 
 def _check_parts(tensors: Sequence[tuple[int, str, Any, Any]]) -> None:
-    """Raise if parts of a tensor overlap and are not the same: their common elements would have several gradients.
+    """Raise if different parts of a tensor overlap: their common elements would have several gradients.
 
-    Args:
-        tensors: (rank, name, box, shape) of each part, and a rank that has it.
+    `tensors` has (rank, name, box, shape) of each part, with one rank that has it.
     """
     found: dict[str, dict[Region, int]] = {}
     shapes: dict[str, tuple[int, Any]] = {}
@@ -254,14 +244,14 @@ def _check_parts(tensors: Sequence[tuple[int, str, Any, Any]]) -> None:
                 f"parameter {name!r}: rank {other} has declared a part of a tensor of shape {list(known)}, rank {rank} "
                 f"of shape {list(shape)}; parts of one tensor need one shape, different tensors different names"
             )
-        # Through JSON tuples have become lists; as keys they have to be tuples again.
+        # JSON has made lists of tuples; keys need tuples.
         held = boxes.whole(shape) if box is None else boxes.region(box)
         found.setdefault(name, {}).setdefault(held, rank)
-    known_apart: set[frozenset[Region]] = set()  # layers are divided alike
+    disjoint: set[frozenset[Region]] = set()  # checked once, because layers are partitioned alike
     for name, parts in found.items():
-        if frozenset(parts) in known_apart:
+        if frozenset(parts) in disjoint:
             continue
-        known_apart.add(frozenset(parts))
+        disjoint.add(frozenset(parts))
         for (one, rank), (another, other) in itertools.combinations(parts.items(), 2):
             if boxes.meet(one, another):
                 raise UsageError(

@@ -1,14 +1,14 @@
-"""Layout arithmetic: where each element of a parameter lies in a unit, and which rank owns it.
+"""Layout of a unit: position of each parameter in a flat parameter, and the range of each rank.
 
-A unit's parameters lie in sections (one per dtype, trainable or not, dtype in which gradients travel, stepped whole or
-in parts); inside a section they are grouped in lanes (one per optimizer parameter group), each parameter at an aligned
-boundary. A section is padded to a multiple of the number of ranks and split into equal ranges, one a rank; where ranks
-lie in a grid of several dimensions, ranges of several ranks make one of a coarser level (`shardwise.comm.domain`). A
-range is a list of segments, each of one lane: what an optimizer steps.
+A unit has one flat parameter for each (dtype, trainable, dtype of gradients on the wire, stepped whole or in parts).
+Inside it, parameters are grouped by optimizer group (lanes). Each parameter begins at an aligned boundary. A flat
+parameter is padded to a multiple of the number of ranks, and split into equal ranges, one a rank. In a mesh of several
+dimensions, ranges of several ranks make one range of a coarser level (`shardwise.comm.domain`). An optimizer steps
+segments: the parts of a range that lie in one lane.
 
-Pure functions of sizes; no tensor is touched. Invariants: every element of every parameter lies in exactly one rank's
-range; every segment starts and ends at an aligned boundary, so that vectorised kernels treat an element the same
-wherever the cuts between ranks and units fall.
+All functions compute with sizes only. Invariants: every element of every parameter lies in exactly one rank's range.
+Every segment begins and ends at an aligned boundary, so vectorised kernels treat an element alike at every world size
+and unit size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.registry import LogicalTensor
 def alignment(dtype: torch.dtype, device_type: str) -> int:
     """Return the number of elements between aligned boundaries: 64 bytes (256 on CUDA) of fp32 and of `dtype`.
 
-    Master weights and gradients are fp32 whatever the parameter's dtype, so the boundary holds for both.
+    The boundary holds for both, because master weights and gradients are fp32 for every dtype of parameters.
     """
     size = 256 if device_type == "cuda" else 64
     return size // min(dtype.itemsize, 4)
@@ -40,7 +40,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """Place of one parameter in a section: `index` in the registry, first element and number of elements."""
+    """Position of one parameter in a flat parameter: index in the registry, first element and number of elements."""
 
     index: int
     offset: int
@@ -49,7 +49,7 @@ class ParamSlot:
 
 @dataclass(frozen=True)
 class GroupRange:
-    """Range `[start, stop)` of a section that belongs to one optimizer parameter group (None: no optimizer)."""
+    """Range `[start, stop)` of a flat parameter that belongs to one optimizer group (None: no optimizer)."""
 
     group: int | None
     start: int
@@ -58,13 +58,9 @@ class GroupRange:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """A run of one parameter's elements inside a rank's range.
+    """Range `[start, stop)` of a flattened parameter inside a rank's range.
 
-    Attributes:
-        index: the parameter in the registry.
-        start: first element, counted in the flattened parameter.
-        stop: end (exclusive), counted in the flattened parameter.
-        offset: where the run begins, counted from the start of the range.
+    `index` is the parameter's index in the registry, `offset` the first element in the rank's range.
     """
 
     index: int
@@ -75,12 +71,14 @@ class ShardSlice:
 
 @dataclass(frozen=True)
 class FlatParam:
-    """Parameters of one dtype and one dtype of gradients on the wire, all trainable or all frozen, laid out in one flat
-    buffer of `numel` elements.
+    """Layout of a flat parameter. Its parameters have one dtype, one wire dtype, and are all trainable or all frozen.
 
-    `sizes` are those of the dimensions of the ranks' grid, innermost first. `wire_dtype` is the type in which the
-    gradients travel; None: that in which they were computed. `whole`: the optimizer steps whole tensors of the section,
-    each on one rank; elsewhere it steps the ranges.
+    Attributes:
+        numel: number of elements, padding included.
+        sizes: sizes of the mesh dimensions, innermost first.
+        wire_dtype: dtype in which gradients are reduced; None: the dtype in which they are computed.
+        whole: the optimizer steps whole tensors, each on one rank, instead of ranges.
+        cut: ranks have different parts of the tensors.
     """
 
     dtype: torch.dtype
@@ -108,15 +106,15 @@ class FlatParam:
         return self.numel // math.prod(self.sizes[:level])
 
     def range_of(self, place: int, level: int | None = None) -> tuple[int, int]:
-        """Return the range `[start, stop)` of the flat buffer that a place has at a level (None: the finest)."""
+        """Return the range `[start, stop)` of a place at a level (None: the finest)."""
         level = len(self.sizes) if level is None else level
         number = place // math.prod(self.sizes[level:])
         return number * self.size(level), (number + 1) * self.size(level)
 
     def segments(self, start: int, stop: int) -> list[GroupRange]:
-        """Return the lanes that meet `[start, stop)`, cut to it, with positions counted from `start`.
+        """Return the parts of the lanes inside `[start, stop)`, with positions counted from `start`.
 
-        Padding at the end of the section belongs to the last lane.
+        Padding at the end belongs to the last lane.
         """
         cut = []
         for lane in self.lanes:
@@ -127,7 +125,7 @@ class FlatParam:
 
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
-        """Ranges of the flat buffer that belong to no parameter: what alignment leaves between them and at the end."""
+        """Ranges that belong to no parameter: padding between parameters and at the end."""
         ends = [slot.offset + slot.numel for slot in self.slots]
         starts = [slot.offset for slot in self.slots[1:]]
         return [(end, start) for end, start in zip(ends, [*starts, self.numel], strict=True) if end < start]
@@ -137,7 +135,7 @@ class FlatParam:
         return [slot.offset for slot in self.slots]
 
     def pieces(self, start: int, stop: int) -> list[ShardSlice]:
-        """Return the runs of parameters inside `[start, stop)`, in order of position."""
+        """Return the ranges of parameters inside `[start, stop)`, in order of position."""
         found = []
         first = max(0, bisect.bisect_right(self._offsets, start) - 1)
         for slot in self.slots[first:]:
@@ -156,13 +154,13 @@ def lay_out(
     whole: Collection[int] = (),
     cut: Collection[int] = (),
 ) -> tuple[FlatParam, ...]:
-    """Lay the parameters of one unit out in sections; trainable sections come first.
+    """Lay out the parameters of one unit in flat parameters, trainable ones first.
 
     Args:
-        tensors: the unit's parameters in registration order.
-        sizes: of the dimensions of the grid of ranks that share the unit, innermost first.
+        tensors: parameters of the unit in registration order.
+        sizes: sizes of the mesh dimensions over which the unit is sharded, innermost first.
         device_type: `cpu`, `cuda`, ...; decides the alignment.
-        whole: parameter groups whose tensors are stepped whole.
+        whole: optimizer groups whose tensors are stepped whole.
         cut: indices of tensors of which ranks have different parts.
     """
     kinds: dict[tuple[bool, str, str, bool, bool], list[LogicalTensor]] = {}

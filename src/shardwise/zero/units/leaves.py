@@ -1,7 +1,7 @@
-"""Modules that a script wants kept in one unit each, marked before there is an engine.
+"""Leaf modules: modules that a script marks, before the engine is built, to be kept in one unit each.
 
-The mark is an attribute of the module, as scripts written for DeepSpeed set and read it. In the configuration
-`zero_optimization.leaf_module` names such modules; `initialize` marks them, too.
+The mark is an attribute of the module, as in scripts written for DeepSpeed. `zero_optimization.leaf_module` names such
+modules in the configuration; `initialize` marks them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MARK = "_z3_leaf"
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a module itself is marked."""
+    """Return True if the module itself is marked."""
     return bool(getattr(model, MARK, False))
 
 
@@ -26,7 +26,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark a module, or take its mark off."""
+    """Mark a module, or remove its mark."""
     setattr(model, MARK, flag)
 
 
@@ -37,11 +37,11 @@ def set_z3_leaf_modules(
 
     Args:
         model: the model.
-        classes_or_names: classes, or their names with or without the module that defines them.
-        raise_if_not_found: raise if the model has none of these.
+        classes_or_names: classes, or their names with or without the name of the defining module.
+        raise_if_not_found: raise if the model has no module of these classes.
 
     Raises:
-        NoSuchModuleError: the model has none.
+        NoSuchModuleError: the model has no such module.
         UsageError: an entry is neither a class nor a name.
     """
     return _set(model, classes_or_names, True, raise_if_not_found)
@@ -50,7 +50,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, classes_or_names: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Take the marks off the modules of some classes, and return them; see `set_z3_leaf_modules`."""
+    """Remove the marks of the modules of some classes, and return them (arguments of `set_z3_leaf_modules`)."""
     return _set(model, classes_or_names, False, raise_if_not_found)
 
 
@@ -62,14 +62,14 @@ def set_z3_leaf_modules_by_name(
     Args:
         model: the model.
         module_names: whole names.
-        flag: False takes the marks off.
-        raise_if_not_found: raise if a name is not that of a module.
+        flag: False removes the marks.
+        raise_if_not_found: raise if a name matches no module.
 
     Returns:
-        (the modules, the names that no module has).
+        (matched modules, names that match no module).
 
     Raises:
-        NoSuchModuleError: no module has one of the names.
+        NoSuchModuleError: a name matches no module.
     """
     return _set_named(model, module_names, flag, raise_if_not_found, str.__eq__)
 
@@ -77,7 +77,7 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by how their names in `model.named_modules()` end; see `set_z3_leaf_modules_by_name`."""
+    """Mark modules by the ends of their names. Other arguments are those of `set_z3_leaf_modules_by_name`."""
     return _set_named(model, module_suffixes, flag, raise_if_not_found, str.endswith)
 
 

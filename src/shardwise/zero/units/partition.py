@@ -1,15 +1,12 @@
-"""Which parameters form a unit: found from the module tree, in registration order.
+"""Partition of a model into units, found from the module tree in registration order.
 
-A good unit is what computes together: a transformer block. The tree is walked from the root; the outermost repeated
-containers (`nn.ModuleList`, `nn.Sequential` with several children that hold parameters) name the blocks. What lies
-outside them (embeddings, final norms, heads) is taken module by module, and small neighbours are packed together as
-long as they do not exceed the largest block. Containers inside a block are not split apart while the block is within
-the cap: children chosen by data (experts) then travel with their parent.
+The outermost repeated containers (`nn.ModuleList`, `nn.Sequential` with several children that hold parameters) name the
+blocks. A block within the cap is a unit, containers included; so children chosen by data (experts) are in the unit of
+their parent. Other modules (embeddings, final norms, heads) are taken one by one, and small neighbours are packed
+together up to the size of the largest block.
 
-A unit is of one domain: parameters that only some ranks share are in units of their own.
-
-Nothing here depends on an absolute size: buffers grow with the model, and the cap is the user's. Where ranks have parts
-of different sizes, the size of a parameter is that of the largest part, so that all ranks find the same units.
+Parameters that only some ranks share are in units of their own. All sizes are relative to the model; the cap is the
+user's. If ranks have parts of different sizes, the largest counts, so that all ranks find the same units.
 """
 
 from __future__ import annotations
@@ -26,13 +23,12 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass
 class UnitSpec:
-    """A unit to be built.
+    """Unit to be built.
 
     Attributes:
         name: name of its first module, for messages (`h.3`, or `(root)`).
-        modules: the modules whose forward needs the unit; their hooks enter and leave it.
-        tensors: its parameters.
-        sizes: elements of each of these, on the rank that has most of them.
+        modules: modules whose forward needs the unit.
+        sizes: elements of each parameter, on the rank that has the largest part.
     """
 
     name: str
@@ -42,17 +38,17 @@ class UnitSpec:
 
     @property
     def size(self) -> int:
-        """Number of elements of all its parameters, by which all ranks decide alike."""
+        """Number of elements of all parameters, the same on all ranks."""
         return sum(self.sizes)
 
     def add(self, tensor: LogicalTensor, size: int) -> None:
-        """Take a parameter in."""
+        """Add a parameter."""
         self.tensors.append(tensor)
         self.sizes.append(size)
 
     @property
     def domain(self) -> DomainKey | None:
-        """Which domain its parameters belong to; None: that of all ranks."""
+        """Domain of the parameters; None: all ranks."""
         return self.tensors[0].domain
 
 
@@ -67,7 +63,7 @@ class _Finder:
         self.taken: set[int] = set()
         self.specs: list[UnitSpec] = []
         self.names = {id(module): name or "(root)" for name, module in root.named_modules(remove_duplicate=False)}
-        # Tied parameters are claimed by the first module that has them but are needed by all.
+        # The first module that has a tied parameter claims it, but all of its modules need it.
         self.homes: dict[int, list[nn.Module]] = {}
         for module in root.modules():
             for parameter in module._parameters.values():
@@ -100,7 +96,6 @@ class _Finder:
         self.specs.append(spec)
 
     def block(self, module: nn.Module) -> None:
-        """Take a block whole if the cap allows, otherwise part by part."""
         tensors = self.own(module, recurse=True)
         size = sum(self.sizes[tensor.index] for tensor in tensors)
         if id(module) in self.leaves or (size <= self.cap and not isinstance(module, _CONTAINERS)):
@@ -111,7 +106,6 @@ class _Finder:
             self.block(child)
 
     def walk(self, module: nn.Module) -> None:
-        """Descend outside of blocks."""
         if id(module) in self.leaves:
             self.claim(module, self.own(module, recurse=True))
             return
@@ -131,13 +125,13 @@ def find_units(
     leaves: Iterable[nn.Module] = (),
     sizes: Sequence[int] | None = None,
 ) -> list[UnitSpec]:
-    """Split a model into units, in registration order.
+    """Split a model into units, in registration order. Each tensor of the registry is in exactly one unit.
 
     Args:
         root: the user's model.
-        registry: its logical tensors; every one ends up in exactly one unit.
+        registry: logical tensors of the model.
         cap: largest number of elements in a unit; a larger parameter is a unit of its own.
-        leaves: modules that must stay whole whatever the cap (config `zero_optimization.leaf_module`).
+        leaves: modules that stay in one unit even above the cap (config `zero_optimization.leaf_module`).
         sizes: elements of each parameter, by index, the same on all ranks; None: this rank's.
     """
     sizes = [tensor.numel for tensor in registry] if sizes is None else sizes
@@ -148,7 +142,7 @@ def find_units(
 
 
 def _pack(specs: list[UnitSpec], registry: Registry, cap: int, leaves: set[int]) -> list[UnitSpec]:
-    """Join small neighbours up to the size of the largest repeated block (or of the largest layer, if none repeats)."""
+    """Join small neighbours up to the size of the largest repeated block (of the largest layer, if no size repeats)."""
     sizes: dict[int, int] = {}
     for spec in specs:
         sizes[spec.size] = sizes.get(spec.size, 0) + 1
@@ -167,7 +161,7 @@ def _pack(specs: list[UnitSpec], registry: Registry, cap: int, leaves: set[int])
 
 
 def _may_join(first: UnitSpec, second: UnitSpec, leaves: set[int]) -> bool:
-    """A leaf stays alone, and so does a module around the other one: it would hold it for its whole forward."""
+    """Return False for leaves, and for nested modules: the unit would stay unsharded for the outer forward."""
     if first.domain != second.domain:
         return False
     if {id(module) for spec in (first, second) for module in spec.modules} & leaves:
@@ -177,7 +171,7 @@ def _may_join(first: UnitSpec, second: UnitSpec, leaves: set[int]) -> bool:
 
 
 def _with_homes(spec: UnitSpec, homes: dict[int, list[nn.Module]]) -> UnitSpec:
-    """Add the modules that hold tied copies of the unit's parameters outside of the unit's own modules."""
+    """Add modules outside of the unit's own modules that hold tied copies of its parameters."""
     covered = {id(m) for module in spec.modules for m in module.modules()}
     for tensor in spec.tensors:
         for module in homes.get(tensor.index, ()):

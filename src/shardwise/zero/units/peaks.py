@@ -1,6 +1,6 @@
-"""Decisions from sizes alone: which units had better stay whole, and which are reduced one after the other.
+"""Decisions from sizes: units that stay unsharded, and units that are reduced one after the other.
 
-Pure functions of bytes and orders, so that every rank comes to the same decisions, before a tensor exists.
+All functions compute with bytes and orders only, so all ranks decide alike before tensors are allocated.
 """
 
 from __future__ import annotations
@@ -10,29 +10,31 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 Orders = tuple[Sequence[int], Sequence[int]]
-"""Indices of units in the order of the forward pass, and in that of the backward pass."""
+"""Indices of units in the order of the forward and of the backward pass."""
 
 
 def gathered_together(
     orders: Orders, sharded: Collection[int], numels: Mapping[int, int], ahead: int | None, kept: Collection[int] = ()
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the units that are whole at once, for each unit and pass in turn: those held around it; it and those ahead.
+    """Yield the units that are unsharded together, for each unit and pass: (units held around it, the unit and
+    prefetched ones).
 
-    A unit that comes before another in both orders, that of the pass and that of the opposite one, encloses it: it is
-    needed before and after, and held in between.
+    A unit encloses another if it comes first in the order of the pass and in the opposite order: it is used before and
+    after the other, and held in between.
 
     Args:
-        orders: of all units.
-        sharded: units that are gathered at all.
+        orders: orders of all units.
+        sharded: units that are unsharded in passes.
         numels: elements of the units.
-        ahead: elements that may be gathered beyond the next unit; None if not even that is.
-        kept: units that are held from their gather to the end of the pass.
+        ahead: elements that may be prefetched beyond the next unit; None: no prefetching.
+        kept: units that stay unsharded from their all-gather to the end of the pass.
     """
     forward, backward = orders
     for order, other in ((forward, backward), (backward, forward)):
         sequence = [index for index in order if index in sharded]
         place = {index: position for position, index in enumerate(other)}
-        # Of the places from here on the last: what comes after it in the opposite pass encloses nothing more.
+        # Last place, in the opposite order, of the units from here on. A held unit at a later place encloses no more
+        # units.
         latest = list(accumulate((place[index] for index in reversed(sequence)), max))[::-1]
         held: list[int] = []
         for position, index in enumerate(sequence):
@@ -59,36 +61,34 @@ def best_whole(
     ahead: int | None,
     already: Collection[int] = (),
 ) -> frozenset[int]:
-    """Return the units whose release would not lower the peak: they stay gathered.
+    """Return the units that stay unsharded, because resharding them would not lower the peak.
 
-    Memory of parameters peaks at their resident bytes and the largest set of units that is gathered at once. To keep a
-    unit costs what the other ranks would have held of it, and saves its place in that set. A unit that is in every such
-    set (a tied embedding, needed first and last) is whole at the peak anyway, and its shard would come on top.
+    Memory of parameters peaks at the resident bytes plus the largest set of units that are unsharded together. Keeping
+    a unit costs the bytes of the other ranks' shards, and saves its place in that set. A unit in every such set (a tied
+    embedding, used first and last) is unsharded at the peak anyway, and its shard would be added.
 
-    Greedy: of the largest set the unit is kept with which the peak is least (one that is held around others, or the
-    largest of the rest), and so on; the least peak on the way counts, and that of all units kept, which is the peak
-    without sharded parameters. In the end each unit of the largest set is tried once more. Of equal peaks the one with
-    fewer gathers is taken.
+    Greedy: of the largest set, keep the unit that gives the least peak (a held unit, or the largest of the others), and
+    repeat; the least peak on the way is taken. Then each unit of the largest set is tried once more. Of equal peaks,
+    the one with fewer all-gathers is taken.
 
     Args:
-        orders: of all units.
-        whole: bytes of each unit when it is gathered.
-        shard: bytes of this rank's part of it.
+        orders: orders of all units.
+        whole: bytes of each unsharded unit.
+        shard: bytes of this rank's shard of each unit.
         numels: elements of the units.
-        ahead: see `gathered_together`.
-        already: units that stay gathered in any case.
+        ahead: as in `gathered_together`.
+        already: units that stay unsharded in any case.
 
     Example:
         >>> both = ([0, 1, 2], [2, 1, 0])
         >>> sizes, parts = {0: 8, 1: 8, 2: 8}, {0: 4, 1: 4, 2: 4}
-        >>> sorted(best_whole(both, sizes, parts, sizes, 0))  # on two ranks two gathered units save nothing
+        >>> sorted(best_whole(both, sizes, parts, sizes, 0))  # on two ranks two unsharded units save nothing
         [0, 1, 2]
         >>> sorted(best_whole(both, sizes, {0: 1, 1: 1, 2: 1}, sizes, 0))  # on eight they do
         []
     """
 
     def peak_of(units: frozenset[int]) -> tuple[int, list[int], list[int]]:
-        """Most bytes of parameters at once if these units are kept, and the units that are gathered then."""
         most, largest = 0, (list[int](), list[int]())
         for around, coming in gathered_together(orders, whole.keys() - units, numels, ahead):
             size = sum(whole[index] for index in (*around, *coming))
@@ -99,7 +99,7 @@ def best_whole(
     kept = frozenset(already)
     best, least = frozenset(whole), sum(whole.values())
     peak, around, coming = peak_of(kept)
-    # Keeping more raises what is resident.
+    # Keeping more units raises the resident bytes.
     while len(kept) < len(whole) and _resident(whole, shard, kept) <= least:
         if peak < least or (peak == least and len(kept) > len(best)):
             best, least = kept, peak
@@ -121,14 +121,13 @@ def _resident(whole: Mapping[int, int], shard: Mapping[int, int], kept: frozense
 
 @dataclass(frozen=True)
 class ReductionSizes:
-    """What reducing one unit takes, in bytes.
+    """Bytes that the reduction of one unit takes.
 
     Attributes:
-        unit: its index.
-        sent: its gradient as it travels.
-        received: what arrives of the peers'.
+        sent: gradient on the wire.
+        received: gradients received from peers.
         own: this rank's part of the sum.
-        whole: the sum of micro-batches if it were formed before it is reduced.
+        whole: sum of the micro-batches, if accumulated before it is reduced.
     """
 
     unit: int
@@ -139,13 +138,13 @@ class ReductionSizes:
 
 
 def reduced_alone(queue: Sequence[ReductionSizes]) -> frozenset[int]:
-    """Return the units whose reduction is over before other gradients are collected, if micro-batches are added up.
+    """Return the units whose reduction ends before other gradients are collected, if micro-batches are accumulated.
 
-    While a unit is reduced the next one's gradient is collected. On few ranks, two units that are much of the model
-    would then take more memory than whole sums of micro-batches, which are reduced one after the other.
+    Because the next unit's gradient is collected while a unit is reduced. On few ranks, two large units would take more
+    memory than whole sums of micro-batches, which are reduced one after the other.
 
     Args:
-        queue: all units with gradients, in the order in which they are reduced.
+        queue: all units with gradients, in the order of reduction.
 
     Example:
         >>> two = [ReductionSizes(unit, sent=8, received=4, own=4, whole=8) for unit in range(2)]

@@ -1,10 +1,10 @@
-"""The plan table: what a ZeRO stage means.
+"""Plan table: dimensions and tiers of the state of each ZeRO stage.
 
-A stage is a row that says over which dimensions of the mesh optimizer state, gradients and parameters are divided
-(Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020). Over the others they
-are replicated: with a dimension beyond "shard" a row is HSDP, or MiCS (Zhang et al., "MiCS: Near-linear scaling for
-training gigantic model on public cloud", 2022). Beside the row stands in which places they live. All other code reads
-the columns; stage numbers occur in the configuration and here, nowhere else.
+A stage is a row: the mesh dimensions over which optimizer state, gradients and parameters are sharded (Rajbhandari et
+al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020). Over other dimensions they are
+replicated. A row with a dimension beyond "shard" is HSDP, or MiCS (Zhang et al., "MiCS: Near-linear scaling for
+training gigantic model on public cloud", 2022). Tiers are chosen independently of the row. Stage numbers occur in the
+configuration and here only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """Over which dimensions of the mesh each kind of state is divided.
+    """Mesh dimensions over which each kind of state is sharded.
 
-    Whoever divides gradients divides optimizer state over at least as many dimensions, and parameters over at most.
+    Optimizer state is sharded over at least the dimensions of gradients, and parameters over at most these.
     """
 
     optimizer: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ TABLE: dict[int, Row] = {
 
 @dataclass(frozen=True)
 class Levels:
-    """At which level of a domain (`shardwise.comm.domain`) each kind of state lies."""
+    """Level of each kind of state in a domain (`shardwise.comm.domain`)."""
 
     optimizer: int
     gradients: int
@@ -52,23 +52,22 @@ class Levels:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one engine shards, derived from the configuration.
+    """Sharding of one engine, derived from the configuration.
 
     Attributes:
-        stage: the number the user wrote; for messages only.
-        reduces_micro_batches: whether the row of that stage reduces every micro-batch. One rank has nothing to shard,
-            but a script must not find that out only when it gets a second one.
-        over: over which dimensions of the mesh state is divided.
-        where: in which places it lives.
+        stage: ZeRO stage in the configuration; for messages only.
+        reduces_micro_batches: whether the stage reduces every micro-batch, on one rank too, so that scripts behave
+            alike.
+        over: mesh dimensions over which state is sharded.
+        where: tiers of the state.
         unit_cap: largest number of elements in a unit (a larger parameter is a unit of its own).
-        prefetch: whether the next unit is gathered while the current one computes.
-        prefetch_elements: how many elements may be on their way beyond the next unit.
-        keeps_what_saves: units whose release would not lower the peak stay gathered.
-        persistent_elements: so do units of at most this many elements.
-        persistent_total: of the latter at most this many elements in all.
-        quantized_weights: gathers for passes that are trained travel as 8-bit codes (ZeRO++, qwZ).
-        secondary: ranks over which a second copy of the parameters is sharded, for backward passes (ZeRO++, hpZ); 1:
-            there is none.
+        prefetch: whether the next unit is unsharded while the current one computes.
+        prefetch_elements: elements that may be prefetched beyond the next unit.
+        keeps_what_saves: keep units unsharded whose resharding would not lower the peak.
+        persistent_elements: keep units of at most this many elements unsharded.
+        persistent_total: most elements of these units in all.
+        quantized_weights: all-gathers of trained passes send 8-bit codes (ZeRO++, qwZ).
+        secondary: ranks of each group over which a secondary shard is kept for backward passes (ZeRO++, hpZ); 1: none.
     """
 
     stage: int
@@ -86,32 +85,32 @@ class Plan:
 
     @property
     def shard_optimizer(self) -> bool:
-        """Whether optimizer state and master weights cover only a part of the parameters on each rank."""
+        """Whether each rank has only a shard of optimizer state and master weights."""
         return bool(self.over.optimizer)
 
     @property
     def shard_gradients(self) -> bool:
-        """Whether each micro-batch is reduced, instead of being added up locally until the accumulation boundary."""
+        """Whether each micro-batch is reduced, instead of accumulated locally until the accumulation boundary."""
         return bool(self.over.gradients)
 
     @property
     def shard_parameters(self) -> bool:
-        """Whether each rank keeps a part of the parameters only."""
+        """Whether each rank has only a shard of the parameters."""
         return bool(self.over.parameters)
 
     @property
     def releases(self) -> bool:
-        """Whether parameters are gathered before use and released after it: divided, or not on the device."""
+        """Whether parameters are unsharded before use and resharded after it: sharded, or not on the device."""
         return self.shard_parameters or self.where.parameters != "device"
 
     def levels(self, domain: Domain) -> Levels:
-        """Return the levels of a domain that the row comes to."""
+        """Return the levels of each kind of state in a domain."""
         over = self.over
         return Levels(domain.level(over.optimizer), domain.level(over.gradients), domain.level(over.parameters))
 
     @property
     def ahead(self) -> int | None:
-        """Elements that may be gathered beyond the next unit; None if not even that is."""
+        """Elements that may be prefetched beyond the next unit; None: no prefetching."""
         return self.prefetch_elements if self.prefetch else None
 
     @classmethod
@@ -120,9 +119,9 @@ class Plan:
 
         Args:
             zero: the section.
-            domain: the ranks.
-            forced: gather, release and reduce over dimensions of one rank, too. Otherwise nothing is divided over them.
-            where: in which places state lives; None: as the section says.
+            domain: ranks of the parameters.
+            forced: shard over dimensions of one rank, too, so that passes unshard, reshard and reduce.
+            where: tiers of the state; None: from the section.
         """
         if where is None:
             where = where_of(zero)
@@ -133,11 +132,11 @@ class Plan:
         row = Row(*(tuple(name for name in over if name in there) for over in astuple(row)))
         caps = [int(zero.reduce_bucket_size)]
         if where.optimizer != "device":
-            caps.append(int(zero.sub_group_size))  # what is lent, or brought back, at a time
+            caps.append(int(zero.sub_group_size))  # copied between tiers at a time
         if row.optimizer and not row.parameters:
             caps.append(int(zero.allgather_bucket_size))
         if row.parameters or where.parameters != "device":
-            # Two units are gathered at a time: the one that computes and the one being prefetched.
+            # Two units are unsharded at a time: the computing one and the prefetched one.
             caps.append(int(zero.stage3_max_live_parameters) // 2)
         ahead = zero.stage3_prefetch_bucket_size
         small = zero.stage3_param_persistence_threshold
@@ -162,10 +161,10 @@ _HOST = {True: "host", False: "pageable"}
 
 
 def where_of(zero: ZeroConfig) -> Where:
-    """Return in which places state lives, as the `zero_optimization` section says.
+    """Return the tiers of the state, from the `zero_optimization` section.
 
-    Gradients wait for the optimizer where it steps unless they are asked to be on a disk: on the host, also if its
-    state comes there from a disk.
+    Gradients wait on the host if the optimizer steps there, even if its state is on a disk; `gradients` moves them to a
+    disk.
     """
     optimizer, parameters = zero.offload_optimizer, zero.offload_param
     stepped = "device" if optimizer is None else _PLACES[optimizer.device]

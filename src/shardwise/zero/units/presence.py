@@ -1,4 +1,4 @@
-"""Whether an engine's state is where it is used, or has been moved off the device for a while."""
+"""Record of state that `engine.offload_states()` has moved off the device."""
 
 from __future__ import annotations
 
@@ -11,36 +11,29 @@ class OffloadStateTypeEnum(str, Enum):
     """Kinds of state that `engine.offload_states()` moves."""
 
     optim_states = "optim_states"
-    """What the optimizer keeps for each element."""
+    """Optimizer state by element."""
     hp_params = "hp_params"
-    """Master weights. Where the optimizer steps the parameters themselves there are none."""
+    """Master weights. None exist if the optimizer steps the parameters themselves."""
     lp_params = "lp_params"
-    """The parameters: this rank's shards, or whole ones where they are not sharded."""
+    """Parameters: this rank's shards, or replicated parameters."""
     lp_grads = "lp_grads"
-    """Gradients that have been reduced, in the accumulator of this rank."""
+    """Reduced gradients, in the accumulator of this rank."""
     contiguous_grad_buffer = "contiguous_grad_buffer"
-    """Gradients of an unfinished window that are still to be reduced."""
+    """Gradients of an unfinished window that are not reduced yet."""
 
 
 class Presence:
-    """Knows which kinds of state have been moved, so that nobody uses them meanwhile.
-
-    Attributes:
-        away: these kinds.
-    """
+    """Records in `away` which kinds of state are on the host, and refuses their use."""
 
     def __init__(self) -> None:
         self.away: frozenset[OffloadStateTypeEnum] = frozenset()
 
     def require(self, what: str, *, values: bool = False) -> None:
-        """Raise if something is not there.
+        """Raise UsageError if state (or parameters, with `values`) is on the host.
 
         Args:
-            what: cannot be done without it; the subject of the message.
-            values: it needs the parameters only.
-
-        Raises:
-            UsageError: see above.
+            what: subject of the message: the operation that cannot be done.
+            values: check the parameters only.
         """
         missing = self.away & {OffloadStateTypeEnum.lp_params} if values else self.away
         if missing:

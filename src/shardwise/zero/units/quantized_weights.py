@@ -1,11 +1,11 @@
-"""How a unit's parameters travel as 8-bit codes (qwZ of Wang et al., "ZeRO++", 2023, arXiv 2306.10209, section 3.1).
+"""All-gather of a unit's parameters as 8-bit codes (qwZ of Wang et al., "ZeRO++", 2023, arXiv 2306.10209, section 3.1).
 
-Every rank quantises its shard in blocks, codes and scales are gathered in one collective, and every rank computes with
-what comes out of them, its own range included: all ranks have the same values. Shards and masters stay exact.
+Every rank quantises its shard in blocks. One collective gathers codes and scales. Every rank computes with the decoded
+values, also of its own range, so all ranks have the same values. Shards and master weights stay exact.
 
-Parameters with fewer than two dimensions (biases, gains of normalisations) travel exactly behind the codes: they are
-small, the model is sensitive to them, and their magnitudes would coarsen the blocks of the matrices beside them.
-Sections of integers and of fp64 travel exactly as a whole.
+Parameters with fewer than two dimensions (biases, gains of normalisations) are sent exactly, behind the codes. Because
+they are small, the model is sensitive to them, and their magnitudes would coarsen the blocks of neighbouring matrices.
+Flat parameters of integers and of fp64 are sent exactly.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from shardwise.zero.units.sources import Codes
 
 CODE = BlockCode(8)
 CODED = (torch.float32, torch.bfloat16, torch.float16)
-"""Types whose values travel as codes."""
+"""Dtypes that are quantised."""
 
 EXACT_MOST = 1 << 16
-"""Elements of the largest vector that travels exactly."""
+"""Elements of the largest vector that is sent exactly."""
 
 _ALIGNMENT = 8
-"""Bytes: a section's part of a message can be viewed in any type."""
+"""Bytes; a flat parameter's part of a message can be viewed in any dtype."""
 
 
 def travels_exactly(shape: Sequence[int]) -> bool:
-    """Whether a parameter of this shape travels exactly beside codes."""
+    """Return True if a parameter of this shape is sent exactly."""
     return len(shape) < 2 and math.prod(shape) <= EXACT_MOST
 
 
 @dataclass(frozen=True)
 class Exact:
-    """Which elements of a section travel exactly beside codes.
+    """Elements of a quantised flat parameter that are sent exactly.
 
     Attributes:
-        counts: how many there are in each rank's range.
-        positions: where they are in the section, in order.
-        places: where they are in the exact parts of all messages, of `most` elements each.
+        counts: number of these elements in each rank's range.
+        positions: positions in the flat parameter, in order.
+        places: positions in the exact parts of all messages, of `most` elements each.
     """
 
     counts: tuple[int, ...]
@@ -58,12 +58,12 @@ class Exact:
 
     @property
     def most(self) -> int:
-        """Elements that each message has room for."""
+        """Number of exact elements that each message has room for."""
         return max(self.counts)
 
     @classmethod
     def of(cls, section: FlatParam, registry: Registry, device: torch.device) -> Exact | None:
-        """Find them; None if no code travels at all."""
+        """Find the exact elements; return None if nothing is quantised."""
         small = [travels_exactly(registry[slot.index].shape) for slot in section.slots]
         if section.dtype not in CODED or all(small):
             return None
@@ -84,41 +84,33 @@ class Exact:
 
 
 def _range(section: FlatParam, rank: int) -> tuple[int, int]:
-    """Return the range of a rank of the innermost dimension, over which codes are gathered."""
     return rank * section.size(1), (rank + 1) * section.size(1)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Where a section lies in a message: codes from `begin` on, then exact values; or exact values only."""
+    """Position of a flat parameter in a message: codes from `begin`, then exact values; or exact values only."""
 
     memory: FlatParamStorage
-    beside: Exact | None
+    exact_part: Exact | None
     begin: int
     exact: int
     end: int
 
     def codes_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the codes in rows of messages."""
         return messages[:, self.begin : self.begin + CODE.nbytes(self.memory.layout.size(1))]
 
     def exact_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the exact values in rows of messages."""
         layout = self.memory.layout
-        count = layout.size(1) if self.beside is None else self.beside.most
+        count = layout.size(1) if self.exact_part is None else self.exact_part.most
         return messages[:, self.exact : self.end].view(layout.dtype)[:, :count]
 
 
 class UnitCodes(Codes):
-    """Encodes, gathers and decodes the sections of one unit; see the module docstring.
-
-    Args:
-        sections: the unit's.
-        registry: knows the shapes.
-        accountant: is told of the buffers.
+    """Encodes, gathers and decodes the flat parameters of one unit; see the module docstring.
 
     Attributes:
-        coded: whether there is anything to encode.
+        coded: whether any flat parameter is quantised.
     """
 
     fills = False
@@ -132,24 +124,24 @@ class UnitCodes(Codes):
         end = 0
         for memory in sections:
             begin, layout = end, memory.layout
-            beside = Exact.of(layout, registry, memory.device)
+            exact_part = Exact.of(layout, registry, memory.device)
             exact = begin
-            if beside is not None:
+            if exact_part is not None:
                 exact += round_up(CODE.nbytes(layout.size(1)), _ALIGNMENT)
-                accountant.hold(Category.BUFFERS, beside.positions)
-                accountant.hold(Category.BUFFERS, beside.places)
-            count = layout.size(1) if beside is None else beside.most
+                accountant.hold(Category.BUFFERS, exact_part.positions)
+                accountant.hold(Category.BUFFERS, exact_part.places)
+            count = layout.size(1) if exact_part is None else exact_part.most
             end = exact + round_up(count * layout.dtype.itemsize, _ALIGNMENT)
-            self._parts.append(_Part(memory, beside, begin, exact, end))
+            self._parts.append(_Part(memory, exact_part, begin, exact, end))
         self._size = end
-        self.coded = any(part.beside is not None for part in self._parts)
+        self.coded = any(part.exact_part is not None for part in self._parts)
 
     @override
     def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
         return [lambda: self._start(label, kind)]
 
     def _start(self, label: str, kind: str) -> Handle:
-        """Encode this rank's range and launch the gather; may be called by the thread that helps peers."""
+        """Encode this rank's range and launch the all-gather. The thread of the side channel may call this."""
         messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
         self._accountant.hold(Category.BUFFERS, messages)
         own = messages[self._rank : self._rank + 1]
@@ -158,16 +150,16 @@ class UnitCodes(Codes):
         self._messages = messages
         return self._comm.all_gather([(messages.view(-1), own.view(-1))], label, kind=kind)
 
+    @override
     def finish(self) -> None:
-        """Write everybody's values, which have been gathered, into the whole buffers, which have memory."""
         assert self._messages is not None
         with self._accountant.owning(Category.BUFFERS):
             for part in self._parts:
                 self._decode(part, self._messages)
         self._messages = None
 
+    @override
     def round(self) -> None:
-        """Make exact whole values what they would be had they been gathered as codes."""
         with self._accountant.owning(Category.BUFFERS):
             messages = torch.empty(self._world, self._size, dtype=torch.uint8, device=self._parts[0].memory.device)
             for part in self._parts:
@@ -178,22 +170,21 @@ class UnitCodes(Codes):
     def _encode(self, part: _Part, values: torch.Tensor, message: torch.Tensor, rank: int) -> None:
         """Write the range of a rank, 1-D, into its message, (1, bytes)."""
         exact = part.exact_in(message)[0]
-        if part.beside is None:
+        if part.exact_part is None:
             exact.copy_(values)
             return
-        if part.beside.counts[rank]:
-            positions = part.beside.within(part.memory.layout, rank)
+        if part.exact_part.counts[rank]:
+            positions = part.exact_part.within(part.memory.layout, rank)
             exact[: positions.numel()] = values[positions]
             values = values.index_fill(0, positions, 0)  # a copy
         CODE.encode(values.unsqueeze(0), part.codes_in(message))
 
     def _decode(self, part: _Part, messages: torch.Tensor) -> None:
-        """Write the values of all ranks into the whole buffer."""
         exact, values = part.exact_in(messages), part.memory.full
         rows = values.view(self._world, part.memory.layout.size(1))
-        if part.beside is None:
+        if part.exact_part is None:
             rows.copy_(exact)
             return
         CODE.decode(part.codes_in(messages), rows)
-        if part.beside.most:
-            values.index_copy_(0, part.beside.positions, exact.flatten().index_select(0, part.beside.places))
+        if part.exact_part.most:
+            values.index_copy_(0, part.exact_part.positions, exact.flatten().index_select(0, part.exact_part.places))

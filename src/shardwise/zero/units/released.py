@@ -1,11 +1,10 @@
-"""Parameters whose values are elsewhere: they keep identity, shape, dtype and numel, and never give wrong values.
+"""Guarded parameters: resharded parameters keep identity, shape, dtype and numel, and never give wrong values.
 
-While a unit is released (or its values are still on their way), the class of its parameters is swapped for a subclass
-whose `__torch_function__` sees every access. Metadata is answered; anything that needs values asks the unit's owner for
-them, which either gathers (inside a forward or backward pass) or raises `ReleasedParameterError`. Inside the forward
-and backward of their own modules, and where the script has gathered them, parameters have their own class back and cost
-nothing. A use anywhere else is noticed even if the values happen to be there: it is what will need them again in the
-backward pass.
+While a unit is resharded, or its all-gather is in flight, its parameters are instances of a subclass whose
+`__torch_function__` receives every access. Metadata is returned at once. An access that needs values calls the unit's
+owner, which unshards (inside a forward or backward pass) or raises `ReleasedParameterError`. Inside the forward and
+backward of their own modules, and where the script has gathered them, parameters have their own class and cost nothing.
+A use elsewhere is detected even while the values are valid, because its backward needs them again.
 """
 
 from __future__ import annotations
@@ -25,60 +24,56 @@ from shardwise.zero.units.status import ZeroParamStatus
 
 
 class Owner(Protocol):
-    """Whoever can bring a released parameter's values back.
-
-    Attributes:
-        in_pass: a forward or backward pass is under way, in which `touch` brings values.
-    """
+    """Makes the values of guarded parameters valid."""
 
     @property
     def in_pass(self) -> bool:
-        """See above."""
+        """Whether a forward or backward pass runs, in which `touch` unshards."""
 
     def touch(self, parameter: nn.Parameter, what: str) -> Any:
-        """Make the values of `parameter` valid and restore its class, or raise; return something for `end_touch`."""
+        """Make the values of `parameter` valid and restore its class, or raise. Returns a token for `end_touch`."""
 
     def end_touch(self, parameter: nn.Parameter, token: Any, result: Any) -> None:
-        """A function has computed `result` from the values: make sure that they are back if it is differentiated."""
+        """End a `touch` after a function has computed `result`, and unshard again when `result` is differentiated."""
 
     def gather(self, parameters: Iterable[nn.Parameter]) -> Any:
-        """Make whole values of these parameters valid on every rank (a collective)."""
+        """Unshard parameters on every rank (a collective)."""
 
     def put_back(self, parameters: Iterable[nn.Parameter], gathered: Any, src: int | None) -> None:
-        """End a `gather`; values of global rank `src`, if given, become everybody's, otherwise changes are lost."""
+        """End a `gather`. All ranks take over the values of global rank `src`; None drops changes."""
 
     def discarded(self, gathered: Any) -> list[str]:
-        """Return the names of gathered parameters that were changed and whose changes `put_back` without `src` loses.
+        """Return the names of gathered parameters whose changes `put_back` without `src` drops.
 
-        Changes in place are seen by version counters, changes through aliases (`p.data`) in this rank's range.
+        Version counters show changes in place; this rank's range shows changes through aliases (`p.data`).
         """
 
     def kept(self, parameter: nn.Parameter) -> int:
-        """Return how many elements of `parameter` this rank keeps while its values are not gathered."""
+        """Return the number of elements of `parameter` in this rank's shard."""
 
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
-        """Return what converting `parameter` gives, without its values. None: they are needed."""
+        """Return the converted `parameter` without its values. None: the conversion needs values."""
 
     def replace(self, parameter: nn.Parameter, other: nn.Parameter) -> bool:
-        """Let `parameter` have what `converted` has returned for it (`parameter.data = other`); False: it cannot."""
+        """Replace `parameter` by a result of `converted` (`parameter.data = other`); return False if impossible."""
 
 
 @runtime_checkable
 class Detaching(Protocol):
-    """An owner whose parameters may be listed by `state_dict()` while their values are not here."""
+    """Owner whose guarded parameters `state_dict()` may list."""
 
     def detached(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return what `parameter.detach()` is: another parameter without its values. None: bring the values."""
+        """Return `parameter.detach()` as another guarded parameter. None: the call needs values."""
 
 
 _CONVERSIONS = frozenset({"to", "cpu", "cuda", "float", "double", "half", "bfloat16"})
-"""What `module.to(...)` and its relatives call for each parameter, before they assign the result to its `data`."""
+"""Methods that `module.to(...)` and similar calls use on each parameter before they assign to its `data`."""
 
 _owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _classes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _blanks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
-# What can be answered without values. Getters arrive as `descriptor.__get__`, so their names are looked up there.
+# Functions that need no values. Getters arrive as `descriptor.__get__`; their names are looked up there.
 _METADATA = frozenset(
     {
         "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "ndim", "itemsize",
@@ -92,10 +87,10 @@ _METADATA = frozenset(
     }
 )  # fmt: skip
 
-# Answered for the memory that the parameter refers to while it is released, which is the same each time.
+# Functions of the memory that a guarded parameter refers to, which is the same each time.
 _ADDRESSES = frozenset({"data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_offset"})
 
-# Answered for the values, wherever they are.
+# Functions of the memory layout of the values.
 _ARRANGEMENT = frozenset({"stride", "is_contiguous", "dim_order", "is_non_overlapping_and_dense"})
 
 
@@ -107,34 +102,34 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 class Released(nn.Parameter):
-    """Class of a parameter while its values are not gathered.
+    """Class of guarded parameters.
 
-    Scripts written for DeepSpeed find such parameters by `hasattr(p, "ds_id")` and `p.ds_status`, and gather them with
-    `GatheredParameters`; the class answers, so that nothing is attached to the parameter.
+    Scripts written for DeepSpeed find such parameters by `hasattr(p, "ds_id")` and `p.ds_status`, and unshard them with
+    `GatheredParameters`. The class has these attributes, so that none is attached to a parameter.
     """
 
     @property
     def ds_id(self) -> int:
-        """A number that no other parameter has."""
+        """Unique number of the parameter."""
         return id(self)
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        """Say that the values are not here."""
+        """Status `NOT_AVAILABLE`."""
         return ZeroParamStatus.NOT_AVAILABLE
 
     @property
     def ds_numel(self) -> int:
-        """Number of elements of the whole parameter."""
+        """Number of elements of the unsharded parameter."""
         return self.numel()
 
     @property
     def ds_shape(self) -> torch.Size:
-        """Shape of the whole parameter."""
+        """Shape of the unsharded parameter."""
         return self.shape
 
     def partition_numel(self) -> int:
-        """Return how many elements of the parameter this rank keeps."""
+        """Return the number of elements of the parameter in this rank's shard."""
         return _owners[self].kept(self)
 
     @classmethod
@@ -146,15 +141,15 @@ class Released(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata; bring values back for everything else (see the module docstring)."""
+        """Return metadata, and unshard for any other access; see the module docstring."""
         kwargs = kwargs or {}
         if func is torch.autograd.grad and not any(is_released(value) for value in args[0]):
             return _gradients_of(*args, **kwargs)
         name = _name_of(func)
-        if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):  # with a dtype it converts
+        if name in _METADATA or (name == "type" and len(args) == 1 and not kwargs):  # with a dtype, `type` converts
             with without_overrides():
                 return func(*args, **kwargs)
-        # In a pass an address is asked for by a kernel that will read the values (Triton's launcher does).
+        # In a pass, a kernel that will read the values takes the address (Triton's launcher does).
         reads = name == "data_ptr" and is_released(args[0]) and _owners[args[0]].in_pass
         if name in _ADDRESSES and is_released(args[0]) and not reads:
             return func(blank_of(args[0]), *args[1:], **kwargs)
@@ -193,7 +188,6 @@ class Released(nn.Parameter):
         return self._as_itself("pickling", lambda: self.__reduce_ex__(protocol))
 
     def _as_itself(self, what: str, do: Callable[[], Any]) -> Any:
-        """Bring the values back and do something with the parameter while it has its own class."""
         owner: Owner = _owners[self]
         token = owner.touch(self, what)
         try:
@@ -202,19 +196,19 @@ class Released(nn.Parameter):
             owner.end_touch(self, token, None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Describe the parameter without its values."""
+        """Return shape, dtype and device, without values."""
         with without_overrides():
             return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
 _released: set[type] = {Released}
-"""Classes of released parameters."""
+"""Classes of guarded parameters."""
 
 
 def _converted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Parameter | None:
-    """Convert a released parameter without its values; None: that cannot be done.
+    """Convert a guarded parameter without its values; return None if that is impossible.
 
-    What the conversion asks for is found by doing it to an empty tensor.
+    The target dtype and device are found by converting an empty tensor.
     """
     parameter = args[0]
     if not is_released(parameter) or kwargs.get("copy") or kwargs.get("memory_format") is not None:
@@ -237,17 +231,15 @@ def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _arranged(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a tensor without values that lies in memory as the parameter's values do."""
     with without_overrides():
         return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def blank(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape, dtype and device that shows one element of memory at every place: NaN.
+    """Return a tensor of this shape, dtype and device whose elements all refer to one element of memory: NaN.
 
-    Released parameters refer to such a tensor, each to one of its own. Code that reads one where nothing can notice it
-    (`torch.tensor(p)`, a kernel that is called directly) gets NaN, or the smallest integer, and never somebody else's
-    memory; torch refuses to write to it.
+    Each guarded parameter refers to a blank tensor of its own. Code that reads it undetected (`torch.tensor(p)`, a
+    kernel called directly) gets NaN, or the smallest integer, and never other memory. torch refuses to write to it.
     """
     with without_overrides():
         element = torch.empty(1, dtype=like.dtype, device=like.device)
@@ -259,12 +251,12 @@ def blank(like: torch.Tensor) -> torch.Tensor:
 
 
 def blank_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Return what a parameter refers to while it is released: `blank`, always the same one, at an address of its own.
+    """Return the blank tensor of a parameter: the same one each time, at an address of its own.
 
-    Addresses therefore tell parameters apart, as scripts that count shared weights by `data_ptr()` expect.
+    So addresses distinguish parameters, as scripts expect that count shared weights by `data_ptr()`.
     """
     found = _blanks.get(parameter)
-    like = (parameter.dtype, parameter.device, parameter.shape)  # experts of which a rank keeps some change the last
+    like = (parameter.dtype, parameter.device, parameter.shape)  # offloaded experts change the shape
     if found is None or (found.dtype, found.device, found.shape) != like:
         found = _blanks[parameter] = blank(parameter)
     assert isinstance(found, torch.Tensor)
@@ -274,9 +266,9 @@ def blank_of(parameter: nn.Parameter) -> torch.Tensor:
 def _gradients_of(
     outputs: Any, inputs: tuple[Any, ...], *, materialize_grads: bool = False, **kwargs: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """`torch.autograd.grad`: released parameters are named by their places in the graph, and no values are needed.
+    """Call `torch.autograd.grad` with gradient edges in place of guarded inputs, so that it needs no values.
 
-    The pass itself runs with overrides in force: what it recomputes may use any parameter.
+    The pass runs with overrides in force, because recomputation may use any parameter.
     """
     with without_overrides():
         edges = [get_gradient_edge(value) if is_released(value) else value for value in inputs]
@@ -291,7 +283,6 @@ def _gradients_of(
 
 
 def _flatten(value: Any) -> list[Any]:
-    """List the tensors in nested arguments; a parameter that occurs twice is listed once."""
     found: dict[int, Any] = {}
     stack = [value]
     while stack:
@@ -306,14 +297,14 @@ def _flatten(value: Any) -> list[Any]:
 
 
 def adopt(parameter: nn.Parameter, owner: Owner) -> None:
-    """Name the owner that answers for a parameter from now on."""
+    """Set the owner of a parameter."""
     _owners[parameter] = owner
     if not is_released(parameter):
         _classes[parameter] = type(parameter)
 
 
 def disown(parameter: nn.Parameter) -> None:
-    """Forget a parameter's owner; its values must be valid."""
+    """Remove the owner of a parameter whose values are valid."""
     restore(parameter)
     _owners.pop(parameter, None)
 
@@ -324,32 +315,32 @@ def owner_of(parameter: torch.Tensor) -> Owner | None:
 
 
 def guard(parameter: nn.Parameter) -> None:
-    """Mark the values as not there."""
-    parameter.__class__ = _withheld(type(parameter))
+    """Mark the values as invalid."""
+    parameter.__class__ = _guarded(type(parameter))
 
 
 def restore(parameter: nn.Parameter) -> None:
-    """Give the parameter its own class back: its values are valid."""
+    """Mark the values as valid: give the parameter its own class back."""
     if is_released(parameter):
         parameter.__class__ = _classes.get(parameter, nn.Parameter)
 
 
 Classes = list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]]
-"""Parameters with their own classes, and those that they have while they are released."""
+"""Parameters with their own classes, and their classes while guarded."""
 
 
 def classes_of(parameters: Iterable[nn.Parameter]) -> Classes:
-    """Look the own classes of parameters up, for `guard_all` and `unguard_all`, which are called again and again."""
+    """Look up the classes of parameters once, for repeated calls of `guard_all` and `unguard_all`."""
     found = [(p, _classes.get(p, nn.Parameter) if is_released(p) else type(p)) for p in parameters]
-    return [(parameter, own, _withheld(own)) for parameter, own in found]
+    return [(parameter, own, _guarded(own)) for parameter, own in found]
 
 
 @functools.cache
-def _withheld(own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class of released parameters whose own class is this one.
+def _guarded(own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the guarded class of parameters whose own class is `own`.
 
-    Classes that dispatch operators must go on doing so: those of torch's fake tensors, of a dry run. What others of
-    them are made of does not lie in the units' memory: they keep their class.
+    Classes that dispatch operators must go on dispatching. torch's fake tensors, of a dry run, get a guarded subclass.
+    Other such classes do not keep their values in the units' memory, and are returned as they are.
     """
     if own.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return Released
@@ -361,17 +352,17 @@ def _withheld(own: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def guard_all(classes: Classes) -> None:
-    """`withhold` several parameters."""
-    for parameter, _, withheld in classes:
-        parameter.__class__ = withheld
+    """Apply `guard` to several parameters."""
+    for parameter, _, guarded in classes:
+        parameter.__class__ = guarded
 
 
 def unguard_all(classes: Classes) -> None:
-    """`restore` several parameters."""
+    """Apply `restore` to several parameters."""
     for parameter, own, _ in classes:
         parameter.__class__ = own
 
 
 def is_released(parameter: torch.Tensor) -> bool:
-    """Whether the values of a parameter are not gathered at the moment."""
+    """Return True if a parameter is guarded."""
     return type(parameter) in _released

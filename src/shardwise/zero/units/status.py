@@ -1,4 +1,4 @@
-"""Where the values of a parameter are, in words that scripts written for DeepSpeed compare with."""
+"""Status of a parameter's values, with the names that scripts written for DeepSpeed compare."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from enum import Enum
 
 
 class ZeroParamStatus(Enum):
-    """Whether the values of a sharded parameter are here.
+    """Whether the values of a sharded parameter are on this rank.
 
-    A parameter whose values are not here has an attribute `ds_status`, which is `NOT_AVAILABLE`; with its values it
-    loses the attribute, or, where scripts use `deepspeed`, it is `AVAILABLE`.
+    A resharded parameter has an attribute `ds_status`, which is `NOT_AVAILABLE`. An unsharded parameter has no such
+    attribute, or `AVAILABLE` if scripts use `deepspeed`.
     """
 
     AVAILABLE = 1

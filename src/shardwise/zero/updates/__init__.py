@@ -1,1 +1,1 @@
-"""Updates: how optimizers step what is sharded."""
+"""Updates: optimizer steps of sharded parameters."""

@@ -1,10 +1,9 @@
-"""Optimizers that communicate themselves: what they are given of the units, and how their results come back.
+"""Update of optimizers that communicate themselves.
 
-Such an optimizer decides before each window whether it takes the reduced gradient, as any other does, or this rank's
-own: then there is no reduction in backward, and the optimizer averages what it makes of the gradient
-(`shardwise.comm.compression.averaging`). It gets flat parameters as blocks. Where its state is sharded (ZeRO stage 1)
-it steps this rank's range and the parameters are gathered as usual; it cannot use gradients that are sharded (stages 2
-and 3).
+Before each window such an optimizer chooses between reduced gradients and this rank's own gradients. With own
+gradients, backward has no reduction, and the optimizer averages its own results
+(`shardwise.comm.compression.averaging`). It gets flat parameters as blocks. At ZeRO stage 1 it steps this rank's range,
+and the parameters are all-gathered as usual. It cannot use sharded gradients (stages 2 and 3).
 """
 
 from __future__ import annotations
@@ -36,13 +35,10 @@ class CommUpdate(Update):
     Args:
         optimizer: a `shardwise.optim.comm_optimizer.CommOptimizer`.
         segments: serves all flat parameters.
-        domains: of the parameters: one, in one dimension.
-        numbering: of the tensors.
-        accountant: counts optimizer state and messages.
-        plan: what is sharded.
+        domains: one domain, in one dimension.
 
     Raises:
-        ConflictError: the plan shards what the optimizer needs whole, or ranks are in groups.
+        ConflictError: the plan shards state that the optimizer needs whole, or ranks are in groups.
     """
 
     def __init__(

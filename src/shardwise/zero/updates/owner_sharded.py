@@ -1,8 +1,8 @@
-"""Stepping whole tensors, each on the rank that owns it: optimizers like Muon and Adafactor.
+"""Owner-sharded updates: each whole tensor is stepped on the rank that owns it, for optimizers like Muon and Adafactor.
 
-Owners are chosen so that elements (or what the optimizer names as cost) are balanced; gradients travel to the owner and
-updated values back by all-to-all. No rank holds all. A tensor of which ranks have different parts is owned by one of
-all ranks (`shardwise.zero.updates.tp_split`), at every stage.
+Owners balance elements, or the optimizer's cost of each tensor. Gradients go to the owner by all-to-all, and updated
+values come back by all-to-all. No rank holds all tensors. A tensor of which ranks have different parts is owned by one
+of all ranks (`shardwise.zero.updates.tp_split`), at every stage.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from shardwise.zero.updates.update import (
 def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]] | None = None) -> list[int]:
     """Assign items to ranks greedily: largest first, to the least loaded rank.
 
-    No rank gets more than the mean and the largest item (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    No rank gets more than the mean plus the largest item (Graham, "Bounds on multiprocessing timing anomalies", 1969).
 
     Args:
-        costs: of the things.
+        costs: cost of each item.
         world: number of ranks.
-        among: ranks that may have a thing, by its place; those that are not in it all may.
+        among: ranks that may get an item, by its place; other items may go to all ranks.
 
     Example:
         >>> owners([1, 5, 2, 2], 2)
@@ -65,26 +65,20 @@ def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]
 
 
 class WholeUpdate(UpdatePart):
-    """Optimizers that need whole tensors: each tensor is owned and stepped by one rank.
+    """Steps whole tensors, each on its owner.
 
     Args:
-        optimizer: its groups are edited in place to hold the masters of the tensors this rank owns.
-        units: all units.
-        registry: the logical tensors.
-        domains: of the parameters; each tensor is owned by a rank of its own.
-        numbering: of all ranks' tensors.
-        parts: those of which ranks have different parts; None: there are none.
-        policy: dtypes.
-        accountant: counts masters and state.
-        is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
-        stepping: which groups are stepped whole, and what that costs.
-        replicated: every rank steps everything (the optimizer is not sharded).
-        home: where masters and state live that belong to no section.
+        optimizer: its groups are edited in place to hold the master weights of owned tensors.
+        parts: tensors of which ranks have different parts; None: there are none.
+        is_elementwise: see `StateKind`.
+        stepping: groups that are stepped whole, and their cost.
+        replicated: every rank steps all tensors (the optimizer is not sharded).
+        home: tier of master weights and state that belong to no flat parameter.
 
     Attributes:
-        loans: lend these.
-        owner: of each tensor, by index: a rank of those that have it, and of all ranks if they have parts of it.
-        cut: indices of the latter.
+        loans: loans of this state.
+        owner: owner of each tensor, by index: a rank of its domain, or any rank if ranks have parts of it.
+        cut: indices of tensors of which ranks have parts.
     """
 
     def __init__(
@@ -119,7 +113,7 @@ class WholeUpdate(UpdatePart):
         self._choose_owners(uncut, domains, numbering, stepping.cost or math.prod)
         self.masters: dict[int, nn.Parameter] = {}
         self._arriving: dict[int, torch.Tensor] = {}
-        self._changed: set[int] = set()  # parts whose owners do not know the change
+        self._changed: set[int] = set()  # parts with changes that their owners lack
         self._loaded: set[int] = set()
 
     def _choose_owners(
@@ -129,7 +123,6 @@ class WholeUpdate(UpdatePart):
         numbering: GlobalTensorIds,
         cost: Callable[[Sequence[int]], float],
     ) -> None:
-        """Choose them among the ranks that share a tensor; of parts, together with those that all ranks share."""
         for domain in dict.fromkeys([None, *(tensor.domain for tensor in stepped)]):
             shared, comm = [tensor for tensor in stepped if tensor.domain == domain], domains.of(domain).ranks
             costs = [float(cost(tensor.shape)) for tensor in shared]
@@ -147,10 +140,10 @@ class WholeUpdate(UpdatePart):
                 owned = dict(zip(cut, chosen[len(shared) :], strict=True))
                 self._parts.own(owned)
                 for index, place in self._parts.places.items():
-                    self.owner[index] = owned.get(place, numbering.holders[place][0])  # of nothing the first
+                    self.owner[index] = owned.get(place, numbering.holders[place][0])  # without elements: the first
 
     def capture(self, unit: Unit) -> None:
-        """Copy the masters of the tensors this rank owns (views, where nothing is sharded and the dtype is right)."""
+        """Copy the master weights of owned tensors (views, if nothing is sharded and the dtype fits)."""
         if self._parts is not None:
             dtype_of = self._policy.master_dtype
             for index, values in self._gather(unit, self._parts, _initial, dtype_of, f"{unit.name}.masters"):
@@ -170,7 +163,6 @@ class WholeUpdate(UpdatePart):
                     self.loans.keep(Category.MASTER, values)
 
     def _own(self, index: int, values: torch.Tensor) -> None:
-        """Take the values of a tensor of which this rank has a part."""
         self.masters[index] = nn.Parameter(values.view(self.registry[index].global_shape))
         self.loans.keep(Category.MASTER, values)
 
@@ -183,15 +175,9 @@ class WholeUpdate(UpdatePart):
         label: str,
         category: Category | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Bring what ranks have of a unit together; yield the indices of what is whole now, with all values.
+        """Gather the parts of a unit at their owners; yield indices and values of tensors that are complete now.
 
-        Args:
-            unit: see `SplitTensors.gather`.
-            parts: the tensors.
-            read: see `SplitTensors.gather`.
-            dtype_of: in which values travel and arrive, by dtype of the parameters.
-            label: see `SplitTensors.gather`.
-            category: of what arrives; None: the caller counts it.
+        The caller counts the memory of the values if `category` is None.
         """
 
         def into(index: int) -> torch.Tensor:
@@ -209,10 +195,10 @@ class WholeUpdate(UpdatePart):
             yield index, self._arriving.pop(index)
 
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
-        """Add the owned masters to the members of each group, and give them what state their parameters had.
+        """Add the owned master weights to the members of each group, with the old state of their parameters.
 
         Raises:
-            UsageError: that is the state of a part, of which the owner would need that of all of the tensor.
+            UsageError: the state is that of a part, but the owner needs that of the whole tensor.
         """
         for index in self.cut:
             tensor, state = self.registry[index], old_state.get(id(self.registry.parameters[index]), {})
@@ -239,29 +225,28 @@ class WholeUpdate(UpdatePart):
         self.keep_state()
 
     def _is_known_whole(self, key: str, value: Any, tensor: LogicalTensor) -> bool:
-        """Whether an entry is known to be that of the whole tensor, or a number."""
         number = not isinstance(value, torch.Tensor) or value.numel() == 1
         return number or is_of_whole(key, value, tensor, self._is_elementwise)
 
     def hold_state(self) -> None:
-        """Tell the accountant about the optimizer's state; what is known is passed over, some optimizers make more."""
+        """Count the optimizer's state. Counted entries are skipped; some optimizers add entries later."""
         for master in self.masters.values():
             state = self.optimizer.state.get(master)
             if state:
                 hold(state, self._accountant, self._tier)
 
     def stepping(self) -> list[Borrowed]:
-        """Return what has to be borrowed so that everything can be stepped."""
+        """Return the loans that are needed to step all tensors."""
         sections = [section for unit in self.units for section in _whole(unit)]
         away = [(loans, loans is not section.gradient_loans) for section in sections for loans in section.away]
         return [*self.borrowing(), *away]
 
     def borrowing(self) -> list[Borrowed]:
-        """Return what has to be borrowed to write masters and state that belong to no section."""
+        """Return the loans of master weights and state that belong to no flat parameter."""
         return [(self.loans, True)] if self.loans.away else []
 
     def keep_state(self) -> None:
-        """Have what the optimizer keeps for each element live where it should."""
+        """Move elementwise optimizer state to its tier."""
         if self.loans.away:
             states = [(master.numel(), self.optimizer.state.get(master, {})) for master in self.masters.values()]
             kept = [v for numel, state in states for key, v in state.items() if self._is_elementwise(v, numel, key)]
@@ -269,9 +254,9 @@ class WholeUpdate(UpdatePart):
 
     @contextlib.contextmanager
     def around(self, factor: float | torch.Tensor) -> Iterator[None]:
-        """Bring gradients to their owners, let the optimizer step in the block, and bring the results back.
+        """Send gradients to their owners, let the optimizer step in the block, and send the results back.
 
-        What lives elsewhere is lent as a whole.
+        Offloaded state is acquired all at once.
         """
         with borrowed(self.stepping()):
             with self._gradients_there(factor):
@@ -297,7 +282,7 @@ class WholeUpdate(UpdatePart):
                     master.grad = None
 
     def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
-        """Take over changes; those of tensors of which ranks have parts are noted, for `share_changes`."""
+        """Take over changes; changes of parts are kept for `share_changes`."""
         for section in _whole(unit):
             for slot in section.layout.slots:
                 if section.layout.cut:
@@ -330,7 +315,7 @@ class WholeUpdate(UpdatePart):
                         master.copy_(values)
                     elif place in changed:
                         take_changes(master, values)
-        self._arriving.clear()  # of tensors that have not been changed, the parts that came along
+        self._arriving.clear()  # parts of unchanged tensors, received along with the others
 
     def _collect(self, unit: Unit, factor: float | torch.Tensor) -> None:
         for section in _uncut(unit):
@@ -356,7 +341,6 @@ class WholeUpdate(UpdatePart):
             self._give(dict(self._gather(unit, self._parts, _gradient, dtype_of, label, Category.GRADIENTS)), factor)
 
     def _give(self, gradients: Mapping[int, torch.Tensor], factor: float | torch.Tensor) -> None:
-        """Give masters their gradients, which have arrived in memory of their own, times the factor."""
         for index, gradient in gradients.items():
             master = self.masters[index]
             master.grad = as_gradient(gradient.view(master.shape), master, self._accountant).mul_(factor)
@@ -374,7 +358,6 @@ class WholeUpdate(UpdatePart):
             self._parts.spread(unit, values.__getitem__, _own_values, f"{unit.name}.updates")
 
     def _rounded(self, indices: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Return the owned ones of some masters in the dtypes of their parameters."""
         found = {
             index: _flat(self.masters[index].detach()).to(self.registry[index].dtype)
             for index in indices
@@ -392,7 +375,7 @@ class WholeUpdate(UpdatePart):
         dtype: torch.dtype,
         label: str,
     ) -> None:
-        """All-to-all of lists of runs; runs of one peer travel as one message."""
+        """All-to-all of lists of ranges; ranges of one peer are one message."""
         into, sizes_in = [run for runs in receives for run in runs], [sum(map(torch.numel, runs)) for runs in receives]
         given, sizes_out = [run for runs in sends for run in runs], [sum(map(torch.numel, runs)) for runs in sends]
         sent = torch.cat(given) if given else torch.empty(0, dtype=dtype, device=section.device)
@@ -408,7 +391,7 @@ class WholeUpdate(UpdatePart):
     def _routes(
         self, section: FlatParamStorage, whole: Callable[[int], torch.Tensor], own: torch.Tensor
     ) -> tuple[list[list[torch.Tensor]], list[list[torch.Tensor]]]:
-        """Return, per peer, the views of this rank's range that the peer owns, and of owned tensors in its range."""
+        """Return, by peer, views of this rank's range that the peer owns, and of owned tensors in the peer's range."""
         domain, here = section.domain, section.domain.ranks.rank
         mine: list[list[torch.Tensor]] = [[] for _ in range(domain.world)]
         theirs: list[list[torch.Tensor]] = [[] for _ in range(domain.world)]
@@ -465,7 +448,7 @@ class WholeUpdate(UpdatePart):
 
     @override
     def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
-        # Where every rank steps everything they belong to sections.
+        # Master weights of replicated tensors belong to flat parameters.
         for index, master in self.masters.items():
             if not self.replicated or index in self.cut:
                 yield master.detach(), self.loans.home

@@ -1,8 +1,8 @@
-"""Where an optimizer writes the parameters: in their own memory, or in memory of the host from which they are copied.
+"""Memory into which an optimizer writes parameters: their own, or a host buffer from which they are copied.
 
-An optimizer that steps on the host writes the low-precision copy of what it has updated into one of two buffers there.
-While it steps the next part, a stream that does nothing else copies the other to the device. Where the parameters live
-on the host between uses, it writes them there.
+An optimizer that steps on the host writes low-precision parameters into one of two host buffers. While it steps the
+next flat parameters, a stream of its own copies the other buffer to the device. Parameters that live on the host
+between uses are written there.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from shardwise.zero.units.flat_param import FlatParamStorage
 
 
 class Outputs:
-    """Gives optimizers memory for updated parameters, and brings what is written there to where it belongs.
-
-    Args:
-        device: where parameters are used.
-        accountant: counts the buffers.
-    """
+    """Provides memory for updated parameters, and copies it to the parameters on `device`."""
 
     def __init__(self, device: torch.device, accountant: Accountant) -> None:
         self._far = is_far(device)
@@ -36,11 +31,11 @@ class Outputs:
         self._staged: list[tuple[FlatParamStorage, torch.Tensor]] = []
 
     def stages(self, section: FlatParamStorage) -> bool:
-        """Whether the parameters of a section are copied from the host after they have been stepped."""
+        """Return True if the parameters of a flat parameter are copied from the host after a step."""
         return self._far and section.steps_apart and not section.written_in_place
 
     def make_room(self, parts: Sequence[Sequence[FlatParamStorage]]) -> None:
-        """Take the buffers, as large as the largest of some parts that are stepped one after the other."""
+        """Allocate the buffers, as large as the largest of some parts that are stepped one after the other."""
         size = max((sum(map(_staged_bytes, filter(self.stages, part))) for part in parts), default=0)
         real = all(has_values(section.shard) for part in parts for section in part)
         for turn in range(2):
@@ -51,7 +46,7 @@ class Outputs:
                 self._accountant.hold(Category.BUFFERS, made.bytes, Tier.HOST)
 
     def of(self, sections: Sequence[FlatParamStorage]) -> dict[int, torch.Tensor]:
-        """Return what the optimizer writes for each section of a part, by `id`; `send` comes after it."""
+        """Return the memory to be written for each flat parameter of a part, by `id`. Call `send` after the step."""
         found: dict[int, torch.Tensor] = {}
         taken = 0
         for section in sections:
@@ -75,10 +70,10 @@ class Outputs:
         return found
 
     def send(self) -> None:
-        """Bring what has been written to the device; its current stream goes on behind that, the host at once."""
+        """Copy the written buffer to the device. The current stream waits for the copies, the host does not."""
         staged, self._staged = self._staged, []
         if staged and self._copies is not None:
-            self._copies.follow()  # readers of the parameters before
+            self._copies.follow()  # after earlier readers of the parameters
             for section, values in staged:
                 self._copies.copy(section.published, values)
                 self._accountant.move(Tier.HOST, read=values.nbytes)
@@ -95,6 +90,6 @@ class Outputs:
 
 
 def _staged_bytes(section: FlatParamStorage) -> int:
-    """Return the room that a section takes in a buffer; runs begin where elements of any dtype may."""
+    """Return the bytes of a flat parameter in a buffer, aligned for every dtype."""
     size = section.published.nbytes
     return size + -size % 64

@@ -1,7 +1,7 @@
-"""Stepping flat runs of master weights: elementwise optimizers.
+"""Updates of elementwise optimizers, which step segments of master weights.
 
-A segment is one lane of a section's master, or of the range that this rank has of it; there is one list of segments per
-parameter group.
+A segment is one lane of the master weights of a flat parameter, or of this rank's range of them. Each optimizer group
+has a list of segments.
 """
 
 from __future__ import annotations
@@ -45,35 +45,32 @@ from shardwise.zero.updates.update import (
 )
 
 Segment = tuple[FlatParamStorage, slice, nn.Parameter]
-"""A section, a range of its master, and what the optimizer has in its groups for that range."""
+"""Flat parameter, range of its master weights, and the optimizer's parameter for that range."""
 
 ORIGINS = "shardwise_origins"
-"""Attribute of optimizers that ask where the elements of a parameter come from, by `id(parameter)`: (logical tensor,
-first element of the tensor, first element of the parameter, count) of all pieces. Such an optimizer takes gradients of
-any dtype, and steps each parameter by itself."""
+"""Attribute of optimizers that need the origin of the elements of each parameter, by `id(parameter)`: (logical tensor,
+first element of the tensor, first element of the parameter, count) of all ranges. Such an optimizer takes gradients of
+any dtype, and steps each parameter independently.
+"""
 
 
 @dataclass
 class Part:
-    """Segments of some sections."""
+    """Segments of some flat parameters."""
 
     sections: list[FlatParamStorage]
     segments: list[Segment]
 
 
 class SegmentUpdate(UpdatePart):
-    """Elementwise optimizers: steps segments of master weights.
+    """Steps segments of master weights with an elementwise optimizer.
 
     Args:
         optimizer: the client's or the configured optimizer; its groups are edited in place.
-        units: all units.
-        registry: the logical tensors.
         job: all ranks that step together.
-        numbering: of the tensors, the same on all of them.
-        accountant: counts optimizer state.
-        is_elementwise: whether a state entry (value, elements of its parameter, name) has one value per element.
-        norms: the optimizer asks for norms of whole tensors.
-        at_once: it cannot be stepped unit by unit.
+        is_elementwise: see `StateKind`.
+        norms: the optimizer needs norms of whole tensors.
+        at_once: the optimizer cannot be stepped unit by unit.
     """
 
     def __init__(
@@ -102,10 +99,10 @@ class SegmentUpdate(UpdatePart):
         self._origins: dict[int, list[tuple[int, int, int, int]]] = {}
         self.runs: dict[int, list[tuple[FlatParamStorage, ShardSlice, nn.Parameter]]] = {}
         self._everything = Part([], self.segments)
-        self._parts: list[tuple[Part, list[Borrowed]]] = []  # of the same, unit by unit, with what has to be lent
+        self._parts: list[tuple[Part, list[Borrowed]]] = []  # `_everything` by unit, with its loans
 
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
-        """Add the segments to the members of each group, and give them what state their parameters had."""
+        """Add the segments to the members of each group, with the old state of their parameters."""
         of_parts = dict(old_state)
         for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
             if tensor.box is not None and id(parameter) in old_state:
@@ -146,7 +143,6 @@ class SegmentUpdate(UpdatePart):
             self._adopt_state(segment, pieces or self._example(lane.group, old_state), old_state)
 
     def _tensor_norms(self) -> TensorNorms:
-        """Say which tensors the segments are made of, and how their norms are formed on all ranks."""
         stepped = [
             (section, slot.index)
             for unit in self.units
@@ -169,7 +165,7 @@ class SegmentUpdate(UpdatePart):
                 offset = piece.offset + piece.stop - piece.start
                 run = TensorRun(numbers[piece.index], piece.offset, offset)
                 runs[segment].append(run)
-                # Where every rank steps everything, each counts what would be its own: the same sums at every stage.
+                # If every rank steps everything, each counts its own range: the sums are the same at every stage.
                 low, high = max(run.start, first - start), min(run.stop, last - start)
                 if low < high and counts[piece.index]:
                     counted.append((segment, TensorRun(run.tensor, low, high)))
@@ -185,13 +181,13 @@ class SegmentUpdate(UpdatePart):
         )
 
     def _add_norms(self, sums: torch.Tensor) -> None:
-        there = sums.to(self.comm.device)
-        self.comm.all_reduce(there, "tensor_norms").wait()
-        if there is not sums:
-            sums.copy_(there)
+        moved = sums.to(self.comm.device)
+        self.comm.all_reduce(moved, "tensor_norms").wait()
+        if moved is not sums:
+            sums.copy_(moved)
 
     def _counts_of(self, old_state: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """Return the state that parameters have as a whole, such as step counts, by index; the host waits once."""
+        """Return state that parameters have as a whole, such as step counts, by index; the host waits once."""
         found: dict[int, dict[str, Any]] = {}
         tensors: dict[tuple[torch.device, torch.dtype], list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
         sections = [section for unit in self.units for section in unit.trainable if not section.layout.whole]
@@ -212,10 +208,9 @@ class SegmentUpdate(UpdatePart):
     def _cut(
         self, section: FlatParamStorage, lane: GroupRange, known: Mapping[int, dict[str, Any]]
     ) -> Iterator[tuple[int, int, list[ShardSlice]]]:
-        """Yield the segments of a lane: start and stop in the master, and pieces counted from the start.
+        """Yield the segments of a lane: start and stop in the master weights, and ranges counted from the start.
 
-        A segment has one step count. Where parameters of an instance with state have different ones (`_counts_of`),
-        the lane is cut.
+        A segment has one step count: the lane is cut between parameters with different counts (`_counts_of`).
         """
         first = section.master_start + lane.start
         start, counts, pieces = 0, None, []  # type: tuple[int, Any, list[ShardSlice]]
@@ -228,7 +223,7 @@ class SegmentUpdate(UpdatePart):
         yield lane.start + start, lane.stop, pieces
 
     def _example(self, group: int, old_state: dict[int, dict[str, Any]]) -> list[ShardSlice]:
-        """Return an empty piece of a parameter with state: padding needs state, too (Adagrad makes it early)."""
+        """Return an empty range of a parameter with state, because padding needs state (Adagrad makes it early)."""
         for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
             if tensor.group == group and id(parameter) in old_state:
                 return [ShardSlice(tensor.index, 0, 0, 0)]
@@ -237,7 +232,6 @@ class SegmentUpdate(UpdatePart):
     def _adopt_state(
         self, segment: nn.Parameter, pieces: Sequence[ShardSlice], old_state: dict[int, dict[str, Any]]
     ) -> None:
-        """Cut the state that an instance already had the way its parameters are cut."""
         target: dict[str, Any] = {}
         for piece in pieces:
             tensor = self.registry[piece.index]
@@ -254,10 +248,10 @@ class SegmentUpdate(UpdatePart):
             self.optimizer.state[segment] = target
 
     def step(self, factor: float | torch.Tensor) -> None:
-        """Step all segments and write the results into the parameters' memory.
+        """Step all segments and write the parameters.
 
-        What lives elsewhere, has to be copied to the device, or has gradients to be widened is stepped unit by unit,
-        if the optimizer can be stepped so.
+        Segments that are offloaded, copied to the device, or have gradients to be widened are stepped unit by unit, if
+        the optimizer permits.
         """
         if not (self._in_turn and self._splits()):
             super().step(factor)
@@ -273,7 +267,7 @@ class SegmentUpdate(UpdatePart):
 
     @contextlib.contextmanager
     def around(self, factor: float | torch.Tensor) -> Iterator[None]:
-        """Let the optimizer step everything in the block; new state lives where it should afterwards."""
+        """Let the optimizer step all segments in the block, and move new state to its tier."""
         self._outputs.make_room([self._everything.sections])
         with borrowed(self.away):
             with self._stepping(self._everything, factor):
@@ -284,20 +278,20 @@ class SegmentUpdate(UpdatePart):
 
     @cached_property
     def away(self) -> list[Borrowed]:
-        """All that has to be lent so that everything can be stepped."""
+        """Loans that are needed to step all segments."""
         return [borrows for _, wanted in self._parts for borrows in wanted]
 
     @cached_property
     def _in_turn(self) -> bool:
-        """Whether memory is taken for what is stepped at a time: it is lent, staged, or widened."""
+        """Whether a step takes memory for the segments: for loans, host buffers, or wide gradients."""
         sections = self._everything.sections
         narrow = any(section.accumulate_dtype.itemsize < 4 for section in sections)
         return narrow or bool(self.away) or any(map(self._outputs.stages, sections))
 
     def _splits(self) -> bool:
-        """Whether some segments can be stepped after others, each in a call of its own, with the same result.
+        """Return True if the optimizer gives the same result in several calls, each for some segments.
 
-        The elementwise optimizers of torch and of this library keep everything by parameter. Other classes, hooks and
+        Elementwise optimizers of torch and of this library keep all state by parameter. Other classes, hooks and
         wrappers of `step` may count calls.
         """
         optimizer = self.optimizer
@@ -311,7 +305,6 @@ class SegmentUpdate(UpdatePart):
         return inspect.unwrap(type(optimizer).step).__module__.startswith(known) and own and plain
 
     def _step_alone(self, factor: float | torch.Tensor, part: Part) -> None:
-        """Step a part as if it were everything."""
         chosen = {id(segment) for _, _, segment in part.segments}
         members = [group["params"] for group in self.optimizer.param_groups]
         try:
@@ -324,7 +317,7 @@ class SegmentUpdate(UpdatePart):
 
     @contextlib.contextmanager
     def _stepping(self, part: Part, factor: float | torch.Tensor) -> Iterator[None]:
-        """Show gradients in the block, in which the optimizer steps a part; write the parameters afterwards."""
+        """Set gradients for the block, in which the optimizer steps a part; write the parameters afterwards."""
         written = self._outputs.of(part.sections)
         with contextlib.ExitStack() as lent:
             try:
@@ -343,14 +336,13 @@ class SegmentUpdate(UpdatePart):
         self._outputs.send()
 
     def hold_state(self) -> None:
-        """Tell the accountant about the optimizer's state; what is known is passed over, some optimizers make more."""
+        """Count the optimizer's state. Counted entries are skipped; some optimizers add entries later."""
         for section, _, segment in self.segments:
             state = self.optimizer.state.get(segment)
             if state:
                 hold(state, self._accountant, tier_in_use(section.optimizer_loans.home))
 
     def _keep_state(self, part: Part) -> None:
-        """Have what the optimizer keeps for each element of a part live where it should."""
         for section in part.sections:
             if section.optimizer_loans.away:
                 states = [(s, self.optimizer.state.get(s, {})) for other, _, s in part.segments if other is section]
@@ -365,7 +357,6 @@ class SegmentUpdate(UpdatePart):
                 )
 
     def _show_gradients(self, segments: Sequence[Segment], shown: Mapping[int, torch.Tensor]) -> None:
-        """Put the gradients, which are given by section, into the segments' `.grad`."""
         any_dtype = hasattr(self.optimizer, ORIGINS)
         for section, place, segment in segments:
             gradient = shown[id(section)][place]

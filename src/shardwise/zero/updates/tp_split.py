@@ -1,14 +1,14 @@
-"""Tensors that ranks have in parts, each brought together where it is stepped whole, and back.
+"""Tensors of which ranks have different parts: gathered at an owner that steps them whole, and sent back.
 
-Of a matrix whose columns two groups of ranks divide, each rank has a run of the elements of its group's columns: its
-range of a unit's memory. One rank of all owns the matrix. Gradients go to it in one all-to-all a unit, in which each
-element is sent by one rank, and updated values come back to every rank that has them:
+If two groups of ranks have columns of a matrix, each rank has a range of its group's columns. One of all ranks owns the
+matrix. One all-to-all a unit sends gradients to the owner, each element from one rank. Another sends updated values to
+every rank that has them:
 
     columns A on ranks 0 and 2, B on 1 and 3; rank 1 owns the tensor
     rank 0 [A..]  rank 2 [..A]  rank 1 [B..]  rank 3 [..B]   ->  rank 1 [A B]  ->  all four
 
-Ranks tell each other once how the parts lie in their sections; of ranks with the same part one does. Which runs a rank
-has follows from its place in its domain. Of a part nothing is known but its box.
+Ranks exchange once the positions of parts in their flat parameters; of ranks with the same part one sends. The ranges
+of a rank follow from its place in its domain. Of a part only its box is known.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ from shardwise.zero.units.unit import Unit
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements `[start, stop)` of a part that lie in a rank's range of a section.
+    """Elements `[start, stop)` of a part that lie in a rank's range of a flat parameter.
 
     Attributes:
-        place: of the tensor in the numbering.
-        start: see above.
-        stop: see above.
-        counts: whether, of several ranks that have these elements, it is this one that sends them.
-        box: the part; None: all of the tensor.
+        place: number of the tensor (`GlobalTensorIds`).
+        counts: whether this rank sends the elements, of several ranks that have them.
+        box: box of the part; None: the whole tensor.
     """
 
     place: int
@@ -60,7 +58,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Slot:
-    """A tensor's part in a section of some ranks: its place in the numbering, and its elements in the section."""
+    """Part of a tensor in a flat parameter: number of the tensor, first element and number of elements."""
 
     place: int
     offset: int
@@ -70,15 +68,13 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Laid:
-    """A section with cut tensors, as the ranks of some groups have it.
+    """Flat parameter with cut tensors, which is the same on the ranks of some groups.
 
     Attributes:
-        unit: its number.
+        unit: number of the unit.
         kind: name of the dtype of the parameters.
         shard: elements of each rank's range.
-        slots: in ascending order.
-        domain: to which it belongs.
-        groups: of ranks that have it, by their numbers in the job.
+        groups: groups of ranks, by their numbers in the job.
     """
 
     unit: int
@@ -89,7 +85,7 @@ class _Laid:
     groups: tuple[tuple[int, ...], ...]
 
     def runs(self, slot: _Slot) -> Iterator[tuple[int, int, int]]:
-        """Yield (place in the domain, start, stop) of a part's runs on the ranks of a group."""
+        """Yield (place in the domain, start, stop) of a part's ranges on the ranks of a group."""
         end = slot.offset + slot.numel
         for place in range(slot.offset // self.shard, -(-end // self.shard)):
             first, last = max(slot.offset, place * self.shard), min(end, (place + 1) * self.shard)
@@ -97,20 +93,15 @@ class _Laid:
 
 
 class SplitTensors:
-    """See the module docstring (all ranks call).
+    """Exchanges parts of tensors between ranks and owners; see the module docstring (all ranks call).
 
     Args:
-        registry: the logical tensors of this rank.
-        numbering: of all ranks' tensors.
-        specs: the units.
-        layouts: their sections: what is cut is in sections of its own.
-        domains: of the parameters.
-        accountant: counts buffers.
+        layouts: flat parameters of the units; cut tensors are in flat parameters of their own.
 
     Attributes:
         job: all ranks.
-        places: of the tensors in the numbering, by the index of this rank's part.
-        known: places of all of them, also of those that this rank has no part of.
+        places: numbers of the cut tensors, by the index of this rank's part.
+        known: numbers of all cut tensors, with those of which this rank has no part.
     """
 
     def __init__(
@@ -162,9 +153,9 @@ class SplitTensors:
         self._owned: dict[tuple[int, str], dict[int, list[_Run]]] = {}
 
     def _of_all(self, own: list[Any], number: int, domain: Domain) -> list[_Laid]:
-        """Return the sections of a domain as all ranks have them (a collective), in the order of units."""
+        """Return the flat parameters of a domain on all ranks (a collective), in the order of units."""
         world = self.job.world
-        if self.job.imagined:  # the others have as much
+        if self.job.imagined:  # other ranks have as much
             groups = [list(range(first, first + domain.world)) for first in range(0, world, domain.world)]
         else:
             groups = self._numbering.groups(number) if number else [list(range(world))]
@@ -180,7 +171,7 @@ class SplitTensors:
         ]
 
     def own(self, owners: Mapping[int, int]) -> None:
-        """Say which rank owns each tensor, by place; every rank says the same."""
+        """Set the owner of each tensor, by place; the same on all ranks."""
         self._owner = dict(owners)
         here = self.job.rank
         last: dict[int, int] = {}
@@ -200,15 +191,15 @@ class SplitTensors:
                 self._complete.setdefault(unit, []).append(self._index[place])
 
     def _counts(self, slot: _Slot, ranks: Sequence[int]) -> bool:
-        """Return whether, of several groups that have a part, it is this one that sends it."""
+        """Return True if this group sends its part, of several groups that have it."""
         return self.job.imagined or self._numbering.counted_by(slot.place, slot.box, [*ranks])
 
     def completed_by(self, unit: Unit) -> list[int]:
-        """Return the indices of owned tensors that have arrived as a whole when a unit has, and those before it."""
+        """Return the indices of owned tensors that are complete with this unit and the units before it."""
         return self._complete.get(unit.index, [])
 
     def owned_of(self, unit: Unit) -> set[int]:
-        """Return the indices of owned tensors of which any rank has something in a unit."""
+        """Return the indices of owned tensors of which any rank has elements in a unit."""
         keys = [(unit.index, kind) for kind in self._kinds(unit)]
         found = (run for key in keys for runs in self._owned.get(key, {}).values() for run in runs)
         return {self._index[run.place] for run in found}
@@ -221,14 +212,13 @@ class SplitTensors:
         dtype_of: Callable[[torch.dtype], torch.dtype],
         label: str,
     ) -> None:
-        """Bring what ranks have of a unit to the owners (all ranks call).
+        """Send the parts of a unit to the owners (all ranks call).
 
         Args:
-            unit: of this rank; other ranks give theirs of the same number.
-            read: returns what this rank has at its own range of a section; 1-D.
+            unit: unit of this rank; other ranks send theirs of the same number.
+            read: returns the values of this rank's own range of a flat parameter; 1-D.
             into: returns the memory of an owned tensor, by index; 1-D.
-            dtype_of: in which values travel, by dtype of the parameters.
-            label: for records.
+            dtype_of: dtype on the wire, by dtype of the parameters.
         """
         for kind in self._kinds(unit):
             dtype = dtype_of(getattr(torch, kind))
@@ -251,13 +241,12 @@ class SplitTensors:
         write: Callable[[FlatParamStorage], torch.Tensor],
         label: str,
     ) -> None:
-        """Bring what owners have of a unit to all ranks that have a part of it (all ranks call).
+        """Send owned tensors of a unit to all ranks that have a part (all ranks call).
 
         Args:
-            unit: see `gather`.
+            unit: as in `gather`.
             values_of: returns an owned tensor, in the dtype of its parameter, by index; 1-D.
-            write: returns the memory of this rank's own range of a section; 1-D.
-            label: for records.
+            write: returns the memory of this rank's own range of a flat parameter; 1-D.
         """
         for kind in self._kinds(unit):
             sent: list[list[torch.Tensor]] = []
@@ -278,7 +267,7 @@ class SplitTensors:
                     memory.copy_(values)
 
     def agreed(self, *kinds: set[int]) -> list[set[int]]:
-        """Return places of the tensors in sets of indices, each with those in the other ranks' (a small all-reduce)."""
+        """Return the places of sets of indices, each united over all ranks (a small all-reduce)."""
         number = {place: n for n, place in enumerate(self.known)}
         flags = torch.zeros(len(kinds), len(self.known), device="cpu")
         for row, indices in enumerate(kinds):
@@ -289,7 +278,7 @@ class SplitTensors:
         return [{place for place, flag in zip(self.known, row, strict=True) if flag} for row in flags.tolist()]
 
     def units_of(self, places: set[int]) -> list[int]:
-        """Return the numbers of the units in which any rank has something of some tensors."""
+        """Return the numbers of the units in which any rank has elements of some tensors."""
         found = {laid.unit for laid in self._laid if any(slot.numel and slot.place in places for slot in laid.slots)}
         return sorted(found)
 
@@ -299,7 +288,6 @@ class SplitTensors:
     def _own(
         self, unit: Unit, kind: str, memory: Callable[[FlatParamStorage], torch.Tensor]
     ) -> Iterator[tuple[_Run, torch.Tensor]]:
-        """Yield this rank's runs of a unit, each with its view of what a section has at the rank's own range."""
         numbering = self._numbering
         for section in unit.trainable:
             layout = section.layout
@@ -312,13 +300,11 @@ class SplitTensors:
                     yield run, values[piece.offset : piece.offset + piece.stop - piece.start]
 
     def _owned_runs(self, unit: Unit, kind: str, *, counted: bool) -> list[list[_Run]]:
-        """Return the runs of each rank of tensors that are owned here."""
         owned = self._owned.get((unit.index, kind), {})
         ranks = range(self.job.world)
         return [[run for run in owned.get(rank, ()) if run.counts or not counted] for rank in ranks]
 
     def _patches_of(self, run: _Run) -> list[Patch]:
-        """Return where the elements of a run lie in it and in the whole tensor."""
         found = self._patches.get(run)
         if found is None:
             shape = self._shapes[run.place]
@@ -331,7 +317,7 @@ class SplitTensors:
     def _exchange(
         self, sizes: Sequence[int], sent: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype, label: str
     ) -> list[torch.Tensor]:
-        """All-to-all of lists of runs; those of one rank travel as one message."""
+        """All-to-all of lists of ranges; ranges of one rank are one message."""
         given = [run for runs in sent for run in runs]
         message = torch.cat(given) if given else torch.empty(0, dtype=dtype, device=self.job.device)
         received = torch.empty(sum(sizes), dtype=dtype, device=self.job.device)
@@ -343,7 +329,6 @@ class SplitTensors:
 
 
 def _slots(section: FlatParam, registry: Registry, numbering: GlobalTensorIds) -> list[list[Any]]:
-    """Return the parts in a section, as ranks exchange them."""
     return [[numbering.places[slot.index], slot.offset, slot.numel, registry[slot.index].box] for slot in section.slots]
 
 
@@ -357,10 +342,8 @@ def _region(box: Any) -> Region | None:
 
 
 def _outside(patch: Patch, values: torch.Tensor) -> torch.Tensor:
-    """Return the view of a patch in the run's own memory."""
     return values.as_strided(patch.shape, patch.source_strides, values.storage_offset() + patch.source)
 
 
 def _inside(patch: Patch, values: torch.Tensor) -> torch.Tensor:
-    """Return the view of a patch in the whole tensor."""
     return values.as_strided(patch.shape, patch.target_strides, values.storage_offset() + patch.target)

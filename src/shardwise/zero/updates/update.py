@@ -1,8 +1,8 @@
-"""Steps of sharded parameters: the tensors that an optimizer is given, and the way of its results back.
+"""Updates: optimizer steps of sharded parameters.
 
-An elementwise optimizer steps segments (`shardwise.zero.updates.segments`). One that needs whole tensors steps those
-that a rank owns (`shardwise.zero.updates.owner_sharded`). One optimizer may have groups of both kinds. The client's
-optimizer instance is kept: its parameter groups are edited in place, and its state goes with the parameters.
+An elementwise optimizer steps segments of flat parameters (`shardwise.zero.updates.segments`). An optimizer that needs
+whole tensors steps the tensors that a rank owns (`shardwise.zero.updates.owner_sharded`). One optimizer may have groups
+of both kinds. The client's optimizer instance is kept: its groups are edited in place, and its state is taken over.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.unit import Unit
 
 StateKind = Callable[[Any, int, str], bool]
-"""Whether an entry of an optimizer's state has one value per element: (value, elements of the parameter, name)."""
+"""Whether an entry of optimizer state (value, elements of the parameter, name) has one value per element."""
 
 
 @dataclass(frozen=True)
 class Stepping:
-    """What an optimizer has to be given.
+    """Requirements of an optimizer.
 
     Attributes:
-        whole: parameter groups whose tensors are stepped whole; those of the others are stepped in flat segments.
-        norms: the optimizer asks for norms of the tensors that segments are parts of.
-        cost: of stepping a whole tensor of a shape, by which owners are balanced; None: elements.
-        communicates: the optimizer reduces gradients itself (see `shardwise.zero.updates.comm_optimizer`).
+        whole: optimizer groups whose tensors are stepped whole; other groups are stepped in segments.
+        norms: the optimizer needs norms of whole tensors for its segments.
+        cost: cost of stepping a whole tensor of a shape, by which owners are balanced; None: elements.
+        communicates: the optimizer reduces gradients itself (`shardwise.zero.updates.comm_optimizer`).
     """
 
     whole: frozenset[int] = frozenset()
@@ -46,37 +46,32 @@ class Stepping:
 
 
 class UpdatePart:
-    """Steps some of the flat parameters of all units, in steps of the optimizer that other parts share.
-
-    Args:
-        optimizer: of which the part fills parameter groups.
-        accountant: counts gradients and state.
-    """
+    """Steps some flat parameters of all units; parts share one step of the optimizer, and fill its groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, accountant: Accountant) -> None:
         self.optimizer = optimizer
         self._accountant = accountant
-        self._scaled: dict[int, float | torch.Tensor] = {}  # factors that gradients have been multiplied by, by section
-        self._factors: dict[torch.device, torch.Tensor] = {}  # of this step, by device
+        self._scaled: dict[int, float | torch.Tensor] = {}  # factors of scaled gradients, by flat parameter
+        self._factors: dict[torch.device, torch.Tensor] = {}  # factor of this step, by device
 
     def capture(self, unit: Unit) -> None:
-        """Take what is needed from a unit, whose unsharded values are valid for the last time."""
+        """Copy the values that the part needs from an unsharded unit, which is resharded afterwards."""
 
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
-        """Add to the members of each group; take over state, by `id` of the client's parameter."""
+        """Add tensors to the members of each group, with the old state, by `id` of the client's parameter."""
         raise NotImplementedError
 
     def step(self, factor: float | torch.Tensor) -> None:
-        """Step with the accumulated gradients times `factor`, where no other part does."""
+        """Step with the accumulated gradients times `factor`, as the only part."""
         with self.around(factor):
             self.optimizer.step()
 
     def around(self, factor: float | torch.Tensor) -> AbstractContextManager[None]:
-        """Give the optimizer gradients times `factor`, and write the results into the parameters' memory afterwards."""
+        """Give the optimizer gradients times `factor` for the block, and write the parameters afterwards."""
         raise NotImplementedError
 
     def scaled(self, section: FlatParamStorage, gradient: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-        """Return the gradient of a flat parameter times the factor of the step, in the same memory if it has 32 bits.
+        """Return a gradient times the factor of the step, in the same memory if it has 32 bits.
 
         Because an optimizer that has raised may be called again, memory that stays is multiplied once in a step.
         """
@@ -85,7 +80,7 @@ class UpdatePart:
             return gradient
         wide = gradient if gradient.dtype.itemsize >= 4 else gradient.float()
         if isinstance(factor, torch.Tensor) and section.steps_apart:
-            # The host waits once in a step; after each part it would also wait for copies to the device.
+            # Once in a step: for each part, the host would also wait for copies to the device.
             near = self._factors.get(wide.device)
             factor = self._factors[wide.device] = factor.to(wide.device) if near is None else near
         wide.mul_(factor)
@@ -96,91 +91,88 @@ class UpdatePart:
         return wide
 
     def factor_in(self, section: FlatParamStorage) -> float | torch.Tensor:
-        """Return what the gradient of a flat parameter has been multiplied by in a step that has not ended."""
+        """Return the factor by which a gradient has been multiplied in a step that has not ended."""
         return self._scaled.get(id(section), 1.0)
 
     def end_step(self) -> None:
-        """Forget the step: the next one begins anew."""
+        """Drop the factors of the step."""
         self._scaled.clear()
         self._factors.clear()
 
     def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
-        """Take over parameter values of an unsharded unit that a script has changed.
+        """Take over values of an unsharded unit that a script has changed.
 
-        Elements whose value is as it was keep the master's extra digits, except in the parameters `loaded`.
+        Unchanged elements keep the digits of the master weights, except in the parameters `loaded`.
         """
 
     def share_changes(self) -> None:
-        """Bring changes to masters that are on ranks which `refresh` does not reach (all ranks call)."""
+        """Send changes to ranks whose master weights `refresh` does not reach (all ranks call)."""
 
     def has(self, index: int) -> bool:
-        """Return True if the part steps a parameter, here or on another rank."""
+        """Return True if the part steps a parameter, on any rank."""
         raise NotImplementedError
 
     def master_ranges(self, index: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of the ranges of a parameter of which the master is stored on this rank."""
+        """Return (start, stop) of the ranges of a parameter's master weights on this rank."""
         raise NotImplementedError
 
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Return the same ranges as (start, stop, 1-D master view); what lives elsewhere has to be lent."""
+        """Return these ranges as (start, stop, 1-D view); offloaded ones need a loan."""
         raise NotImplementedError
 
     def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
-        """Return (start, stop, 1-D view) for the ranges of an elementwise optimizer state stored on this rank."""
+        """Return (start, stop, 1-D view) of the ranges of an elementwise state entry on this rank."""
         raise NotImplementedError
 
     def state(self, index: int) -> Mapping[str, Any]:
-        """Return all that the optimizer keeps on this rank for (the segment of) a parameter; empty if nothing."""
+        """Return the optimizer state of (the segment of) a parameter on this rank; empty if none."""
         raise NotImplementedError
 
     def keep_state(self) -> None:
-        """Have what the optimizer keeps for each element live where it should."""
+        """Move elementwise optimizer state to its tier."""
 
     def stepped_together(self, key: str) -> list[list[int]]:
-        """Return sets of parameters that have, on this rank, one value of an entry that is not elementwise."""
+        """Return sets of parameters that share one value, on this rank, of a state entry that is not elementwise."""
         return []
 
     def make_state(
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
-        """Give a parameter state: zeros for elementwise entries, to be filled through `state_pieces`, and whole values.
+        """Create optimizer state of a parameter: zeros for elementwise entries, to be filled through `state_pieces`.
 
         Args:
             index: the parameter.
-            elementwise: dtype by name of entries that have one value per element.
-            whole: values by name of the other entries.
-            filled: the caller writes these entries of every parameter, so that only padding needs zeros.
+            elementwise: dtype of each elementwise entry, by name.
+            whole: values of the other entries, by name.
+            filled: the caller writes all elementwise entries, so that only padding needs zeros.
 
         Raises:
-            CheckpointError: parameters that are stepped together would have different whole values.
+            CheckpointError: parameters that are stepped together would have different values of an entry in `whole`.
         """
         raise NotImplementedError
 
     def publish(self, unit: Unit) -> None:
-        """Write masters that a script has changed into the parameters' memory (all ranks call)."""
+        """Copy master weights that a script has changed to the parameters (all ranks call)."""
         raise NotImplementedError
 
     def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
-        """Yield master weights that belong to no section, and where they live."""
+        """Yield master weights that belong to no flat parameter, with their tier."""
         yield from ()
 
     def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
-        """Yield what the optimizer keeps for more than one element, and where it lives."""
+        """Yield optimizer state of more than one element, with its tier."""
         yield from ()
 
     def take_new_views(self) -> None:
-        """Step unsharded parameters in the memory in which they lie now."""
+        """Use the memory in which unsharded parameters lie now."""
 
 
 class Update:
-    """Steps the sharded parameters of one engine. The optimizer steps once, for all parts.
+    """Steps the sharded parameters of one engine, all parts in one step of the optimizer, whose groups are edited in
+    place.
 
-    This is the update of an optimizer whose gradients the engine reduces. A subclass serves optimizers that average
-    over ranks themselves (`shardwise.zero.updates.comm_optimizer`).
-
-    Args:
-        optimizer: its parameter groups are edited in place.
-        parts: each serves some of the flat parameters.
+    The engine reduces the gradients. A subclass serves optimizers that average over ranks themselves
+    (`shardwise.zero.updates.comm_optimizer`).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[UpdatePart]) -> None:
@@ -192,16 +184,16 @@ class Update:
         return next((part for part in self.parts if part.has(index)), self.parts[0])
 
     def capture(self, unit: Unit) -> None:
-        """Take what is needed from a unit, whose unsharded values are valid for the last time."""
+        """Copy the values that the parts need from an unsharded unit, which is resharded afterwards."""
         for part in self.parts:
             part.capture(unit)
 
     def bind(self, own_gradient: Callable[[FlatParamStorage], torch.Tensor], written: Callable[[], None]) -> None:
-        """Give the optimizer what it is to step, with the state that its parameters had, after all units are captured.
+        """Fill the optimizer's groups, with the old state of the parameters, after all units are captured.
 
         Args:
-            own_gradient: returns this rank's gradient of a flat parameter, where gradients are not reduced.
-            written: is called after parameters have changed outside of a step.
+            own_gradient: returns this rank's gradient of a flat parameter, if gradients are not reduced.
+            written: called after parameters have changed outside of a step.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         old_state = {id(p): self.optimizer.state.pop(p) for p in parameters if p in self.optimizer.state}
@@ -211,7 +203,7 @@ class Update:
         assign_groups(self.optimizer, members)
 
     def step(self, factor: float | torch.Tensor) -> None:
-        """Step with the accumulated gradients times `factor`, and write the results into the parameters' memory."""
+        """Step with the accumulated gradients times `factor`, and write the parameters."""
         if len(self.parts) == 1:
             self.parts[0].step(factor)
             return
@@ -221,137 +213,129 @@ class Update:
             self.optimizer.step()
 
     def factor_in(self, section: FlatParamStorage, index: int) -> float | torch.Tensor:
-        """Return what the gradient of a flat parameter has been multiplied by in a step that has not ended."""
+        """Return the factor by which a gradient has been multiplied in a step that has not ended."""
         return self.part_of(index).factor_in(section)
 
     def end_step(self) -> None:
-        """Forget the step: the next one begins anew."""
+        """Drop the factors of the step."""
         for part in self.parts:
             part.end_step()
 
     def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
-        """Take over changed parameter values of a unit; see `UpdatePart.refresh`."""
+        """Take over values of a unit that a script has changed (`UpdatePart.refresh`)."""
         for part in self.parts:
             part.refresh(unit, loaded)
 
     def share_changes(self) -> None:
-        """Bring changes to masters on other ranks (all ranks call)."""
+        """Send changes to the master weights of other ranks (all ranks call)."""
         for part in self.parts:
             part.share_changes()
 
     def publish(self, unit: Unit) -> None:
-        """Write masters that a script has changed into the parameters' memory (all ranks call)."""
+        """Copy master weights that a script has changed to the parameters (all ranks call)."""
         for part in self.parts:
             part.publish(unit)
 
     def master_ranges(self, index: int) -> list[tuple[int, int]]:
-        """Return (start, stop) of the ranges of a parameter of which the master is stored on this rank."""
+        """Return (start, stop) of the ranges of a parameter's master weights on this rank."""
         return self.part_of(index).master_ranges(index)
 
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Return the same ranges with views of the master."""
+        """Return these ranges with views of the master weights."""
         return self.part_of(index).master_pieces(index)
 
     def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
-        """Return the ranges of an elementwise optimizer state with their views."""
+        """Return the ranges of an elementwise state entry with their views."""
         return self.part_of(index).state_pieces(index, key)
 
     def state(self, index: int) -> Mapping[str, Any]:
-        """Return all that the optimizer keeps on this rank for a parameter."""
+        """Return the optimizer state of a parameter on this rank."""
         return self.part_of(index).state(index)
 
     def make_state(
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
-        """Give a parameter state; see `UpdatePart.make_state`."""
+        """Create optimizer state of a parameter (`UpdatePart.make_state`)."""
         self.part_of(index).make_state(index, elementwise, whole, filled=filled)
 
     def clear_state(self) -> None:
-        """Forget all optimizer state."""
+        """Drop all optimizer state."""
         self.optimizer.state.clear()
         for part in self.parts:
             part.keep_state()
 
     def stepped_together(self, key: str) -> list[list[int]]:
-        """Return sets of parameters that have one value of an entry that is not elementwise."""
+        """Return sets of parameters that share one value of a state entry that is not elementwise."""
         return [found for part in self.parts for found in part.stepped_together(key)]
 
     def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
-        """Yield master weights that belong to no section, and where they live."""
+        """Yield master weights that belong to no flat parameter, with their tier."""
         for part in self.parts:
             yield from part.own_masters()
 
     def own_state(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
-        """Yield what the optimizer keeps for more than one element, and where it lives."""
+        """Yield optimizer state of more than one element, with its tier."""
         for part in self.parts:
             yield from part.own_state()
 
     def take_new_views(self) -> None:
-        """Step unsharded parameters in the memory in which they lie now."""
+        """Use the memory in which unsharded parameters lie now."""
         for part in self.parts:
             part.take_new_views()
 
     # -- optimizers that average over ranks themselves ---------------------------------------------------------------
 
     def stays_local(self) -> bool:
-        """Return True if the window that begins now has no reduction in backward (the same on all ranks)."""
+        """Return True if the next window has no reduction in backward (the same on all ranks)."""
         return False
 
     def begin_averaging(self) -> bool:
-        """Go on with the steps that average over ranks, for plans of memory; return False if there are none."""
+        """Skip to the steps that average over ranks, for memory plans; return False if there are none."""
         return False
 
     def check_agreed(self, what: str) -> None:
-        """Raise where every rank has parameters of its own, and `what` is about to be changed on all of them.
-
-        Raises:
-            UsageError: see above.
-        """
+        """Raise UsageError if parameters differ by rank, and `what` would be changed on all ranks."""
 
     def check_movable(self, what: str) -> None:
-        """Raise where optimizer state cannot leave the device for a while.
-
-        Raises:
-            UsageError: see above.
-        """
+        """Raise UsageError if optimizer state cannot leave the device."""
 
     def state_was_set(self) -> None:
-        """Take note that state has been changed through `state_pieces`."""
+        """Handle a change of optimizer state through `state_pieces`."""
 
     def rank_state(self) -> dict[str, Any] | None:
-        """Return what only this rank keeps, for its part of a checkpoint; None if nothing."""
+        """Return state of this rank only, for its part of a checkpoint; None: no such state."""
         return None
 
     def load_rank_state(self, state: Mapping[str, Any] | None) -> bool:
-        """Take over what `rank_state` has returned; return False if it is of another layout."""
+        """Load a result of `rank_state`; return False if its layout differs."""
         return state is None
 
     def detach(self) -> None:
-        """Free the optimizer of the engine, which is being closed."""
+        """Detach the optimizer from the engine, which is closed."""
 
 
 def assign_groups(optimizer: torch.optim.Optimizer, members: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Replace the parameters of an optimizer's groups in place."""
+    """Replace the parameters of the optimizer's groups in place."""
     for group, parameters in zip(optimizer.param_groups, members, strict=True):
         group["params"] = list(parameters)
 
 
 def tensors_of(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield what an optimizer keeps for more than one element; counts of steps stay where they are."""
+    """Yield state of more than one element; step counts stay on their device."""
     for value in state.values():
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel() > 1:
             yield value
 
 
 def hold(state: Mapping[str, Any], accountant: Accountant, tier: Tier) -> None:
-    """Tell the accountant about what an optimizer keeps for one parameter, and on what that lies."""
+    """Count the optimizer state of one parameter on a tier."""
     for value in state.values():
         if isinstance(value, torch.Tensor) and value.layout is torch.strided:
             accountant.hold(Category.OPTIMIZER, value, tier)
 
 
 def as_gradient(values: torch.Tensor, master: torch.Tensor, accountant: Accountant) -> torch.Tensor:
-    """Return accumulated values in the dtype of what they update (the same ones, unless it was chosen narrower)."""
+    """Return accumulated values in the dtype of the master weights; a copy only if the dtypes differ."""
     if values.dtype == master.dtype:
         return values
     wide = values.to(master.dtype)
@@ -360,12 +344,12 @@ def as_gradient(values: torch.Tensor, master: torch.Tensor, accountant: Accounta
 
 
 def state_dtype(value: torch.Tensor, tensor: LogicalTensor, master: torch.Tensor) -> torch.dtype:
-    """Return the dtype of adopted state: state in the parameter's own dtype goes on in the master's."""
+    """Return the dtype of adopted state: the master weights' dtype for state in the parameter's own dtype."""
     return master.dtype if value.dtype is tensor.source_dtype else value.dtype
 
 
 def state_of_part(state: dict[str, Any], tensor: LogicalTensor, is_elementwise: StateKind) -> dict[str, Any]:
-    """Return the state of a rank's part: entries that the optimizer has for the whole tensor are cut as it is."""
+    """Return the state of a rank's part: entries of the whole tensor are cut to the part."""
     return {
         key: tensor.cut(value) if is_of_whole(key, value, tensor, is_elementwise) else value
         for key, value in state.items()
@@ -373,9 +357,9 @@ def state_of_part(state: dict[str, Any], tensor: LogicalTensor, is_elementwise: 
 
 
 def is_of_whole(key: str, value: Any, tensor: LogicalTensor, is_elementwise: StateKind) -> bool:
-    """Whether an entry of state has one value per element of a whole tensor, of which this rank has a part.
+    """Return True if a state entry has one value per element of a whole tensor, of which this rank has a part.
 
-    So it is where an optimizer has stepped a parameter, or loaded its state, before that became a part.
+    This is so if an optimizer has stepped the parameter, or loaded its state, before it became a part.
     """
     shape = tensor.global_shape
     return tensor.box is not None and is_elementwise(value, math.prod(shape), key) and tuple(value.shape) == shape
@@ -396,11 +380,11 @@ def add_state(
     on_device = settings.get("capturable") or settings.get("fused")
     for key, dtype in elementwise.items():
         if key not in state:
-            # Zeros that are overwritten at once would cost as much as reading what takes their place.
+            # Zeros that are overwritten at once would cost as much as the writes.
             state[key] = (torch.empty_like if filled else torch.zeros_like)(stepped.detach(), dtype=dtype)
     for key, value in whole.items():
         if isinstance(value, torch.Tensor):
-            # As in torch: a step count that the host counts stays there.
+            # As in torch, a step count on the host stays there.
             value = value.to("cpu" if key == "step" and not on_device else stepped.device, copy=True)
         if key not in state:
             state[key] = value
@@ -413,13 +397,13 @@ def add_state(
 
 
 def equal_values(first: Any, second: Any) -> bool:
-    """Whether two entries of an optimizer's state or groups are of one type and have the same values."""
+    """Return True if two entries of optimizer state or groups have one type and equal values."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return torch.equal(first, second)
     return type(first) is type(second) and bool(first == second)
 
 
 def take_changes(master: torch.Tensor, values: torch.Tensor) -> None:
-    """Overwrite the elements of a master that are not, rounded, what is given; the others keep their digits."""
+    """Overwrite the elements of `master` that do not round to `values`; the others keep their digits."""
     changed = master.to(values.dtype) != values
     master.copy_(torch.where(changed, values.to(master.dtype), master))
