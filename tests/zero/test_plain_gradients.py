@@ -1,0 +1,96 @@
+"""Gradients of an engine without an optimizer: sums or means over ranks in `.grad`, added up over backward passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.errors import UsageError
+from tests.harness import run_ranks
+
+
+class Branches(nn.Module):
+    """The third layer is used by rank 1 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second, self.third = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        return (self.second(hidden) + (self.third(hidden) if rank else 0)).square().sum()
+
+
+def batch(rank: int, number: int) -> torch.Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def engine_of(op: str) -> Any:
+    engine, *_ = shardwise.initialize(
+        model=Branches(), config={"train_micro_batch_size_per_gpu": 1, "gradient_allreduce_op": op}
+    )
+    return engine
+
+
+def accumulated(op: str, schedule: str, clears: str) -> list[torch.Tensor | None]:
+    """Run backward passes ("p": inside of no_sync; "z": clear gradients); return the gradients."""
+    engine, rank = engine_of(op), dist.get_rank()
+    for number, action in enumerate(schedule):
+        if action == "z":
+            for parameter in engine.module.parameters():
+                if clears == "none":
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+        elif action == "p":
+            with engine.no_sync():
+                engine.backward(engine(batch(rank, number), rank))
+        else:
+            engine.backward(engine(batch(rank, number), rank))
+    found = [None if p.grad is None else p.grad.clone() for p in engine.module.parameters()]
+    engine.destroy()
+    return found
+
+
+def expected(op: str, schedule: str) -> list[torch.Tensor | None]:
+    model = Branches()
+    for number, action in enumerate(schedule):
+        if action == "z":
+            model.zero_grad()
+        else:
+            for rank in range(2):
+                (model(batch(rank, number), rank) / (2 if op == "mean" else 1)).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("clears", ["none", "zeros"])
+@pytest.mark.parametrize("schedule", ["b", "bbb", "ppb", "bpb", "bzb", "pzb", "bpzpbb"])
+def test_gradients_are_added_up(op: str, schedule: str, clears: str) -> None:
+    for found in run_ranks(accumulated, 2, op, schedule, clears):
+        for mine, wanted in zip(found, expected(op, schedule), strict=True):
+            assert mine is not None and wanted is not None
+            assert torch.allclose(mine, wanted, rtol=1e-5, atol=1e-6)
+
+
+def changed_in_between() -> bool:
+    engine, rank = engine_of("sum"), dist.get_rank()
+    with engine.no_sync():
+        engine.backward(engine(batch(rank, 0), rank))
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+    with pytest.raises(UsageError, match=r"changed between backward passes inside of no_sync"):
+        engine.backward(engine(batch(rank, 1), rank))
+    engine.destroy()
+    return True
+
+
+def test_local_gradients_that_a_script_changes_are_refused() -> None:
+    assert run_ranks(changed_in_between, 2) == [True, True]
