@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.boxes import Region
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
-from shardwise.comm.desync import Word, inside_of
+from shardwise.comm.desync import RankState, inside_of
 from shardwise.comm.domain import Domains
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
@@ -1176,7 +1176,7 @@ class ShardedModel:
                     raise
                 apart = str(error)  # a peer has gone; what has led here is nearer to the cause
             if apart:
-                Word("ends", where).publish()
+                RankState("ends", where).publish()
             elif failure is not None:
                 self.hooks.settle()
                 self.finish_gathers()
