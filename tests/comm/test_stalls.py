@@ -466,7 +466,7 @@ class Job:
         until = self.now + seconds
         while self.now < until:
             if at_once:
-                self.store.asked = int(self.store.values.get("shardwise/stalls/0/asked", b"0"))
+                self.store.asked = int(self.store.values.get("shardwise/stalls/0/requests", b"0"))
             for rank, one in enumerate(self.watches):
                 if rank not in self.ended and rank not in self.gone:
                     one.look()
@@ -534,7 +534,7 @@ def test_of_ranks_that_would_ask_at_the_same_moment_one_asks(ranks: int, warning
     job = Job([lambda _: BUSY, *(waiting(GATHER) for _ in range(ranks - 1))])
     job.run(50.0, at_once=True)
     assert len(warnings) == 1 and ", for rank 0:" in warnings[0] and not job.ended
-    assert job.store.written["shardwise/stalls/0/question"] == 1
+    assert job.store.written["shardwise/stalls/0/request"] == 1
     assert max(count for key, count in job.store.written.items() if "/answer/" in key) == 1
     assert job.store.requests["compare_set"] <= 3 * ranks
 
@@ -567,11 +567,11 @@ def test_values_of_strangers_are_ignored() -> None:
     job = Job([waiting(GATHER, until=40.0) for _ in range(2)])
     store = job.store
     decided = {"stage": "stuck", "name": "", "by": 1, "text": "a stranger's text"}
-    store.set("shardwise/stalls/0/question", json.dumps(decided))
-    store.add("shardwise/stalls/0/asked", 1)
+    store.set("shardwise/stalls/0/request", json.dumps(decided))
+    store.add("shardwise/stalls/0/requests", 1)
     job.run(20.0)
     # What another rank has written under another key is not taken, either.
-    store.values["shardwise/stalls/0/question"] = store.values["shardwise/stalls/0/process/1"]
-    store.add("shardwise/stalls/0/asked", 10**9)
+    store.values["shardwise/stalls/0/request"] = store.values["shardwise/stalls/0/process/1"]
+    store.add("shardwise/stalls/0/requests", 10**9)
     job.run(40.0)
     assert not job.ended

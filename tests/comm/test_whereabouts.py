@@ -129,8 +129,8 @@ def planted() -> list[str]:
     places: list[Any] = [7, {"x": 1}, {"what": "x", "seconds": "a"}, {"seconds": 1}]
     words += [json.dumps({"state": "waits", "text": "", "place": place}) for place in places]
     for word in words:
-        store.set(desync._word_key(rank), word)
-        found += [str(word) for word in desync.read_words([rank], 0.0).values()]
+        store.set(desync._state_key(rank), word)
+        found += [str(word) for word in desync.read_states([rank], 0.0).values()]
     return found
 
 

@@ -134,10 +134,10 @@ def failing(ranks: int, words: dict[int, str], monkeypatch: pytest.MonkeyPatch) 
     store = Store()
     monkeypatch.setattr(desync, "default_store", lambda: store)
     monkeypatch.setattr(desync, "answers", lambda store, patience: True)
-    monkeypatch.setattr(desync.Word, "publish", lambda word: None)
+    monkeypatch.setattr(desync.RankState, "publish", lambda word: None)
     for rank, what in words.items():
         place = desync.Position(what, kind="gather").written()
-        store.set(desync._word_key(rank), json.dumps({"state": "waits", "text": "", "place": place}))
+        store.set(desync._state_key(rank), json.dumps({"state": "waits", "text": "", "place": place}))
     lost = PeerLostError("lost")
     lost.peer, lost.timed_out = 1, True
     here = desync.Position("all_gather 'a' #1", kind="gather", seconds=30.0)

@@ -135,15 +135,15 @@ def _collective(
                 rest = {argument: given[argument] for argument in _ALIKE if argument in given}
                 check_call(launch.__name__, alike, given["group"], rest)
             pending = asynchronous or bool(given.get("async_op"))
-            asked = bool(given.get("prof"))
-            if not (asked or comms_logger.wants(name)):
+            requested = bool(given.get("prof"))
+            if not (requested or comms_logger.wants(name)):
                 work = launch(*args, **kwargs)
                 return _after(work, launch.__name__, given, counted, pending)
             size = _size(given[counted]) if counted is not None else 0
             world, line = get_world_size(given["group"]), user_line()
 
             def record(seconds: float | None) -> None:
-                comms_logger.append(name, size, seconds, world, line, asked=asked)
+                comms_logger.append(name, size, seconds, world, line, requested=requested)
 
             start = time.perf_counter()
             work = _after(launch(*args, **kwargs), launch.__name__, given, counted, pending, start, record)

@@ -50,13 +50,13 @@ def measure(comm: Communicator, rounds: int = 32, clock: Callable[[], float] = _
     """
     if comm.world == 1 or comm.imagined:
         return Clock(at=clock())
-    told = torch.zeros(comm.world, 2, dtype=torch.float64, device=comm.device)
-    mine = told[comm.rank]
+    gathered = torch.zeros(comm.world, 2, dtype=torch.float64, device=comm.device)
+    mine = gathered[comm.rank]
 
     def tell(left: float, had: float) -> Sequence[float]:
         mine.copy_(torch.tensor([left, had], dtype=torch.float64, device="cpu"))
-        comm.all_gather([(told.view(-1), mine)], LABEL, kind="explicit").wait()
-        first: list[float] = told[0].tolist()
+        comm.all_gather([(gathered.view(-1), mine)], LABEL, kind="explicit").wait()
+        first: list[float] = gathered[0].tolist()
         return first
 
     return measure_by(tell, comm.rank, rounds, clock)

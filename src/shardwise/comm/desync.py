@@ -516,7 +516,7 @@ def sign_failures(secret: str) -> None:
 
 
 @dataclass(frozen=True)
-class Word:
+class RankState:
     """The status of a rank in the store.
 
     Attributes:
@@ -530,16 +530,16 @@ class Word:
     place: Position | None = None
 
     @classmethod
-    def read(cls, data: bytes) -> Word | None:
+    def read(cls, data: bytes) -> RankState | None:
         """Return a status, or None if the value is none. Because any program may write into the store."""
         try:
             found = json.loads(data)
             place = Position.read({**found["place"], "members": ()}) if found["state"] == "waits" else None
-            word = cls(found["state"], found["text"], place)
-            known = word.state in ("ends", "ended", "failed") or (
-                word.state == "waits" and place is not None and place.waits
+            status = cls(found["state"], found["text"], place)
+            known = status.state in ("ends", "ended", "failed") or (
+                status.state == "waits" and place is not None and place.waits
             )
-            return word if known and isinstance(word.text, str) and str(word.place) else None
+            return status if known and isinstance(status.text, str) and str(status.place) else None
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
@@ -550,7 +550,7 @@ class Word:
             place = None if self.place is None else replace(self.place, members=()).written()
             try:
                 text = json.dumps({"state": self.state, "text": self.text, "place": place})
-                store.set(_word_key(dist.get_rank()), text)
+                store.set(_state_key(dist.get_rank()), text)
             except RuntimeError:
                 return
 
@@ -559,17 +559,17 @@ def publish_end() -> None:
     """Write that this process ends, for ranks that wait for it; after an exception with the traceback."""
     error = getattr(sys, "last_value", None)
     if error is None:
-        Word("ended", "has ended without an exception").publish()
+        RankState("ended", "has ended without an exception").publish()
         return
     text = f"has ended with {type(error).__name__}: {error}"
     line = _raised_at(error)
-    Word("failed", f"{text}{f' at {line}' if line else ''}").publish()
+    RankState("failed", f"{text}{f' at {line}' if line else ''}").publish()
     store = default_store()
     if _secret and store is not None and answers(store):
         trace = "".join(traceback.format_exception(error))[-_TRACEBACK:]
         try:
-            said = f"rank {dist.get_rank()} {text}. Its traceback:\n{trace}"
-            store.set(key_of(FAILED), seal(said, _secret, key_of(FAILED)))
+            report = f"rank {dist.get_rank()} {text}. Its traceback:\n{trace}"
+            store.set(key_of(FAILED), seal(report, _secret, key_of(FAILED)))
         except RuntimeError:
             return
 
@@ -590,10 +590,10 @@ def inside_of(method: str, failure: BaseException | None) -> str:
     return f"is in {method}{f' at {line}' if line else ''}{reason}"
 
 
-def read_words(ranks: Iterable[int], patience: float) -> dict[int, Word]:
+def read_states(ranks: Iterable[int], patience: float) -> dict[int, RankState]:
     """Return the statuses of ranks, waiting at most `patience` seconds for missing ones."""
-    found: dict[int, Word] = {}
-    missing = {_word_key(rank): rank for rank in ranks}
+    found: dict[int, RankState] = {}
+    missing = {_state_key(rank): rank for rank in ranks}
     store = default_store()
     if store is None or not answers(store, _DYING_S):
         return found  # it has gone, with the rank that served it
@@ -601,9 +601,9 @@ def read_words(ranks: Iterable[int], patience: float) -> dict[int, Word]:
     try:
         while missing:
             for key, data in read_all(store, list(missing)).items():
-                rank, word = missing.pop(key), Word.read(data)
-                if word is not None:
-                    found[rank] = word
+                rank, status = missing.pop(key), RankState.read(data)
+                if status is not None:
+                    found[rank] = status
             if time.monotonic() >= deadline:
                 break
             time.sleep(pause if missing else 0)
@@ -613,8 +613,8 @@ def read_words(ranks: Iterable[int], patience: float) -> dict[int, Word]:
     return found
 
 
-def _word_key(rank: int) -> str:
-    return key_of("whereabouts", rank)
+def _state_key(rank: int) -> str:
+    return key_of("status", rank)
 
 
 class FailureReports:
@@ -649,13 +649,13 @@ class FailureReports:
 
     def _compare(self, error: PeerLostError, here: Position) -> DesyncError | PeerLostError:
         own = self._ranks[self._rank]
-        Word("waits", place=here).publish()
-        others, words = self._read_others(own, self._ranks[error.peer] if error.peer >= 0 else None)
-        peer = self._ranks[error.peer] if error.peer >= 0 else _cause(others, words, here)
-        places = {here.place} | {word.place.place for word in words.values() if word.place is not None}
+        RankState("waits", place=here).publish()
+        others, states = self._read_others(own, self._ranks[error.peer] if error.peer >= 0 else None)
+        peer = self._ranks[error.peer] if error.peer >= 0 else _cause(others, states, here)
+        places = {here.place} | {status.place.place for status in states.values() if status.place is not None}
         unread = len(self._ranks) - 1 - len(others)
-        all_wait = not unread and len(words) == len(others) and all(word.place for word in words.values())
-        state = words[peer].state if peer in words else ""
+        all_wait = not unread and len(states) == len(others) and all(status.place for status in states.values())
+        state = states[peer].state if peer in states else ""
         at = f" at {here.line}" if here.line else ""
         done = [record for record in self._ledger.records() if record.finished is not None]
         last = max(done, key=lambda record: record.finished or 0.0, default=None)
@@ -669,7 +669,7 @@ class FailureReports:
             text += f"rank {peer} in {here.what}{at}, after {here.seconds:.1f} s; "
         text += f"last completed: {named(last) if last else 'nothing'}."
         if not error.timed_out:
-            text += f"\nRank {peer}: {_loss(words.get(peer))}"
+            text += f"\nRank {peer}: {_loss(states.get(peer))}"
         if all_wait and len(places) > 1:
             end = f"The ranks wait for each other in different collectives. {_CHECK_FAILED}"
         elif error.timed_out and all_wait:
@@ -677,11 +677,11 @@ class FailureReports:
         elif error.timed_out and state in ("", "waits"):
             end = f"If rank {peer} is only slow, raise the limit. {_CHECK_FAILED}"
         elif error.timed_out:
-            end = f"Rank {peer}: {_loss(words[peer])}"
+            end = f"Rank {peer}: {_loss(states[peer])}"
         else:
             end = f"The cause is on rank {peer}, or on a rank that it was waiting for: see their output."
-        silent = {rank: words[rank].text if rank in words else _SILENT for rank in others}
-        table = _table({rank: words[rank].place if rank in words else None for rank in others}, silent)
+        silent = {rank: states[rank].text if rank in states else _SILENT for rank in others}
+        table = _table({rank: states[rank].place if rank in states else None for rank in others}, silent)
         desync = (all_wait and len(places) > 1) or state == "ends"
         if unread:
             table.append(f"  {unread} more ranks: not read")
@@ -691,32 +691,32 @@ class FailureReports:
         report.__cause__ = error.__cause__
         return report
 
-    def _read_others(self, own: int, peer: int | None) -> tuple[list[int], dict[int, Word]]:
+    def _read_others(self, own: int, peer: int | None) -> tuple[list[int], dict[int, RankState]]:
         place = self._ranks.index(own) + 1
         following = [*self._ranks[place:], *self._ranks[: place - 1]][:_MOST_READ]
         others = list(dict.fromkeys([*([] if peer is None else [peer]), *following]))
-        return others, read_words(others, PATIENCE_S)
+        return others, read_states(others, PATIENCE_S)
 
 
-def _loss(word: Word | None) -> str:
-    if word is None:
+def _loss(status: RankState | None) -> str:
+    if status is None:
         return "it has ended or lost its connection. If it ended without an error, did it get fewer batches?"
-    if word.place is not None:
+    if status.place is not None:
         return "it has given up waiting, and with that closed the connection."
-    return f"it {word.text}." if word.state == "failed" else f"it {word.text}. {_FEWER}"
+    return f"it {status.text}." if status.state == "failed" else f"it {status.text}. {_FEWER}"
 
 
-def _cause(ranks: Sequence[int], words: Mapping[int, Word], here: Position) -> int:
+def _cause(ranks: Sequence[int], states: Mapping[int, RankState], here: Position) -> int:
     """Return the most likely cause, where torch names no rank.
 
     First a rank that has ended, then one without a status, then one that waits in another collective.
     """
 
     def order(rank: int) -> int:
-        word = words.get(rank)
-        if word is None:
+        status = states.get(rank)
+        if status is None:
             return 1
-        return 0 if word.place is None else 3 if word.place.place == here.place else 2
+        return 0 if status.place is None else 3 if status.place.place == here.place else 2
 
     return min(ranks, key=order)
 
@@ -752,9 +752,9 @@ def check_call(
     if not _compares or dist.get_world_size(group) == 1 or dist.get_rank(group) < 0:
         return
     given = [] if tensors is None else [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    said = [f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in given]
-    said += [f"{argument}={str(value).rpartition('.')[2]}" for argument, value in rest.items()]
-    call = f"{name}({', '.join(said)})"
+    arguments = [f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in given]
+    arguments += [f"{argument}={str(value).rpartition('.')[2]}" for argument, value in rest.items()]
+    call = f"{name}({', '.join(arguments)})"
     if len(set(_gathered(hashlib.sha256(call.encode()).digest(), group))) == 1:
         return
     texts = _gathered(f"{call} at {user_line()}".encode()[:_TEXT].ljust(_TEXT, b"\0"), group)

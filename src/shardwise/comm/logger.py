@@ -317,14 +317,14 @@ class CommsLogger:
         world: int,
         line: str = "",
         *,
-        asked: bool = False,
+        requested: bool = False,
     ) -> None:
         """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks.
 
-        `seconds` is None where the host does not know the time, because with NCCL only the device waits. `asked`
+        `seconds` is None where the host does not know the time, because with NCCL only the device waits. `requested`
         records the call despite the settings.
         """
-        if asked or self.wants(op):
+        if requested or self.wants(op):
             call = Call(op, size, world, line, seconds)
             self._add(call)
             if self.file is not None:

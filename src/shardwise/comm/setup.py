@@ -235,8 +235,8 @@ def _place(rank: int, world_size: int, schedulers: bool, init_method: str | None
     return discover(env)
 
 
-def _backend(asked: str | None, place: RankPlace) -> str:
-    if asked is None:
+def _backend(requested: str | None, place: RankPlace) -> str:
+    if requested is None:
         if not torch.cuda.is_available():
             return "gloo"
         if device_index(place.local_rank) >= torch.cuda.device_count():
@@ -247,13 +247,13 @@ def _backend(asked: str | None, place: RankPlace) -> str:
                 'pass dist_backend="gloo".'
             )
         return "nccl"
-    for name in (part.rpartition(":")[2] for part in asked.split(",")):
+    for name in (part.rpartition(":")[2] for part in requested.split(",")):
         if not dist.is_backend_available(name):
             raise LaunchError(
-                f"dist_backend={asked!r}: this build of torch ({torch.__version__}) has no backend {name!r}. "
+                f"dist_backend={requested!r}: this build of torch ({torch.__version__}) has no backend {name!r}. "
                 'Leave dist_backend out to take "nccl" on CUDA and "gloo" elsewhere.'
             )
-    return asked
+    return requested
 
 
 def _has_nccl(backend: str) -> bool:

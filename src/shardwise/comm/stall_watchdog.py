@@ -80,7 +80,7 @@ _SHOWN = 4
 
 
 @dataclass
-class _Question:
+class _Request:
     """The request of this rank.
 
     Attributes:
@@ -149,11 +149,11 @@ class StallWatch:
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
         self._read_at = clock()  # when the store has been read last
-        self._heard = 0  # number of the last question
+        self._last_request = 0  # number of the last request
         self._claim = ""  # what the store holds of the rank that asks, as far as it is known
-        self._question: _Question | None = None
+        self._request: _Request | None = None
         self._ends: tuple[str, float] | None = None  # why this rank ends, and when
-        self._due: dict[int, float] = {}  # seconds at which a wait is asked about next, by its number
+        self._due: dict[int, float] = {}  # seconds at which a wait causes the next request, by its number
         self._failed: float | None = None  # when it was first seen that a rank has raised
         self._requested: float | None = None  # since when the store has not answered
 
@@ -170,7 +170,7 @@ class StallWatch:
         """Write the facts of this process; return True if the store keeps values."""
         self._store = store
         try:
-            self._heard = store.add(self._key("asked"), 0)
+            self._last_request = store.add(self._key("requests"), 0)
             self._write("process", self._rank, process_word())
         except RuntimeError:
             return False  # as that of torch's backend "fake"
@@ -218,13 +218,13 @@ class StallWatch:
 
     def _watch_store(self) -> None:
         """Warn if the store does not answer: the rank that serves it may be stopped."""
-        said = False
+        warned = False
         while not self._closed.wait(self.every):
             since = self._requested
             if since is None or time.monotonic() - since < _SILENT_S:
-                said = said and since is not None
-            elif not said and (here := self._place()).waits and here.seconds > self._limit:
-                said = True
+                warned = warned and since is not None
+            elif not warned and (here := self._place()).waits and here.seconds > self._limit:
+                warned = True
                 logger.warning(
                     "rank %d %s. It cannot ask where the others are: the store in which the ranks have met does not "
                     "answer. The process that serves it (the launcher; without one, rank 0) is stopped or out of reach",
@@ -244,7 +244,7 @@ class StallWatch:
             return
         here = self._place()
         waited = here.seconds if here.waits else 0.0
-        suspected = self._question is not None or self._failed is not None or waited >= self._limit * _SUSPECTED
+        suspected = self._request is not None or self._failed is not None or waited >= self._limit * _SUSPECTED
         if not suspected and self._clock() - self._read_at < self._idle:
             return
         self._requested = time.monotonic()
@@ -254,8 +254,8 @@ class StallWatch:
         self._answer(here)
         if suspected or quiet_for() >= _AFTER_FAILURE_S:
             self._end_after_failure()
-        if self._question is not None:
-            self._collect(self._question, here)
+        if self._request is not None:
+            self._collect(self._request, here)
         elif here.waits and waited >= self._due.get(here.number, self._limit):
             self._ask(here)
         self._requested = None
@@ -267,25 +267,27 @@ class StallWatch:
 
     def _answer(self, here: Position) -> None:
         """Answer the last request; end with the others, if the job is stuck."""
-        asked = self._store.add(self._key("asked"), 0)
-        if asked == self._heard:
+        requests = self._store.add(self._key("requests"), 0)
+        if requests == self._last_request:
             return
-        self._heard = asked
-        question = self._read("question")
-        if question is None or question["by"] == self._rank or self._closed.is_set():
+        self._last_request = requests
+        request = self._read("request")
+        if request is None or request["by"] == self._rank or self._closed.is_set():
             return
-        stage, name = question["stage"], question["name"]
+        stage, name = request["stage"], request["name"]
         if stage == "stuck":
-            self._give_up(DesyncError, question["text"], EXIT_CODE)
+            self._give_up(DesyncError, request["text"], EXIT_CODE)
         elif stage == "where":
             self._write("answer", self._rank, {"to": name, "place": here.written()})
             if here.waits:  # the report of the rank that asks is about this wait, too
                 self._due = {here.number: max(2 * here.seconds, self._limit)}
-        elif self._rank in question["of"] or not question["of"]:
-            own = self._read("question", self._rank)
+        elif self._rank in request["of"] or not request["of"]:
+            own = self._read("request", self._rank)
             if own is not None and own["name"] == name:
-                said = self._confirmation(own["waits"], here) if stage == "confirm" else self._launches(own["launches"])
-                self._write("answer", self._rank, {"to": name, **said})
+                answer = (
+                    self._confirmation(own["waits"], here) if stage == "confirm" else self._launches(own["launches"])
+                )
+                self._write("answer", self._rank, {"to": name, **answer})
 
     def _confirmation(self, waits: Sequence[Any], here: Position) -> dict[str, Any]:
         places = [(str(what), str(kind), int(size)) for what, kind, size, _ in waits]
@@ -296,8 +298,8 @@ class StallWatch:
         kinds = [place[1] for place in [*places, here.place]]
         return {"wait": here.number, "launched": launched, "recent": self._here.recent(kinds)}
 
-    def _launches(self, asked: Mapping[str, int]) -> dict[str, Any]:
-        return {"launches": {kind: self._here.launch(kind, turn) for kind, turn in asked.items()}}
+    def _launches(self, requested: Mapping[str, int]) -> dict[str, Any]:
+        return {"launches": {kind: self._here.launch(kind, turn) for kind, turn in requested.items()}}
 
     def _end_after_failure(self) -> None:
         """End if this rank still waits a while after another has raised."""
@@ -316,17 +318,17 @@ class StallWatch:
 
     def _ask(self, here: Position) -> None:
         self._due = {here.number: 2 * here.seconds}  # waits that have ended count no more
-        claim = f"{self._rank} {self._heard + 1}"
+        claim = f"{self._rank} {self._last_request + 1}"
         held = self._claim = self._store.compare_set(self._key("claim"), self._claim, claim).decode()
-        if held != claim and int(held.split()[1]) <= self._heard:  # that question is over
+        if held != claim and int(held.split()[1]) <= self._last_request:  # that request is over
             held = self._claim = self._store.compare_set(self._key("claim"), held, claim).decode()
         if held != claim:
-            self._due = {here.number: here.seconds + self._patience}  # that rank's question comes, or it has ended
+            self._due = {here.number: here.seconds + self._patience}  # that rank's request comes, or it has ended
             return
-        self._question = _Question(claim, here.number)
-        self._put(self._question, "where", self._ranks)
-        self._question.answers[self._rank] = {"place": here.written()}
-        self._question.missing.discard(self._rank)
+        self._request = _Request(claim, here.number)
+        self._put(self._request, "where", self._ranks)
+        self._request.answers[self._rank] = {"place": here.written()}
+        self._request.missing.discard(self._rank)
 
     @property
     def _patience(self) -> float:
@@ -334,93 +336,93 @@ class StallWatch:
         return self._idle + 3 * self.every + _ANSWERED_S
 
     def _put(
-        self, question: _Question, stage: str, of: Iterable[int], each: Mapping[int, dict[str, Any]] | None = None
+        self, request: _Request, stage: str, of: Iterable[int], each: Mapping[int, dict[str, Any]] | None = None
     ) -> None:
-        question.stage, question.since = stage, self._clock()
-        question.missing, question.answers = set(of), {}
+        request.stage, request.since = stage, self._clock()
+        request.missing, request.answers = set(of), {}
         for rank, own in (each or {}).items():
-            self._write("question", rank, {"name": question.name, **own})
-        chosen = sorted(question.missing) if len(question.missing) < len(self._ranks) else []
-        self._write("question", {"stage": stage, "name": question.name, "by": self._rank, "of": chosen})
-        self._heard = self._store.add(self._key("asked"), 1)
+            self._write("request", rank, {"name": request.name, **own})
+        chosen = sorted(request.missing) if len(request.missing) < len(self._ranks) else []
+        self._write("request", {"stage": stage, "name": request.name, "by": self._rank, "of": chosen})
+        self._last_request = self._store.add(self._key("requests"), 1)
 
-    def _collect(self, question: _Question, here: Position) -> None:
-        if here.number != question.wait or not here.waits:
-            self._question = None  # it has gone on
+    def _collect(self, request: _Request, here: Position) -> None:
+        if here.number != request.wait or not here.waits:
+            self._request = None  # it has gone on
             return
-        waited = self._clock() - question.since
-        if question.stage == "pause":
+        waited = self._clock() - request.since
+        if request.stage == "pause":
             if waited >= self._limit * _LATER:
-                self._confirm(question, here)
+                self._confirm(request, here)
             return
-        for rank, said in self._said_by(question.missing, question.name).items():
-            question.answers[rank] = said
-            question.missing.discard(rank)
-        if question.missing and waited < self._patience:
+        for rank, answer in self._answers_to(request.missing, request.name).items():
+            request.answers[rank] = answer
+            request.missing.discard(rank)
+        if request.missing and waited < self._patience:
             return
-        if question.stage == "where":
-            found = {rank: Position.read(said["place"]) for rank, said in question.answers.items()}
-            question.places = {rank: found.get(rank) for rank in self._ranks}
-            if all(place is not None and place.waits for place in question.places.values()):
-                question.stage, question.since = "pause", self._clock()
+        if request.stage == "where":
+            found = {rank: Position.read(answer["place"]) for rank, answer in request.answers.items()}
+            request.places = {rank: found.get(rank) for rank in self._ranks}
+            if all(place is not None and place.waits for place in request.places.values()):
+                request.stage, request.since = "pause", self._clock()
             else:
-                self._report(question)
-        elif question.stage == "confirm":
-            question.confirmed = {
-                rank: Confirmation(said["wait"], frozenset(map(tuple, said["launched"])), said["recent"])
-                for rank, said in question.answers.items()
+                self._report(request)
+        elif request.stage == "confirm":
+            request.confirmed = {
+                rank: Confirmation(answer["wait"], frozenset(map(tuple, answer["launched"])), answer["recent"])
+                for rank, answer in request.answers.items()
             }
-            if is_stuck(question.places, question.confirmed) and self._ask_for_parting(question):
+            if is_stuck(request.places, request.confirmed) and self._ask_for_parting(request):
                 return
-            self._report(question)
+            self._report(request)
         else:
-            self._report(question)
+            self._report(request)
 
-    def _confirm(self, question: _Question, here: Position) -> None:
-        waits = waits_of(question.places)
+    def _confirm(self, request: _Request, here: Position) -> None:
+        waits = waits_of(request.places)
         each = {
             rank: {"waits": [(*wait.place, wait.turn) for wait in waits if rank in wait.members or not wait.members]}
             for rank in self._ranks
         }
         own = each.pop(self._rank)["waits"]
-        self._put(question, "confirm", self._ranks, each)
-        question.answers[self._rank] = self._confirmation(own, here)
-        question.missing.discard(self._rank)
+        self._put(request, "confirm", self._ranks, each)
+        request.answers[self._rank] = self._confirmation(own, here)
+        request.missing.discard(self._rank)
 
-    def _ask_for_parting(self, question: _Question) -> bool:
+    def _ask_for_parting(self, request: _Request) -> bool:
         by_kind: dict[str, dict[int, tuple[int, str]]] = {}
-        for rank, said in question.confirmed.items():
-            for kind, recent in said.recent.items():
+        for rank, answer in request.confirmed.items():
+            for kind, recent in answer.recent.items():
                 by_kind.setdefault(kind, {})[rank] = recent
         for kind, recents in by_kind.items():
             difference = first_difference(recents) if len(recents) > 1 else None
             if difference is not None:
-                question.candidates[kind] = difference[0], difference[1][:_SHOWN]
+                request.candidates[kind] = difference[0], difference[1][:_SHOWN]
         each: dict[int, dict[str, Any]] = {}
-        for kind, (turn, ranks) in question.candidates.items():
+        for kind, (turn, ranks) in request.candidates.items():
             for rank in ranks:
                 each.setdefault(rank, {"launches": {}})["launches"][kind] = turn
         if not each:
             return False
         own = each.pop(self._rank, None)
-        self._put(question, "parting", each, each)
+        self._put(request, "parting", each, each)
         if own is not None:
-            question.answers[self._rank] = self._launches(own["launches"])
+            request.answers[self._rank] = self._launches(own["launches"])
         return True
 
-    def _report(self, question: _Question) -> None:
-        self._question = None
-        if self._store.compare_set(self._key("claim"), question.claim, question.claim).decode() != question.claim:
+    def _report(self, request: _Request) -> None:
+        self._request = None
+        if self._store.compare_set(self._key("claim"), request.claim, request.claim).decode() != request.claim:
             return  # another rank asks, and has got the answers
-        parting = _first_parting(question.candidates, question.answers)
-        silent = self._silent(question.places)
-        report = judge(question.places, self._rank, question.confirmed or None, silent, parting)
+        parting = _first_parting(request.candidates, request.answers)
+        silent = self._silent(request.places)
+        report = judge(request.places, self._rank, request.confirmed or None, silent, parting)
         if report.stuck:
-            self._write("question", {"stage": "stuck", "name": "", "by": self._rank, "text": report.text})
-            self._heard = self._store.add(self._key("asked"), 1)
+            self._write("request", {"stage": "stuck", "name": "", "by": self._rank, "text": report.text})
+            self._last_request = self._store.add(self._key("requests"), 1)
             self._ends = report.text, self._clock() + 1.5 * self.every  # when the others have read it
         else:
-            what = question.places[self._rank]
+            what = request.places[self._rank]
             event = {"kind": "stall", "rank": self._rank, "what": what and what.what, "ranks": list(report.absent)}
             logger.warning("%s", report.text, extra={"event": event})
 
@@ -455,10 +457,10 @@ class StallWatch:
         text = unsealed(data, self._secret, key)
         return None if text is None else json.loads(text)
 
-    def _said_by(self, ranks: Iterable[int], name: str) -> dict[int, Any]:
+    def _answers_to(self, ranks: Iterable[int], name: str) -> dict[int, Any]:
         values = read_all(self._store, [self._key("answer", rank) for rank in sorted(ranks)])
         found = {int(key.rpartition("/")[2]): self._checked(key, data) for key, data in values.items()}
-        return {rank: said for rank, said in found.items() if said is not None and said.get("to") == name}
+        return {rank: answer for rank, answer in found.items() if answer is not None and answer.get("to") == name}
 
 
 def _first_parting(candidates: Mapping[str, tuple[int, list[int]]], answers: Mapping[int, Any]) -> list[str]:

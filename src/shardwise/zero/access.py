@@ -112,6 +112,8 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
             master.copy_(stepped[start:stop])
     if unit.state is UnitState.SHARDED:
         model.state.publish([unit])
+    else:
+        model.shards_written()
 
 
 def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:

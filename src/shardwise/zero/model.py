@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
-from shardwise.comm.desync import Word, inside_of
+from shardwise.comm.desync import RankState, inside_of
 from shardwise.comm.domain import Domains
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
@@ -663,7 +663,7 @@ class ShardedModel:
                     raise
                 reason = str(error)  # a peer is lost; the exception here is nearer to the cause
             if reason:
-                Word("ends", where).publish()
+                RankState("ends", where).publish()
             elif failure is not None:
                 self.hooks.settle()
                 self.finish_gathers()

@@ -117,6 +117,7 @@ class ParameterOwner(Owner):
         finally:
             model.unsharder.suspended = False
             model.state.let_go(gathered)
+            model.shards_written()  # by changes in place inside
 
     @override
     def kept(self, parameter: nn.Parameter) -> int:

@@ -24,6 +24,7 @@ import torch
 from shardwise.boxes import Patch, Region, overlap, region, whole
 from shardwise.comm.communicator import Communicator
 from shardwise.comm.domain import Domain, Domains
+from shardwise.comm.native import await_release, users_of
 from shardwise.errors import ConflictError
 from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
@@ -324,7 +325,9 @@ class SplitTensors:
         for buffer in (message, received):
             self._accountant.hold(Category.BUFFERS, buffer)
         sizes_out = [sum(map(torch.numel, runs)) for runs in sent]
+        users = users_of(received, message)
         self.job.all_to_all(received, message, sizes, sizes_out, label).wait()
+        await_release(users)  # because threads of Gloo may keep them for a while
         return list(received.split(list(sizes)))
 
 
