@@ -148,7 +148,7 @@ def wrong() -> dict[str, str]:
 
 SAID = {
     "pair": r"mesh_param=\(1, 3\)\): 1 x 3 ranks, but there are 2",
-    "conflict": "is 2, but the arguments of initialize\\(\\) say 1",
+    "conflict": "is 2, but the arguments of initialize\\(\\) give 1",
     "unshared": "Unshared has run without any exchange of heads .*share_attention",
     "whole": r"all 2 ranks have positions 0 to 7, so each has the whole sequence.*SequenceLoader",
     "pairs": r"mask of shape \(1, 1, 4, 4\); expected",

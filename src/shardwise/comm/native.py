@@ -83,8 +83,8 @@ class Works:
 Users = Sequence[tuple[torch.Tensor, int]]
 """Tensors of a collective, and the number of references to the memory of each at the launch."""
 
-_RELEASE_S = 0.02
-"""Longest wait of the host for the references of a transport."""
+_RELEASE_S = 0.25
+"""Longest wait of the host for the references of a transport, whose thread may have no core for a while."""
 
 
 def users_of(*tensors: torch.Tensor) -> Users:

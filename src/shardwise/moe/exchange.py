@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.comm.communicator import Communicator
+from shardwise.comm.native import await_release, users_of
 from shardwise.compat import has_values
 from shardwise.device.later import Later
 from shardwise.errors import ConfigError, UsageError
@@ -202,13 +203,11 @@ def _all_to_all(
 ) -> torch.Tensor:
     width = rows.shape[-1]
     output = rows.new_empty(sum(received), width)
-    comm.all_to_all(
-        output.view(-1),
-        rows.contiguous().view(-1),
-        [count * width for count in received],
-        [count * width for count in sent],
-        label,
-    ).wait()
+    sizes_out = [count * width for count in sent]
+    rows = rows.contiguous()
+    users = users_of(output, rows)
+    comm.all_to_all(output.view(-1), rows.view(-1), [count * width for count in received], sizes_out, label).wait()
+    await_release(users)
     return output
 
 

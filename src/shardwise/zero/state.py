@@ -264,7 +264,7 @@ class ShardedState:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether state is offloaded, so that a read needs a loan."""
+        """Whether state is offloaded, so that it is not on the device."""
         return any(section.away for unit in self._model.units for section in unit.sections) or bool(
             self._model.owners is not None and self._model.owners.borrowing()
         )

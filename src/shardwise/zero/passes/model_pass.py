@@ -190,6 +190,8 @@ class Pass:
                 self.unsharder.keep_to_end(unit)
                 self._unshard(unit)
                 unit.unguard()
+        if self.reducer is not None and differentiates:
+            self.reducer.begin_profile_range()
 
     def join_backward(self) -> None:
         """Take part in a backward pass of the peers: the loss of this rank does not depend on the model."""

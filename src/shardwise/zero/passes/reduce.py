@@ -30,7 +30,7 @@ from shardwise.comm.communicator import Handle
 from shardwise.comm.compression import Compressor, Flat
 from shardwise.comm.domain import Domain
 from shardwise.compat import number_of_pass
-from shardwise.device.ranges import Stretches, named
+from shardwise.device.ranges import Stretches, named, watched
 from shardwise.errors import UsageError
 from shardwise.memory import Accountant, Category
 from shardwise.utils.logging import logger
@@ -341,6 +341,11 @@ class Reducer:
         if self._watches(gradients):
             gradients.watch(buffer)
         return buffer
+
+    def begin_profile_range(self) -> None:
+        """Show the first unit of a backward pass to profilers, if there are any."""
+        if watched():
+            self._profile_range()
 
     def _profile_range(self) -> None:
         """Show the unit that is differentiated now to profilers: the next one whose gradients are not complete."""

@@ -117,7 +117,7 @@ class UpdatePart:
         raise NotImplementedError
 
     def master_pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Return these ranges as (start, stop, 1-D view); offloaded ones need a loan."""
+        """Return these ranges as (start, stop, 1-D view); offloaded ones have no memory."""
         raise NotImplementedError
 
     def state_pieces(self, index: int, key: str) -> list[tuple[int, int, torch.Tensor]]:
