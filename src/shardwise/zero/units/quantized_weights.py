@@ -24,7 +24,7 @@ from shardwise.memory import Accountant, Category
 from shardwise.registry import Registry
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.layout import FlatParam, round_up
-from shardwise.zero.units.sources import Codes
+from shardwise.zero.units.sources import GatherSource
 
 CODE = BlockCode(8)
 CODED = (torch.float32, torch.bfloat16, torch.float16)
@@ -106,7 +106,7 @@ class _Part:
         return messages[:, self.exact : self.end].view(layout.dtype)[:, :count]
 
 
-class UnitCodes(Codes):
+class UnitCodes(GatherSource):
     """Encodes, gathers and decodes the flat parameters of one unit; see the module docstring.
 
     Attributes:

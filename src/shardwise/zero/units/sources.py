@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from typing_extensions import override
@@ -15,35 +15,32 @@ from shardwise.comm.native import PendingCollective
 from shardwise.zero.units.flat_param import FlatParamStorage
 
 
-class GatherSource(Protocol):
-    """What a unit's whole values are gathered from.
+class GatherSource(ABC):
+    """Source of the all-gather of a unit.
 
     Attributes:
-        fills: the gather writes into the whole buffers, which have memory before it is launched; else `finish` does,
-            and they need none until then.
+        fills: the all-gather writes into the unsharded buffers, which have memory before its launch. Else `finish`
+            writes into them, and they get memory then.
     """
 
-    fills: bool
+    fills = True
 
+    @abstractmethod
     def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
-        """Return what is to be launched in turn (see `shardwise.comm.collective_queue.CollectiveQueue.start`)."""
+        """Return the collectives to be launched in turn (`shardwise.comm.collective_queue.CollectiveQueue.start`)."""
 
-    def finish(self) -> None:
-        """Complete the whole buffers when the gather has ended."""
+    def finish(self) -> None:  # noqa: B027, because most sources have nothing to do
+        """Complete the unsharded buffers when the all-gather has ended."""
 
-
-class Codes(GatherSource, Protocol):
-    """A source that loses digits (`shardwise.zero.units.quantized_weights.UnitCodes`)."""
-
-    def round(self) -> None:
-        """Make exact whole values what they would be had they been gathered so."""
+    def round(self) -> None:  # noqa: B027, because most sources are exact
+        """Round exact unsharded values as an all-gather from this source does."""
 
 
-class _Coming:
-    """Shards that come from where they live into the whole buffers, which nobody else fills.
+class _OffloadedShards:
+    """Copies offloaded shards into the unsharded buffers, which no peer fills.
 
     Args:
-        sections: theirs.
+        sections: flat parameters of the unit.
     """
 
     scratch: Sequence[torch.Tensor] = ()
@@ -54,20 +51,18 @@ class _Coming:
             section.begin_to_bring_shard()
 
     def wait(self) -> None:
-        """Wait until they are there."""
+        """Wait until the copies have ended."""
         for section in self._sections:
             section.bring_shard()
 
 
 class ShardSource(GatherSource):
-    """The shards themselves, of all ranks that have them.
+    """The shards of all ranks of a domain.
 
     Args:
-        sections: the unit's.
-        domain: the ranks that have it.
+        sections: flat parameters of the unit.
+        domain: of the unit.
     """
-
-    fills = True
 
     def __init__(self, sections: Sequence[FlatParamStorage], domain: Domain) -> None:
         self._sections = sections
@@ -80,11 +75,11 @@ class ShardSource(GatherSource):
         sections, level = self._sections, self._level
         if not self._away:
             return self._domain.gathering([(s.full, s.shard, level) for s in sections], 0, label, kind)
-        # What lives elsewhere is brought to where it is to be in the whole buffer, and gathered from there.
+        # Offloaded shards are copied to their ranges of the unsharded buffers, and gathered from there.
         moves = [(s.full, s.full[s.shard_range], level) for s in sections]
         launches = self._domain.gathering(moves, 0, label, kind)
         if not launches:
-            return [lambda: _Coming(sections)]
+            return [lambda: _OffloadedShards(sections)]
 
         def begin() -> PendingCollective:
             for section in sections:
@@ -93,19 +88,14 @@ class ShardSource(GatherSource):
 
         return [begin, *launches[1:]]
 
-    def finish(self) -> None:
-        """Nothing is left to be done."""
-
 
 class SecondShardSource(GatherSource):
-    """The second shards, of a few ranks (ZeRO++, hpZ).
+    """The secondary shards of a few ranks (ZeRO++, hpZ).
 
     Args:
-        sections: the unit's.
-        comm: the ranks over which they are sharded.
+        sections: flat parameters of the unit.
+        comm: ranks over which the secondary shards are sharded.
     """
-
-    fills = True
 
     def __init__(self, sections: Sequence[FlatParamStorage], comm: Communicator) -> None:
         self._sections = sections
@@ -118,6 +108,3 @@ class SecondShardSource(GatherSource):
         return [
             lambda: self._comm.all_gather([(s.full, s.second_loans.read(own)) for s, own in seconds], label, kind=kind)
         ]
-
-    def finish(self) -> None:
-        """Nothing is left to be done."""

@@ -23,7 +23,7 @@ from shardwise.registry import LogicalTensor, Registry
 from shardwise.zero.units import released
 from shardwise.zero.units.flat_param import FlatParamStorage, same_bits
 from shardwise.zero.units.layout import GroupRange
-from shardwise.zero.units.sources import Codes, GatherSource, SecondShardSource, ShardSource
+from shardwise.zero.units.sources import GatherSource, SecondShardSource, ShardSource
 
 
 class UnitState(Enum):
@@ -107,7 +107,7 @@ class Unit:
         self.pins = 0
         self._take_over, self._await_copies = take_over, await_copies
         self.exact: GatherSource = ShardSource(self.sections, domain)
-        self.codes: Codes | None = None
+        self.codes: GatherSource | None = None
         self.second: SecondShardSource | None = None
         self.second_valid = False
         self.rounded = False
