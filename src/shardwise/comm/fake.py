@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,14 +30,14 @@ class _FakeBackend(native.Backend):
 
     def reduce_scatter(self, pairs: Sequence[Pair], accumulate: bool, record: Record) -> Works:
         scratch = self._like.scratch(pairs, accumulate) if self._world > 1 else ()
-        return Works((), scratch=scratch)
+        return Works((), [functools.partial(_keep, pairs)], scratch)
 
     def all_reduce(self, tensor: torch.Tensor, record: Record) -> Works:
         few = self._world > 1 and tensor.nbytes <= MOST_GATHERED
         return Works((), scratch=[tensor.new_empty(self._world * tensor.numel())] if few else ())
 
-    def _exchange_nothing(self, *_: Any, **__: Any) -> Works:
-        return Works(())
+    def _exchange_nothing(self, *tensors: Any, **_: Any) -> Works:
+        return Works((), [functools.partial(_keep, *tensors)])
 
     all_gather = sum_in_place = broadcast = all_to_all = _exchange_nothing
 
@@ -45,6 +46,10 @@ class _FakeBackend(native.Backend):
 
     def planned(self, world: int) -> native.Backend:
         return self._like.planned(world)
+
+
+def _keep(*tensors: Any) -> None:
+    """Keep tensors until the end of a collective, as a transport keeps them."""
 
 
 class FakeCommunicator(Communicator):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import fcntl
 import io
 import json
 import math
@@ -68,6 +70,10 @@ def _csv(rows: Any) -> str:
 def append(path: Path, lines: str, header: str = "") -> None:
     """Append whole lines to a file, creating it with `header` as its first line if needed."""
     with open(path, "ab+", buffering=0) as file:
+        # Without the lock a line that another writer has half written looks like the remains of a full disk. The lock
+        # ends with the file. File systems without locks raise.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         size = file.seek(0, os.SEEK_END)
         begin = header
         if size:
