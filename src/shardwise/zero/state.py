@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -103,6 +103,12 @@ class ShardedState:
         return reducer is not None and (
             reducer.partial or any(g.accumulated or g.sums or g.buffers for g in reducer.gradients.values())
         )
+
+    def cut_states(self, shared: Mapping[int, Any]) -> None:
+        """Let parameters with different step counts have state of their own (`Update.cut_by`)."""
+        if self._model.update is not None:
+            self._model.update.cut_by(shared)
+            self._model.guards.note_groups()
 
     def rank_state(self) -> dict[str, Any] | None:
         """Return the optimizer's state of this rank only, for its part of a checkpoint; None: no such state."""

@@ -87,7 +87,7 @@ class Guards:
             self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
             self._handles.append(optimizer.register_state_dict_post_hook(self._mark_state))
             self._handles.append(optimizer.register_load_state_dict_pre_hook(self._check_state))
-        self._members = self._stepped()
+        self.note_groups()
         self.note()
 
     # -- parameters without an optimizer -----------------------------------------------------------------------------
@@ -147,6 +147,10 @@ class Guards:
         return (
             [] if self._optimizer is None else [set(map(id, group["params"])) for group in self._optimizer.param_groups]
         )
+
+    def note_groups(self) -> None:
+        """Record the members of the optimizer's groups, which the engine has changed."""
+        self._members = self._stepped()
 
     def _check_groups(self) -> None:
         now = self._stepped()

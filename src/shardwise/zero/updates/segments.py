@@ -107,7 +107,26 @@ class SegmentUpdate(UpdatePart):
         for tensor, parameter in zip(self.registry, self.registry.parameters, strict=True):
             if tensor.box is not None and id(parameter) in old_state:
                 of_parts[id(parameter)] = state_of_part(old_state[id(parameter)], tensor, self._is_elementwise)
-        counts = self._counts_of(of_parts)
+        self._place(members, self._counts_of(of_parts), of_parts)
+
+    @override
+    def place_anew(self, members: list[list[nn.Parameter]], shared: Mapping[int, Any]) -> None:
+        for known in (self.segments, self._origins, self.runs, self._parts, self._everything.sections):
+            known.clear()  # type: ignore[attr-defined]
+        self._place(members, shared, {})
+
+    @override
+    def fits(self, shared: Mapping[int, Any]) -> bool:
+        first: dict[int, Any] = {}
+        return all(
+            first.setdefault(id(segment), shared.get(index)) == shared.get(index)
+            for index, runs in self.runs.items()
+            for _, _, segment in runs
+        )
+
+    def _place(
+        self, members: list[list[nn.Parameter]], counts: Mapping[int, Any], of_parts: dict[int, dict[str, Any]]
+    ) -> None:
         for unit in self.units:
             first = len(self.segments)
             with borrowed(unit.borrowing()):
@@ -130,7 +149,7 @@ class SegmentUpdate(UpdatePart):
         lane: GroupRange,
         members: list[list[nn.Parameter]],
         old_state: dict[int, dict[str, Any]],
-        counts: Mapping[int, dict[str, Any]],
+        counts: Mapping[int, Any],
     ) -> None:
         assert section.master is not None and lane.group is not None
         for start, stop, pieces in self._cut(section, lane, counts):
@@ -206,7 +225,7 @@ class SegmentUpdate(UpdatePart):
         return found
 
     def _cut(
-        self, section: FlatParamStorage, lane: GroupRange, known: Mapping[int, dict[str, Any]]
+        self, section: FlatParamStorage, lane: GroupRange, known: Mapping[int, Any]
     ) -> Iterator[tuple[int, int, list[ShardSlice]]]:
         """Yield the segments of a lane: start and stop in the master weights, and ranges counted from the start.
 
@@ -215,10 +234,10 @@ class SegmentUpdate(UpdatePart):
         first = section.master_start + lane.start
         start, counts, pieces = 0, None, []  # type: tuple[int, Any, list[ShardSlice]]
         for piece in section.layout.pieces(first, section.master_start + lane.stop):
-            if pieces and known[piece.index] != counts:
+            if pieces and known.get(piece.index) != counts:
                 yield lane.start + start, lane.start + piece.offset, pieces
                 start, pieces = piece.offset, []
-            counts = known[piece.index]
+            counts = known.get(piece.index)
             pieces.append(replace(piece, offset=piece.offset - start))
         yield lane.start + start, lane.stop, pieces
 
@@ -415,14 +434,6 @@ class SegmentUpdate(UpdatePart):
     def keep_state(self) -> None:
         for part, _ in self._parts:
             self._keep_state(part)
-
-    @override
-    def stepped_together(self, key: str) -> list[list[int]]:
-        sets: dict[int, list[int]] = {}
-        for index, runs in self.runs.items():
-            for segment in {id(segment) for _, _, segment in runs}:
-                sets.setdefault(segment, []).append(index)
-        return list(sets.values())
 
     @override
     def make_state(

@@ -61,6 +61,14 @@ class UpdatePart:
         """Add tensors to the members of each group, with the old state, by `id` of the client's parameter."""
         raise NotImplementedError
 
+    def place_anew(self, members: list[list[nn.Parameter]], shared: Mapping[int, Any]) -> None:
+        """Add tensors to the members of each group again, without state; see `Update.cut_by`."""
+        self.place(members, {})
+
+    def fits(self, shared: Mapping[int, Any]) -> bool:
+        """Return True if no tensor that the optimizer steps has parameters with different values in `shared`."""
+        return True
+
     def step(self, factor: float | torch.Tensor) -> None:
         """Step with the accumulated gradients times `factor`, as the only part."""
         with self.around(factor):
@@ -130,10 +138,6 @@ class UpdatePart:
 
     def keep_state(self) -> None:
         """Move elementwise optimizer state to its tier."""
-
-    def stepped_together(self, key: str) -> list[list[int]]:
-        """Return sets of parameters that share one value, on this rank, of a state entry that is not elementwise."""
-        return []
 
     def make_state(
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
@@ -258,15 +262,27 @@ class Update:
         """Create optimizer state of a parameter (`UpdatePart.make_state`)."""
         self.part_of(index).make_state(index, elementwise, whole, filled=filled)
 
+    def cut_by(self, shared: Mapping[int, Any]) -> None:
+        """Let parameters with different step counts be stepped apart, because a segment has one count.
+
+        Drops the optimizer state if segments change.
+
+        Args:
+            shared: entries of the state that are not elementwise, in any form that can be compared, by parameter.
+        """
+        if all(part.fits(shared) for part in self.parts):
+            return
+        self.clear_state()
+        members: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
+        for part in self.parts:
+            part.place_anew(members, shared)
+        assign_groups(self.optimizer, members)
+
     def clear_state(self) -> None:
         """Drop all optimizer state."""
         self.optimizer.state.clear()
         for part in self.parts:
             part.keep_state()
-
-    def stepped_together(self, key: str) -> list[list[int]]:
-        """Return sets of parameters that share one value of a state entry that is not elementwise."""
-        return [found for part in self.parts for found in part.stepped_together(key)]
 
     def own_masters(self) -> Iterator[tuple[torch.Tensor, StateHome]]:
         """Yield master weights that belong to no flat parameter, with their tier."""
