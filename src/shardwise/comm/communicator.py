@@ -556,9 +556,9 @@ class Communicator:
         """Transport of all-gathers and reduce-scatters: "memory", "messages", or "nccl"."""
         return self._backend.transport if self.waits_on_host else "nccl"
 
-    def received(self, sent: int) -> int:
-        """Return about how many bytes a reduction of `sent` bytes allocates for received values."""
-        return self._backend.received(sent)
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
+        """Return about how many bytes a reduction of `sent` bytes allocates for received values and their sums."""
+        return self._backend.received(sent, accumulate=accumulate)
 
     @property
     def launched(self) -> list[int]:

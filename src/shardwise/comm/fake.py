@@ -41,8 +41,8 @@ class _FakeBackend(native.Backend):
 
     all_gather = sum_in_place = broadcast = all_to_all = _exchange_nothing
 
-    def received(self, sent: int) -> int:
-        return self._like.received(sent)
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
+        return self._like.received(sent, accumulate=accumulate)
 
     def planned(self, world: int) -> native.Backend:
         return self._like.planned(world)

@@ -331,16 +331,24 @@ def _bytes(numel: int, dtype: torch.dtype) -> int:
     return size + -size % torch.float64.itemsize
 
 
+def _received(sent: int, world: int, *, accumulate: bool) -> int:
+    return min(sent // world, CHUNK * torch.float32.itemsize) * (1 + accumulate)
+
+
 class _Planned(native.Backend):
     """Allocates the buffers of `IntraNodeTransport` without ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int) -> None:
+        self._world = world
         self._scratch: _Scratch | None = None
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
         if self._scratch is None:
             self._scratch = _Scratch(pairs[0][0].device if pairs else CPU)
         return self._scratch.take(pairs, accumulate)
+
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
+        return _received(sent, self._world, accumulate=accumulate)
 
 
 # -- the transport -----------------------------------------------------------------------------------------------------
@@ -405,11 +413,11 @@ class IntraNodeTransport(native.TorchBackend):
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
         return self._scratch.take(pairs, accumulate)
 
-    def received(self, sent: int) -> int:
-        return 0
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
+        return _received(sent, self.world, accumulate=accumulate)
 
     def planned(self, world: int) -> native.Backend:
-        return _Planned()
+        return _Planned(world)
 
     def _launch(self, exchange: Exchange) -> Exchange:
         if self._failure is not None:

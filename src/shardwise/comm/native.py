@@ -167,8 +167,8 @@ class Backend:
         """Return buffers as `reduce_scatter` allocates them, for memory plans."""
         return []
 
-    def received(self, sent: int) -> int:
-        """Return about how many bytes a reduction of `sent` bytes allocates for received values."""
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
+        """Return about how many bytes a reduction of `sent` bytes allocates for received values and their sums."""
         return 0
 
     def planned(self, world: int) -> Backend:
@@ -270,7 +270,7 @@ class TorchBackend(Backend):
         made = [self._buffers(out, full, accumulate) for out, full in pairs if full.numel()]
         return [buffer for buffers in made for buffer in buffers if buffer is not None]
 
-    def received(self, sent: int) -> int:
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
         return sent
 
     def planned(self, world: int) -> Backend:

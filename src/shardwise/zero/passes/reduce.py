@@ -285,10 +285,10 @@ class Reducer:
         for gradients in self._queue if self._every_pass else ():
             sections, inner = gradients.unit.trainable, gradients.comm
             sent = sum(s.layout.numel * (self.wire_of(s) or s.layout.dtype).itemsize for s in sections)
-            received = inner.received(sent)
+            received, once = (inner.received(sent, accumulate=adds) for adds in (True, False))
             own = sum((s.master_stop - s.master_start) * s.accumulate_dtype.itemsize for s in sections)
             whole = sum(s.layout.numel * s.accumulate_dtype.itemsize for s in sections)
-            queue.append(ReductionSizes(gradients.unit.index, sent, received, own, whole))
+            queue.append(ReductionSizes(gradients.unit.index, sent, received, once, own, whole))
         self.separate = reduced_alone(queue)
 
     def wire_of(self, section: FlatParamStorage) -> torch.dtype | None:

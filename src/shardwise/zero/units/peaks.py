@@ -125,7 +125,8 @@ class ReductionSizes:
 
     Attributes:
         sent: gradient on the wire.
-        received: gradients received from peers.
+        received: gradients received from peers, and their sum if it is added to that of earlier micro-batches.
+        received_of_sum: the same for a sum of micro-batches, which is reduced once.
         own: this rank's part of the sum.
         whole: sum of the micro-batches, if accumulated before it is reduced.
     """
@@ -133,6 +134,7 @@ class ReductionSizes:
     unit: int
     sent: int
     received: int
+    received_of_sum: int
     own: int
     whole: int
 
@@ -147,14 +149,14 @@ def reduced_alone(queue: Sequence[ReductionSizes]) -> frozenset[int]:
         queue: all units with gradients, in the order of reduction.
 
     Example:
-        >>> two = [ReductionSizes(unit, sent=8, received=4, own=4, whole=8) for unit in range(2)]
+        >>> two = [ReductionSizes(unit, 8, received=4, received_of_sum=4, own=4, whole=8) for unit in range(2)]
         >>> sorted(reduced_alone(two)), sorted(reduced_alone(two * 4))
         ([0], [])
     """
     limit, held = 0, sum(sizes.whole for sizes in queue)
     for sizes in queue:
         held += sizes.own
-        limit = max(limit, held + sizes.received)
+        limit = max(limit, held + sizes.received_of_sum)
         held -= sizes.whole
     kept = sum(sizes.own for sizes in queue)
     return frozenset(
