@@ -79,7 +79,7 @@ class Layerwise(Optimizer):
                     self.move(weights[parameter], directions[parameter], self.state[parameter], group)
 
     def coefficients(self) -> list[float]:
-        """Return the coefficients of the last step by parameter, the same on all ranks (synchronizes with the device)."""
+        """Return the coefficients of the last step by parameter, equal on all ranks (synchronizes with the device)."""
         return [] if self._coefficients is None else cast("list[float]", self._coefficients.tolist())
 
     def _local_norms(self) -> TensorNorms:
