@@ -113,8 +113,7 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
 def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return a parameter's full gradient before clipping; None: there is no gradient yet.
 
-    It is the mean (or sum, as configured) over ranks and past (maybe weighted) micro-batches, in the accumulation
-    dtype.
+    It is the mean (or sum, as configured) over ranks and past (weighted) micro-batches, in the accumulation dtype.
     """
     found = _find(parameter)
     if found is None:

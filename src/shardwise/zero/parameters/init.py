@@ -46,8 +46,8 @@ class PartStore(released.Owner):
     """Shards of parameters that are not in units yet.
 
     `comm` has the ranks over which parameters are sharded; with `owns_comm` its groups are destroyed with the last
-    shard. `quantized_weights` requests 8-bit all-gathers from the engine. Shards lie on `place`; None: as the
-    parameter.
+    shard. `quantized_weights` requests 8-bit all-gathers from the engine. `place` is the device of shards, None:
+    unchanged.
     """
 
     def __init__(

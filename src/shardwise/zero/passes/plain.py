@@ -1,8 +1,8 @@
 """Gradients of an engine without an optimizer: averaged over ranks in `.grad`, for the script's own step.
 
 Only for replicated parameters (stage 0). One all-reduce a unit follows each backward pass. Gradients that have been
-averaged before keep their values, because a mean of equal values is that value, and new ones are added. A sum of equal
-values is not: gradients that have been summed before are copied, and taken out of the next sum.
+averaged before keep their values, because a mean of equal values is that value, and new ones are added. Because a sum
+of equal values is not, gradients that have been summed before are copied, and taken out of the next sum.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from shardwise.zero.units.unit import Unit
 
 
 class PlainGradients:
-    """Averages gradients after backward passes (`averages`), or sums them; see the module docstring.
+    """Averages (`averages`) or sums gradients after backward passes.
 
-    Attributes:
-        paused: accumulate gradients on each rank, until the first backward pass after the pause averages them.
+    `paused`: accumulate on each rank, until the first backward pass after the pause averages them.
     """
 
     def __init__(self, units: Sequence[Unit], comm: Communicator, accountant: Accountant, *, averages: bool) -> None:

@@ -385,8 +385,7 @@ class SideChannel(PeerShards):
     def _postpones(self, peer: _Peer) -> bool:
         """Return True if a peer fetches values that are still to be written here, by the host or by the device.
 
-        The thread does not wait: the device may be in a step that a third rank has to launch, which may fetch old
-        values.
+        The thread does not wait: the device may run a step that a third rank has to launch, which may fetch old values.
         """
         version = peer.version()
         with self._changed:

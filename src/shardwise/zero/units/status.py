@@ -8,8 +8,7 @@ from enum import Enum
 class ZeroParamStatus(Enum):
     """Whether the values of a sharded parameter are on this rank.
 
-    A resharded parameter has an attribute `ds_status`, which is `NOT_AVAILABLE`. An unsharded parameter has no such
-    attribute, or `AVAILABLE` if scripts use `deepspeed`.
+    A resharded parameter has `ds_status` `NOT_AVAILABLE`; an unsharded one has none, or `AVAILABLE` with `deepspeed`.
     """
 
     AVAILABLE = 1

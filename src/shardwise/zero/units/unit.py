@@ -173,8 +173,7 @@ class Unit:
     def all_gather_update(self, kind: str = "gather", *, everything: bool = False) -> None:
         """Launch the all-gather of values that the optimizer or (`everything`) a checkpoint has written on this rank.
 
-        Unsharded parameters are valid after it; of a sharded unit the shard is. Each `kind` of collective has one
-        order.
+        Unsharded parameters are valid after it; of a sharded unit the shard is. Collectives of a `kind` have one order.
         """
         sections = self.sections if everything else self.trainable
         level = self.level
