@@ -1,9 +1,9 @@
 """Access to gradients, master weights and optimizer state of single parameters, between backward and step.
 
 `full` functions take and return unsharded tensors, and are collectives: all ranks of the engine call them in the same
-order. `local` functions of this rank's range are local, except for `safe_set_local_fp32_param`. All return None for a
-parameter of no engine. Of a declared part of a tensor (`shardwise.declare_part`), `full` is the unsharded tensor, and
-`local` this rank's range of the part.
+order. `local` functions of this rank's range are local, except for `safe_set_local_fp32_param`, and raise UsageError at
+stages 0 to 2. Setters raise UsageError for a value of another size. All return None for a parameter of no engine. Of a
+declared part of a tensor (`shardwise.declare_part`), `full` is the tensor, `local` this rank's range of the part.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ def _lent(model: ShardedModel, index: int, *, written: bool = False) -> Abstract
 
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
-    """Sum ranges over ranks into the full tensor; `whole`: all ranks have all elements, and nothing is summed.
-
-    Parts of a tensor are assembled by their ranks first.
-    """
+    """Sum ranges, then parts, over ranks into the full tensor; `whole`: all ranks have all elements of the part."""
     tensor, ranks = model.registry[index], model.unit_of(index).domain.ranks
     flat = torch.zeros(tensor.numel + -tensor.numel % ranks.world, dtype=dtype, device=model.device)
     for start, stop, values in runs:
@@ -189,10 +186,7 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
 
 
 def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set full optimizer state to the same `value` on all ranks; no effect before the first step.
-
-    Raises UsageError if `value` has another shape.
-    """
+    """Set full optimizer state to the same `value` (else UsageError) on all ranks; no effect before the first step."""
     found = _find(parameter)
     if found is None:
         return
@@ -208,10 +202,7 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
 
 
 def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a 1-D copy of this rank's range of master weights at stage 3, maybe empty.
-
-    Raises UsageError if parameters are not sharded (stages 0 to 2).
-    """
+    """Return a 1-D copy of this rank's range of master weights (stage 3, else UsageError), maybe empty."""
     found = _find_local(parameter, "safe_get_local_fp32_param")
     if found is None:
         return None
@@ -271,10 +262,7 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return a 1-D copy of this rank's range of optimizer state at stage 3, maybe empty; None before the first step.
-
-    Raises UsageError at stages 0 to 2.
-    """
+    """Return a 1-D copy of this rank's range of optimizer state (stage 3, else UsageError); None before a step."""
     found = _find_local(parameter, "safe_get_local_optimizer_state")
     if found is None:
         return None
@@ -300,10 +288,7 @@ def _empty_state(model: ShardedModel, key: str) -> torch.Tensor | None:
 
 
 def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set this rank's range of optimizer state at stage 3; no effect before the first step.
-
-    Raises UsageError for another number of elements, or stages 0 to 2.
-    """
+    """Set this rank's range of optimizer state (stage 3 and its size, else UsageError); no effect before a step."""
     found = _find_local(parameter, "safe_set_local_optimizer_state")
     if found is None:
         return

@@ -187,13 +187,11 @@ class UnitBuilder:
 
 
 def largest_sizes(registry: Registry, domains: Domains) -> list[int]:
-    """Return the elements of each parameter on the rank with the largest part (all ranks call, with the same result).
-
-    Ranks with the same sizes count once: messages grow with the number of different parts.
-    """
+    """Return the elements of each parameter on the rank with the largest part (all ranks call, with one result)."""
     own = [tensor.numel for tensor in registry]
     if not domains.others:
         return own
+    # Equal lists are one object: messages grow with the number of different parts.
     versions = {id(sizes): sizes for sizes in domains.main.ranks.exchange(own, "sizes")}.values()
     if any(len(sizes) != len(own) for sizes in versions):
         return own  # `GlobalTensorIds` names the difference
@@ -201,10 +199,7 @@ def largest_sizes(registry: Registry, domains: Domains) -> list[int]:
 
 
 def connect_domains(domains: Domains, units: Sequence[Unit], plan: Plan, *, steps: bool, whole_tensors: bool) -> None:
-    """Create the process groups of passes (all ranks call): no pass waits for them.
-
-    `steps`: parameters are trained. `whole_tensors`: an owner steps some tensors, and sends them to all ranks.
-    """
+    """Create the process groups of passes (all ranks call). `whole_tensors`: owners send some tensors to all ranks."""
     for domain in (domains.main, *domains.others.values()):
         tensors = [tensor for unit in units if unit.domain is domain for tensor in unit.tensors]
         if domain.world == 1 or not tensors:

@@ -19,10 +19,7 @@ from shardwise.zero.units.unit import Unit
 def floor(
     model: ShardedModel, accumulation: int, planned: dict[Category, int], kept: dict[Category, int]
 ) -> dict[Category, int]:
-    """Return the least bytes of each category; of activations, the `planned` (most) bytes.
-
-    `accumulation` counts micro-batches a step. `kept` has the bytes that stay from step to step.
-    """
+    """Return the least bytes of each category; of activations, `planned`. `kept`: bytes that stay between steps."""
     sections = [section for unit in model.units for section in unit.sections]
     trained = [section for section in sections if section.layout.trainable and model.update is not None]
     stepped = sum(_numel(s) / s.domain.parts(s.levels.optimizer) for s in trained)

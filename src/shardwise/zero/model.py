@@ -89,11 +89,9 @@ class ShardedModel:
     averaged over ranks (True) or summed; None drops them. `norm_group` sums squares of gradients; default `comm`.
 
     Attributes:
-        domain: domain of all ranks.
         comm: the pass group: ranks that run the same units.
         closed: why the model is no longer sharded ("" while it is).
         failed: error of a disk in a pass or step, which leaves the state inconsistent ("" if none).
-        stepped: whether a step has been taken.
         client_groups: parameters of each optimizer group before the engine.
         owners: part of `update` that steps unsharded tensors; None if there is none.
         copied: event after running copies of master weights and optimizer state; None: no copies run.
@@ -318,10 +316,7 @@ class ShardedModel:
         *,
         retain_graph: bool = False,
     ) -> None:
-        """Differentiate like `torch.autograd.backward`, and take part in the reductions (all ranks call).
-
-        If none of `tensors` depends on the model, this rank contributes zeros.
-        """
+        """Differentiate like `torch.autograd.backward` (all ranks call; zeros if no tensor depends on the model)."""
         self.hooks.settle()
         reducer = self.reducer
         passes = reducer.passes if reducer is not None else 0

@@ -59,10 +59,7 @@ class ParameterOwner(Owner):
 
     @override
     def gather(self, parameters: Iterable[nn.Parameter]) -> Gathered:
-        """Unshard parameters outside of passes (all ranks call). Parameters that are parts become whole tensors.
-
-        Raises UsageError if ranks have different parts of a tensor that cannot be assembled.
-        """
+        """Unshard parameters outside of passes (all ranks call); parts become whole tensors (else UsageError)."""
         parameters, model = list(parameters), self.model
         units = model.state.gather_parts(parameters)
         try:

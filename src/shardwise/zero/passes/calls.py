@@ -30,10 +30,9 @@ from shardwise.zero.units.unit import Unit
 
 
 class Use:
-    """A forward call, created at its begin, whose graph may be differentiated.
+    """A forward call whose graph may be differentiated; `done` is called when a backward pass has run all of it.
 
-    Hooks of the graph's nodes keep it alive; it keeps no node. `done` is called whenever a backward pass has run the
-    whole graph of the call.
+    Created when the call begins. Hooks of the graph's nodes keep it alive; it keeps no node.
     """
 
     __slots__ = ("__weakref__", "_done", "_edges", "_left", "_start", "_task")
@@ -144,10 +143,7 @@ class UnitCalls:
         self._to_track = set(nested) if self._to_track is None else self._to_track | set(nested)
 
     def begin(self, units: Sequence[Unit], done: Callable[[Unit], None]) -> Use:
-        """Track a call of a module of some units, until a backward pass has run its graph, or the graph is freed.
-
-        `done` is called for each unit when a backward pass has run the graph.
-        """
+        """Track a call of some units until a backward pass has run its graph (`done` of each) or it is freed."""
 
         def ended(use: Use) -> None:
             for unit in units:

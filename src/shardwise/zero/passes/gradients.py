@@ -21,16 +21,14 @@ class UnitGradients:
     """Gradients of one unit during backward passes.
 
     Each micro-batch is reduced to `level` of the unit's domain; 0: gradients are reduced once a step. Sums over the
-    inner dimensions stay on the device, also if gradients are offloaded.
+    inner dimensions stay on the device, also if gradients are offloaded. Dictionary keys are places of flat parameters.
 
     Attributes:
         comm: ranks of the innermost dimension.
-        parameters: number of trainable parameters.
         loans: offloaded buffers in which micro-batches are added.
         resting: these buffers are on their tier, and not on the device.
         task: number of the backward pass whose first gradient of the unit has arrived; -1: none.
-        buffers: buffers of this pass or window, by place of the flat parameter in the unit.
-        sums: sums over the inner dimensions, by place of the flat parameter.
+        buffers, sums: buffers of this pass or window, and sums over the inner dimensions.
         expected: parameters whose gradients the current pass still brings, by index.
         nested: nested backward passes (re-entrant checkpoints) may bring further gradients.
         reduced: the current pass has reduced the unit.
@@ -194,10 +192,7 @@ class UnitGradients:
         self._watched[self._window].clear()
 
     def was_finite(self, *, formerly: bool = False) -> bool | None:
-        """Return True if all watched values of this window (`formerly`: the last one) are finite; None: there are none.
-
-        Waits for the device.
-        """
+        """Return True if watched values of this (`formerly`: the last) window are finite, None if unknown. Blocking."""
         window = self._window ^ int(formerly)
         ends = [end for dtype in self._watched[window] for end in self._ends[window][dtype]]
         return all(bool(torch.isfinite(end)) for end in ends) if ends else None

@@ -38,17 +38,15 @@ class UnitOrder:
 
     Attributes:
         indices: indices of all units in the forward and in the backward order.
-        forward: sharded units in the order of first use in the forward pass.
-        backward: sharded units in the reverse order of last use in the forward pass.
+        forward, backward: sharded units in the order of first use, and in the reverse order of last use, in forward.
         reductions: indices of trained units in the order of reductions, the reverse of the forward order.
         traced: the orders are those of a forward pass, not of registration.
         builds_graph: whether the current or last forward pass records a graph for autograd.
         sequence: units that the current pass unshards, in order; without units that the script keeps unsharded.
         position: index of each unit in `sequence`, by unit index.
         next: number of all-gathers of `sequence` that have been launched.
-        reduces: whether the current backward pass reduces gradients.
+        reduces, reduced: whether the current backward pass reduces gradients, and launched reductions.
         on_device: whether the device orders reductions, and the host does not wait for them.
-        reduced: number of reductions that the current backward pass has launched.
         lossy_in_flight: number of lossy reductions in flight, which may launch further collectives.
     """
 

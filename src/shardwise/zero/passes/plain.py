@@ -23,10 +23,7 @@ from shardwise.zero.units.unit import Unit
 
 
 class PlainGradients:
-    """Averages (`averages`) or sums gradients after backward passes.
-
-    `paused`: accumulate on each rank, until the first backward pass after the pause averages them.
-    """
+    """Averages (or sums) gradients after backward passes; `paused`: only accumulate, until a pass after the pause."""
 
     def __init__(self, units: Sequence[Unit], comm: Communicator, accountant: Accountant, *, averages: bool) -> None:
         self.paused = False

@@ -101,10 +101,7 @@ class SavedValues:
         return self.place_of(tensor) is None
 
     def cover(self) -> None:
-        """Enable the hooks for tensors that the running node saves, if its graph may be differentiated again.
-
-        Called inside of the node; autograd restores its own hooks after each node.
-        """
+        """Enable the hooks inside of a running node that may be differentiated again; autograd restores its own."""
         if backward_pass() is not None:
             self.open()
 
@@ -131,10 +128,7 @@ class SavedValues:
 
 
 class _Place:
-    """Position of a saved tensor in an unsharded flat parameter.
-
-    `view` is its dtype, offset, size and stride; `counter`, without values, has its version counter.
-    """
+    """Position of a saved tensor in a flat parameter: (dtype, offset, size, stride), and its version counter."""
 
     __slots__ = ("counter", "section", "unit", "version", "view")
 

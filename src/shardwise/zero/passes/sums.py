@@ -28,10 +28,7 @@ class _Part:
 
 
 class GradientSums:
-    """Computes the sums of one engine.
-
-    Ranks of the pass group `comm` have the same units. `norm_group` has all pass groups, of different parameters.
-    """
+    """Sums of one engine. `norm_group` contains the pass group `comm`, and pass groups of other parameters."""
 
     def __init__(
         self,

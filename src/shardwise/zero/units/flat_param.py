@@ -32,15 +32,12 @@ from shardwise.zero.units.plan import Levels
 class FlatParamStorage:
     """Memory of one flat parameter of a unit; see the module docstring.
 
-    `domain` has the ranks of the flat parameter; `levels` gives the dimensions over which each kind of state is
-    sharded. If the optimizer does not step the master here (`stepped`), ranges at the finest level get new values.
+    If the optimizer does not step the master here (`stepped`), ranges at the finest level get new values. `steps_on` is
+    the device of a step. The four `Loans` are tiered tensors of the state.
 
     Attributes:
         written_level: level at which this rank's range gets new values.
         sharded: whether the parameters are resharded between uses.
-        steps_on: device of master weights, gradients and optimizer state in a step.
-        optimizer_loans, gradient_loans, shard_loans, second_loans: tiered tensors of master weights and optimizer
-            state, of the gradient, the shard and the secondary shard.
     """
 
     def __init__(
@@ -241,10 +238,7 @@ class FlatParamStorage:
         self._accountant.hold(Category.OTHER, self.source)
 
     def settle(self, *, keep_master: bool) -> None:
-        """Make parameters, shard and master weights of the unsharded initial values in `source`.
-
-        `keep_master` False: the optimizer's masters are kept elsewhere.
-        """
+        """Make parameters, shard and (`keep_master`) master weights of the unsharded initial values in `source`."""
         if self.source is not self.full:
             self.full.copy_(self.source)
         if self.sharded:
@@ -271,10 +265,7 @@ class FlatParamStorage:
         self._accountant.hold(Category.GATHERED, self.full)
 
     def pass_memory_to(self, heir: FlatParamStorage) -> None:
-        """Give the unsharded memory to another flat parameter of the same size, if it has no other reference.
-
-        Because a CPU must clear new memory. Device allocators cache memory themselves.
-        """
+        """Give unshared memory to a flat parameter of the same size, because a CPU must clear new memory."""
         alike = heir.layout.numel == self.layout.numel and heir.layout.dtype is self.layout.dtype
         if alike and self.full.numel() and not is_shared(self.full):
             heir._inherited = self.full.data  # with its own version counter

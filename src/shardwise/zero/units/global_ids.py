@@ -145,10 +145,7 @@ class GlobalTensorIds:
         return self._first[repr((self.names[place], _as_json(box)))] == ranks
 
     def parts_of(self, index: int) -> tuple[HeldPart, ...]:
-        """Return the parts of all ranks at the place of this tensor in its unit, each once, in one order.
-
-        Empty if all ranks have the same tensors.
-        """
+        """Return the parts of all ranks at the place of this tensor, each once, in one order; empty if equal."""
         if not self._versions:
             return ()
         if index not in self._known:
@@ -216,10 +213,7 @@ def _groups(job: Communicator, members: Sequence[Sequence[int]]) -> list[list[li
 
 
 def _check_parts(tensors: Sequence[tuple[int, str, Any, Any]]) -> None:
-    """Raise UsageError if parts of a tensor overlap, because their common elements would have several gradients.
-
-    `tensors` has (rank, name, box, shape) of each part, with one rank that has it.
-    """
+    """Raise UsageError if parts (rank, name, box, shape) overlap: common elements would have several gradients."""
     found: dict[str, dict[Region, int]] = {}
     shapes: dict[str, tuple[int, Any]] = {}
     for rank, name, box, shape in tensors:

@@ -64,10 +64,7 @@ class GradientPlaces:
 
 
 class GradientBuffer(ABC):
-    """Collects the gradients of one flat parameter.
-
-    `flat` is the flat gradient (None: it has no memory yet), `present` whether a gradient has been added, by number.
-    """
+    """Collects the gradients of one flat parameter into `flat` (None: no memory yet); `present` has them by number."""
 
     flat: torch.Tensor | None = None
 
@@ -120,10 +117,7 @@ class FlatGradient(GradientBuffer):
 
 
 class GradientList(GradientBuffer):
-    """Keeps gradients where autograd has put them, until one call copies them into the tensor that `make` returns.
-
-    `dtype` is that of sums of several gradients of one parameter.
-    """
+    """Keeps autograd's tensors (sums have `dtype`), until one call copies them into the tensor that `make` returns."""
 
     def __init__(
         self, places: GradientPlaces, dtype: torch.dtype, make: Callable[[], torch.Tensor], accountant: Accountant

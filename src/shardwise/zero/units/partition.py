@@ -23,10 +23,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass
 class UnitSpec:
-    """Unit to be built, named by its first module (`h.3`, or `(root)`). `modules` need it in `forward`.
-
-    `sizes` has the elements of each parameter, on the rank that has the largest part.
-    """
+    """Unit to be built, named by its first module (`h.3`, or `(root)`); `sizes` are the largest of any rank."""
 
     name: str
     modules: list[nn.Module]

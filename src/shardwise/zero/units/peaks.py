@@ -120,7 +120,7 @@ def reduced_alone(queue: Sequence[ReductionSizes]) -> frozenset[int]:
     """Return the units whose reduction ends before other gradients are collected, if micro-batches are accumulated.
 
     Because the next unit's gradient is collected while a unit is reduced, on few ranks two large units would take more
-    memory than whole sums of micro-batches, which are reduced one after the other. `queue` has the order of reduction.
+    memory than whole sums of micro-batches, which are reduced one after the other.
 
     Example:
         >>> two = [ReductionSizes(unit, sent=8, received=4, own=4, whole=8) for unit in range(2)]

@@ -109,10 +109,7 @@ class Plan:
 
     @classmethod
     def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False, where: Where | None = None) -> Plan:
-        """Derive the plan from the `zero_optimization` section; `where` overrides its tiers.
-
-        `forced` shards over dimensions of one rank, too: passes unshard, reshard and reduce.
-        """
+        """Derive the plan. `forced` shards over dimensions of one rank, too. `where` overrides the section's tiers."""
         if where is None:
             where = where_of(zero)
         row = TABLE[zero.stage]

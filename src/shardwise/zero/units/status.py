@@ -6,10 +6,7 @@ from enum import Enum
 
 
 class ZeroParamStatus(Enum):
-    """Whether the values of a sharded parameter are on this rank.
-
-    A resharded parameter has `ds_status` `NOT_AVAILABLE`; an unsharded one has none, or `AVAILABLE` with `deepspeed`.
-    """
+    """Whether the values of a sharded parameter are on this rank; `ds_status` of a resharded one is NOT_AVAILABLE."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

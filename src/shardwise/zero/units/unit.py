@@ -1,7 +1,4 @@
-"""Unit: parameters that are unsharded, reduced and stepped together (FSDP2: parameter group; DDP: bucket).
-
-Its flat parameters (`shardwise.zero.units.flat_param`) have the memory.
-"""
+"""Unit: parameters that are unsharded, reduced and stepped together (FSDP2: parameter group; DDP: bucket)."""
 
 from __future__ import annotations
 
@@ -48,21 +45,19 @@ class UnshardReason(Enum):
 
 
 class Unit:
-    """Parameters that are unsharded, reduced and stepped together.
+    """Parameters that are unsharded, reduced and stepped together; its flat parameters have the memory.
 
-    `shardwise.zero.build` creates a unit unsharded, and then shards it. `modules` need the unit in `forward`; `domain`
-    has the ranks of the unit. `take_over` is called after in-place changes of unsharded values, to update master
-    weights; `await_copies` before shards or master weights are written, because a copy may still read them.
+    `shardwise.zero.build` creates a unit unsharded, and then shards it. `modules` need the unit in `forward`.
+    `take_over` is called after in-place changes of unsharded values, to update master weights; `await_copies` before
+    shards or master weights are written, because a copy may still read them.
 
     Attributes:
-        trainable: flat parameters that receive gradients.
         sharded: whether the parameters are resharded between uses.
         level: level of the domain at which the parameters are sharded between uses.
-        unguarded: whether parameters have their own classes, so that uses are not seen.
+        unguarded: whether parameters have their own classes, and uses are not seen.
         pins: number of users outside of passes that keep the unit unsharded.
-        exact: source of all-gathers: the shards.
-        codes: source of all-gathers in trained passes: quantized weights; None: `exact`.
-        second: source of all-gathers in backward passes: secondary shards, or None.
+        exact, codes, second: sources of all-gathers: shards; in trained passes quantized weights; in backward passes
+            secondary shards (None: there are none).
         second_valid: whether secondary shards have the current values.
         rounded: whether the unsharded values come from `codes`.
         dropped: names of parameters that were changed in place while their values were rounded.
@@ -230,10 +225,7 @@ class Unit:
         return link
 
     def gather_whole(self, kind: str = "gather") -> Work:
-        """Launch the all-gather from the shards into flat buffers that have memory.
-
-        On a device it waits for the last `CollectiveQueue.follow`, not for the current stream.
-        """
+        """Launch the all-gather from the shards into existing buffers, after the last `CollectiveQueue.follow`."""
         self.wait_for_update()
         return self.domain.gathers.start(self.exact.launches(self.name, kind))
 

@@ -44,7 +44,7 @@ from shardwise.zero.updates.update import (
 def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]] | None = None) -> list[int]:
     """Assign items to ranks greedily: largest first, to the least loaded rank (`among`: of the ranks that may get it).
 
-    No rank gets more than the mean plus the largest item (Graham, "Bounds on multiprocessing timing anomalies", 1969).
+    No rank gets more than the mean plus the largest item (Graham, 1969).
 
     Example:
         >>> owners([1, 5, 2, 2], 2)
@@ -161,10 +161,7 @@ class WholeUpdate(UpdatePart):
         label: str,
         category: Category | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Gather the parts of a unit at their owners; yield indices and values of tensors that are complete now.
-
-        The caller counts the memory of the values if `category` is None.
-        """
+        """Gather the parts of a unit at their owners; yield indices and values of tensors that are complete now."""
 
         def into(index: int) -> torch.Tensor:
             found = self._arriving.get(index)
@@ -239,10 +236,7 @@ class WholeUpdate(UpdatePart):
 
     @contextlib.contextmanager
     def around(self, factor: float | torch.Tensor) -> Iterator[None]:
-        """Send gradients to their owners, let the optimizer step in the block, and send the results back.
-
-        Offloaded state is acquired all at once.
-        """
+        """Send gradients to owners, let the optimizer step in the block, and send results back; acquires all state."""
         with borrowed(self.stepping()):
             with self._gradients_there(factor):
                 yield

@@ -242,9 +242,7 @@ class SegmentUpdate(UpdatePart):
             self.optimizer.state[segment] = target
 
     def step(self, factor: float | torch.Tensor) -> None:
-        """Step all segments and write the parameters; unit by unit, if a step takes memory and the optimizer
-        permits.
-        """
+        """Step all segments and write the parameters; unit by unit, if a step takes memory and can be split."""
         if not (self._in_turn and self._splits()):
             super().step(factor)
             return

@@ -71,9 +71,8 @@ class UpdatePart:
         raise NotImplementedError
 
     def scaled(self, section: FlatParamStorage, gradient: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-        """Return a gradient times the factor of the step, in the same memory if it has 32 bits.
-
-        Because an optimizer that has raised may be called again, memory that stays is multiplied once in a step.
+        """Return a gradient times the step's factor; memory that stays is scaled once, because a step may be
+        retried.
         """
         known = self._scaled.get(id(section))
         if known is not None or (isinstance(factor, float) and factor == 1.0):
@@ -159,10 +158,7 @@ class UpdatePart:
 
 
 class Update:
-    """Steps the sharded parameters of one engine, all parts in one step of the optimizer.
-
-    The engine reduces the gradients; `CommUpdate` serves optimizers that average over ranks themselves.
-    """
+    """Steps the sharded parameters of one engine, all parts in one step of the optimizer; gradients are reduced."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[UpdatePart]) -> None:
         self.optimizer = optimizer
