@@ -1,7 +1,7 @@
 """ShardedModel: a user's module with its units, their memory, passes and updates.
 
-The engine talks to this object, which combines registry, units, unsharder, reducer, hooks and update. The constructor
-fills and shards one unit after the other, so that at most one unit exists twice.
+The engine talks to this object, which combines registry, units, unsharder, reducer, hooks and update. Because the
+constructor fills and shards one unit after the other, at most one unit exists twice.
 """
 
 from __future__ import annotations
@@ -553,7 +553,7 @@ class ShardedModel:
             reason = self._end_together()
         except BaseException:
             if self.channel is not None:
-                self.channel.close()  # tells the peers
+                self.channel.close()  # notifies the peers
             raise
         self.hooks.remove()
         self.model_pass.close()
@@ -574,7 +574,7 @@ class ShardedModel:
             del self.units[0]
         if self.channel is not None:
             if not reason:
-                # Groups gather independently: a fast one may come here while others still look for their ranks.
+                # Groups gather independently: a fast one may be here while others still all-gather.
                 self.comm.barrier("destroy()")
             self.channel.close()
         self.domain.close()
@@ -585,7 +585,7 @@ class ShardedModel:
             message = f"{reason} The parameters of {type(self.module).__name__} stay sharded"
             if sys.exc_info()[1] is None and not self.failed:
                 raise DesyncError(message)
-            logger.warning(message)  # the exception on its way through this rank is nearer to the cause
+            logger.warning(message)  # the exception that this rank handles is nearer to the cause
 
     def _end_together(self) -> str:
         """End running passes and all-gathers, once all ranks are here; return the reason if that is impossible."""

@@ -57,7 +57,7 @@ class ShardedState:
         return section.full[slot.offset : slot.offset + slot.numel]
 
     def gradient_runs(self, index: int) -> list[tuple[int, int, torch.Tensor]] | None:
-        """Return (start, stop, values) whose sum over ranks is the accumulated gradient; None: no gradient."""
+        """Return (start, stop, values) that sum over ranks to the accumulated gradient; None: there is no gradient."""
         assert self._model.reducer is not None
         unit, section = self._model.unit_of(index), self._model.section_of(index)
         gradients = self._model.reducer.gradients[unit.index]
@@ -125,7 +125,7 @@ class ShardedState:
         return runs
 
     def box_of(self, tensor: LogicalTensor) -> Region | None:
-        """Return the box of a tensor with this rank's ranges; None: the whole tensor (its owner's range, too)."""
+        """Return the box of a tensor that contains this rank's ranges; None: all of it, as for its owner."""
         owned = self._model.update is not None and self._model.section_of(tensor.index).layout.cut
         return None if owned else tensor.box
 
@@ -263,7 +263,7 @@ class ShardedState:
         in_turn(groups, use)
 
     def iter_resident(self) -> Iterator[Collection[int]]:
-        """Yield sets of parameters whose state is on the device meanwhile, for reading and writing."""
+        """Yield sets of parameters with their state on the device meanwhile, for reading and writing."""
         if not self.is_offloaded or (self._model.owners is not None and self._model.owners.borrowing()):
             with self.lent():  # whole tensors are acquired together
                 yield range(len(self._model.registry))

@@ -50,7 +50,7 @@ class MemoryGuard:
         self._resident = [
             self._registry.parameters[t.index] for unit in self._units if not unit.sharded for t in unit.tensors
         ]
-        # Removed objects stay referenced, so that new ones cannot get their `id`.
+        # Removed objects stay referenced: new ones must not get their `id`.
         self._held = list(itertools.chain.from_iterable(map(dict.values, self._holders)))
         self._found = self._look()
 

@@ -32,7 +32,7 @@ class Call(NamedTuple):
     """A running call of a module that has units, or of a function that uses a parameter."""
 
     units: Sequence[Unit]
-    """Units whose call is tracked through the backward pass."""
+    """Units with a call that is tracked through the backward pass."""
     use: Use | None
     saves: bool
     """Whether the hooks on saved tensors are in force for this call."""
@@ -248,7 +248,7 @@ class Pass:
         return arrived
 
     def post_backward(self, unit: Unit) -> None:
-        """Reshard a unit whose gradients are complete, and launch its reduction."""
+        """Reshard a unit with complete gradients, and launch its reduction."""
         if self._closed or self.order.phase is Phase.FORWARD:
             return
         reducer = self.reducer
@@ -319,7 +319,7 @@ class Pass:
 def backward_order(units: Sequence[Sequence[nn.Module]], root: nn.Module) -> list[int]:
     """Return all units (given by their modules) in the likely backward order, from the module tree only.
 
-    The unit whose modules end last comes first; of two that end together, the outer one.
+    The unit that ends last in the tree comes first; of two that end together, the outer one.
     """
     start: dict[nn.Module, int] = {}
     end: dict[nn.Module, int] = {}

@@ -312,7 +312,7 @@ class Reducer:
             self._profile_range()
 
     def _profile_range(self) -> None:
-        """Show the unit that is differentiated now to profilers: the next one whose gradients are not complete."""
+        """Show the unit that is differentiated now to profilers: the next one with incomplete gradients."""
         coming = next((gradients.unit.name for gradients in self._queue if not gradients.complete), None)
         if coming is None:
             self._stretches.end()
@@ -328,7 +328,7 @@ class Reducer:
         return gradients.complete
 
     def launch_complete(self, unit: Unit) -> None:
-        """Launch the next reductions whose gradients are complete, after those of a unit have become complete."""
+        """Launch the next complete reductions, after the gradients of a unit have become complete."""
         gradients = self.gradients.get(unit.index)
         if gradients is not None and gradients.loans.away and not self.reducing:
             gradients.rest()

@@ -181,7 +181,7 @@ class SideChannel(PeerShards):
         here may have interrupted a pass. Raises PeerLostError if a peer is lost or late by the group's timeout.
         """
         if self.comm.device.type == "cuda" and not cut_short:
-            torch.cuda.synchronize(self.comm.device)  # then every rank has launched the same collectives
+            torch.cuda.synchronize(self.comm.device)  # all ranks have launched the same collectives
         own = {"text": where[:_TEXT_CHARACTERS], "launched": self.comm.launched, "phase": phase}
         with self._changed:
             self._own_end = own
@@ -431,7 +431,7 @@ class SideChannel(PeerShards):
         with self._changed:
             if self._own_end is not None:
                 return {**self._own_end, "ended": True}
-        # Read first, so that the description of the rank is not older.
+        # Read first: the description of the rank must not be older.
         launched = self.comm.launched
         open_ones = [record for record in self.comm.ledger.records() if record.finished is None]
         text = "is outside of collectives"
@@ -581,7 +581,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def _leave_all() -> None:
     # Joining the thread may take a while, in which peers may time out waiting for this rank.
     publish_end()
-    # After an uncaught exception the process exits soon, so that peers detect the loss.
+    # After an uncaught exception the process exits soon: peers detect the loss.
     limit = _LEAVING_S if getattr(sys, "last_value", None) is None else _LEAVING_FAILED_S
     for channel in list(_open):
         channel.leave(limit)

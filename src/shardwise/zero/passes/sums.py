@@ -20,7 +20,7 @@ from shardwise.zero.units.unit import Unit
 
 @dataclass
 class _Part:
-    """Flat parameters whose gradients are read together, with the ranges of these gradients."""
+    """Flat parameters with gradients that are read together, and the ranges of these gradients."""
 
     sections: Sequence[FlatParamStorage]
     runs: Runs | None = None

@@ -3,7 +3,7 @@
 The first use of a unit launches the all-gathers of all units before it in the order; the end of a pass launches the
 others. The time of resharding may differ by rank: after as many uses as earlier passes have shown, at the latest at the
 end of the pass. The first forward pass, which knows no counts, prefetches nothing, and keeps used units unsharded in
-the memory of prefetching.
+the memory of prefetching (the oldest is resharded first).
 
 The first unit of the backward pass stays unsharded after the forward pass, on all ranks, because all know whether a
 backward pass follows. Any other use of the model reshards it (`reshard_kept`). If a rank needs a unit after it has
@@ -339,7 +339,7 @@ class Unsharder:
             self._recent[unit.index] = unit
 
     def after_backward_use(self, unit: Unit) -> None:
-        """Reshard a unit whose gradients are complete, and whose calls have all been differentiated."""
+        """Reshard a unit when its gradients are complete and all of its calls have been differentiated."""
         if self._in_backward and unit.index not in self._to_end:
             self._reshard(unit)
 

@@ -26,8 +26,7 @@ def gathered_together(
     for order, other in ((forward, backward), (backward, forward)):
         sequence = [index for index in order if index in sharded]
         place = {index: position for position, index in enumerate(other)}
-        # Last place, in the opposite order, of the units from here on. A held unit at a later place encloses no more
-        # units.
+        # Last place, in the opposite order, of the units from here on. A held unit behind it encloses no more units.
         latest = list(accumulate((place[index] for index in reversed(sequence)), max))[::-1]
         held: list[int] = []
         for position, index in enumerate(sequence):

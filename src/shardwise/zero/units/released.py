@@ -1,6 +1,6 @@
 """Guarded parameters: resharded parameters keep identity, shape, dtype and numel, and never give wrong values.
 
-While a unit is resharded, or its all-gather is in flight, its parameters have a class whose `__torch_function__`
+While a unit is resharded, or its all-gather is in flight, its parameters have a class with a `__torch_function__` that
 receives every access. It returns metadata. An access to values calls the unit's owner, which unshards in a pass, or
 raises `ReleasedParameterError`. Inside the forward and backward of their own modules, and in `GatheredParameters`,
 parameters have their own class and cost nothing. A use elsewhere is detected even while the values are valid, because
@@ -227,7 +227,7 @@ def _arranged(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def blank(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of this shape, dtype and device whose elements all refer to one element of memory: NaN.
+    """Return a tensor of this shape, dtype and device with all elements at one element of memory: NaN.
 
     Each guarded parameter refers to its own blank. Code that reads it undetected (`torch.tensor(p)`, a kernel called
     directly) gets NaN, or the smallest integer, and never other memory. torch refuses to write to it.

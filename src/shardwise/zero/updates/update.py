@@ -71,9 +71,7 @@ class UpdatePart:
         raise NotImplementedError
 
     def scaled(self, section: FlatParamStorage, gradient: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-        """Return a gradient times the step's factor; memory that stays is scaled once, because a step may be
-        retried.
-        """
+        """Return a gradient times the step's factor; memory that stays is scaled once: a step may be retried."""
         known = self._scaled.get(id(section))
         if known is not None or (isinstance(factor, float) and factor == 1.0):
             return gradient
@@ -102,7 +100,7 @@ class UpdatePart:
         """Take over a script's changes of an unsharded unit; other elements keep their digits, except in `loaded`."""
 
     def share_changes(self) -> None:
-        """Send changes to ranks whose master weights `refresh` does not reach (all ranks call)."""
+        """Send changes to ranks with master weights that `refresh` does not reach (all ranks call)."""
 
     def has(self, index: int) -> bool:
         """Return True if the part steps a parameter, on any rank."""
