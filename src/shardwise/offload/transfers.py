@@ -30,9 +30,7 @@ from shardwise.offload.tmpfile import ALIGNMENT, Bytes, TmpFile, move_all, padde
 
 @dataclass(eq=False)
 class Values:
-    """Values in a file. `size`: bytes of the last write, or -1; `sums`: checksums of blocks; `last`: pending
-    transfer.
-    """
+    """Values in a file. `size`: bytes of the last write, or -1; `sums`: block checksums; `last`: pending transfer."""
 
     place: int
     size: int = -1

@@ -2,8 +2,7 @@
 
 Before each accumulation window the optimizer chooses reduced or local gradients. From local gradients it computes a
 value that is averaged over ranks (`shardwise.comm.compression.averaging`). An engine attaches flat parameters as
-blocks; every rank steps all of a block (ZeRO stage 0) or its own range (stage 1). Without an engine, and on one rank,
-gradients are stepped as they are.
+blocks; every rank steps all of a block (ZeRO stage 0) or its own range (stage 1).
 """
 
 from __future__ import annotations

@@ -107,16 +107,11 @@ class _Memory:
 class ElementwiseOptimizer(Optimizer):
     """Base of elementwise optimizers. A subclass defines its options, the names of its states, and `update`.
 
-    Because a subclass may override the update, each class declares `shardwise_sharding = "elementwise"` itself. Raises
-    ConfigError for an unknown `rounding`, or a `state_dtype` with too small a range.
-
-    Args:
-        params: as for every optimizer of PyTorch.
-        defaults: options of parameter groups.
-        rounding: of bf16 parameters: "nearest"; "stochastic" (no memory); "kahan" (two more bytes per element).
-        state_dtype: of the states; None: fp32, or wider if the parameters are. bf16 states are rounded stochastically,
-            because a second moment rounded to nearest could not fall (1 - beta2 is below bf16's resolution).
-        seed: of stochastic rounding; the same on all ranks.
+    Because a subclass may override the update, each class declares `shardwise_sharding = "elementwise"` itself. bf16
+    parameters are rounded to "nearest", "stochastic" (without memory, by `seed`, the same on all ranks) or "kahan" (two
+    more bytes per element). `state_dtype` None: fp32, or wider if the parameters are. bf16 states are rounded
+    stochastically, because a second moment rounded to nearest could not fall (1 - beta2 is below bf16's resolution).
+    Raises ConfigError for an unknown `rounding`, or a `state_dtype` with too small a range.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
@@ -126,8 +121,7 @@ class ElementwiseOptimizer(Optimizer):
     """Number of temporaries that `update` uses at most."""
 
     shardwise_origins: Mapping[int, Sequence[Origin]] = {}
-    """Origins of each parameter's elements by `id`, set by an engine: stochastic rounding does not depend on sharding.
-    """
+    """Origins of each parameter's elements by `id`, set by an engine, for the same stochastic rounding if sharded."""
 
     def __init__(
         self,

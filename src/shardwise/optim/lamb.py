@@ -18,14 +18,8 @@ class Lamb(Layerwise):
 
     With m and v the moments of Adam, r = m / (sqrt(v) + eps) + weight_decay * w, and w <- w - lr * clamp(norm(w) /
     norm(r), min_coeff, max_coeff) * r. Norms are of unsharded tensors, hence sharding does not change the numbers. If a
-    norm is zero (a fresh bias), the factor is 1. Raises ConfigError for a value out of range.
-
-    Args:
-        params, lr, betas, eps, bias_correction: as for `Adam`.
-        eps_inside_sqrt: sqrt(v + eps) in place of sqrt(v) + eps.
-        weight_decay: decoupled from the moments, part of r.
-        max_coeff, min_coeff: largest and smallest factor.
-        max_grad_norm, amsgrad: only 0 and False; the engine clips.
+    norm is zero (a fresh bias), the factor is 1. `eps_inside_sqrt` takes sqrt(v + eps). `max_grad_norm` and `amsgrad`
+    can only be 0 and False, because the engine clips. Other options as of `Adam`. Raises ConfigError.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))

@@ -41,8 +41,7 @@ class Layerwise(Optimizer):
     ) -> torch.Tensor:
         """Return the update direction of each element; zero if parameter and gradient have always been zero (padding).
 
-        `parameter` may be flat ranges of tensors. `gradient` may be overwritten and returned. `state` is empty at
-        first.
+        `parameter` may be flat ranges of tensors. `gradient` may be overwritten and returned. New `state` is empty.
         """
         raise NotImplementedError
 

@@ -231,9 +231,7 @@ class Muon(Optimizer):
                 self._step_matrix(parameters[first], group)
 
     def _step_together(self, parameters: Sequence[torch.Tensor], group: dict[str, Any], many: int) -> None:
-        """Step at most `many` matrices of one shape in products of the fixed size `many`: others change no bit of a
-        matrix.
-        """
+        """Step at most `many` matrices of one shape in products of that fixed size: other matrices change no bit."""
         gradients = [p.grad.to(p.dtype) for p in parameters if p.grad is not None]
         buffers: list[torch.Tensor] = [self.state[p]["momentum_buffer"] for p in parameters]
         directions: Sequence[torch.Tensor] = buffers
@@ -304,10 +302,7 @@ class Muon(Optimizer):
 
 
 def together(shape: Sequence[int], device: torch.device) -> int:
-    """Return the size of batched products for a shape, to which smaller batches are padded.
-
-    Because the matrices that a rank owns must not change bits, the size depends on shape and device only.
-    """
+    """Return the size of (padded) batched products; only the shape counts: others must not change a matrix's bits."""
     if device.type == "cpu":  # one product keeps a CPU busy
         return 1
     return max(1, min(TOGETHER, ELEMENTS // max(1, math.prod(shape))))

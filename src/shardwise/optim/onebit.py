@@ -112,11 +112,11 @@ class _Adam(_Onebit, ElementwiseOptimizer):
 
 
 class OnebitAdam(_Adam):
-    """1-bit Adam (Tang et al., 2021, arXiv 2102.02888): `torch.optim.AdamW` for `freeze_step` steps.
+    """1-bit Adam (Tang et al., 2021, arXiv 2102.02888): AdamW for `freeze_step` steps.
 
     Then the variance and its bias correction are frozen. Each rank adds its own gradient to the momentum, and
     `OnebitAllReduce` averages it with a scale for each parameter in each rank's range. In an engine it works with ZeRO
-    stages 0 and 1. Elsewhere, and on one rank, it is AdamW throughout. Raises ConfigError for a value without meaning.
+    stages 0 and 1. Elsewhere, and on one rank, it is `torch.optim.AdamW`. Raises ConfigError for a wrong value.
 
     Args:
         params, lr, betas, eps, weight_decay, bias_correction: as for `AdamW`.
@@ -159,15 +159,10 @@ class OnebitLamb(_Onebit, Lamb):
 
     Then variances are frozen, and momenta are averaged as by `OnebitAdam`, on the same stages. Because all parameters
     of a rank's range share one scale, momenta are first scaled to one root mean square. Coefficients are the warm-up's
-    moving averages times a factor: the largest ratio, in the parameter, of the roots of the frozen variance and of one
-    that continues with the gradient reconstructed from two momenta. Raises ConfigError for a value without meaning.
-
-    Args:
-        params, lr, betas, eps, weight_decay, bias_correction: as for `Lamb`.
-        freeze_step, ignored: as for `OnebitAdam`.
-        max_coeff, min_coeff: limits of the coefficient in the warm-up.
-        coeff_beta: decay of the moving average of coefficients.
-        factor_max, factor_min, factor_threshold: limits of the factor, and of its relative change in one step.
+    moving averages (decay `coeff_beta`, from `min_coeff` to `max_coeff`) times a factor: the largest ratio, in the
+    parameter, of the roots of the frozen variance and of one that continues with the gradient reconstructed from two
+    momenta. The factor is from `factor_min` to `factor_max`, and changes by at most `factor_threshold` of itself in a
+    step. Other arguments are as for `Lamb` and `OnebitAdam`. Raises ConfigError for a value without meaning.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.full((4,), 2.0))
@@ -312,26 +307,20 @@ class OnebitLamb(_Onebit, Lamb):
 
 
 class ZeroOneAdam(_Adam):
-    """0/1 Adam (Lu et al., 2022, arXiv 2202.06009).
+    """0/1 Adam (Lu et al., 2022, arXiv 2202.06009). Arguments as for `OnebitAdam`, except for the intervals.
 
-    Before `var_freeze_step`, some steps reduce the gradient exactly and update the variance: `var_update_scaler` of
-    them at each interval of 1, 2, 4, 8 ... steps. The other steps average the momentum with one bit per element. After
-    it ranks make local steps and average their sum with one bit per element, at intervals of 1, 2, 4 ... steps.
+    Before `var_freeze_step`, some steps reduce the gradient exactly and update the variance: `var_update_scaler` (the
+    paper's kappa) of them at each interval of 1, 2, 4, 8 ... steps. Other steps average the momentum with one bit per
+    element. Later, ranks make local steps and average their sum with one bit per element, at intervals of 1, 2, 4 ...
+    up to `local_step_clipper` steps, each for `local_step_scaler` steps.
 
     The compression error is kept in units of the momentum (sum of updates over sum of their learning rates), which a
-    zero or suddenly changed learning rate does not harm. At a constant rate and interval this is the paper's Algorithm
-    1. Weight decay between averages uses the parameters of the last average.
+    zero or suddenly changed learning rate does not harm. At a constant rate and interval this is Algorithm 1 of the
+    paper. Weight decay between averages uses the parameters of the last average.
 
     Because parameters differ between ranks between averages, only ZeRO stage 0 works. A checkpoint has the parameters
     of the last average and each rank's local updates since; on as many ranks training continues exactly. On one rank,
     and without an engine, this is AdamW. Raises ConfigError for a value without meaning.
-
-    Args:
-        params, lr, betas, eps, weight_decay, bias_correction, ignored: as for `OnebitAdam`.
-        var_freeze_step: step at which the variance is frozen.
-        var_update_scaler: updates of the variance at each interval (kappa in the paper).
-        local_step_scaler: steps for which an interval between averages lasts.
-        local_step_clipper: longest interval between averages.
 
     Example:
         >>> optimizer = ZeroOneAdam([torch.nn.Parameter(torch.ones(4))], var_freeze_step=12, var_update_scaler=2)

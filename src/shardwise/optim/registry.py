@@ -45,15 +45,9 @@ def build(
 
     `adam` and `adamw` give `shardwise.optim.AdamW`, `adam` with `"adam_w_mode": false` gives `shardwise.optim.Adam`,
     all with weight_decay 0 by default. Options of torch's Adam, AdamW or Adagrad only (amsgrad) give torch's class.
-
-    Args:
-        name: `optimizer.type`: one of this library (any case), or a class of torch.optim.
-        params: first argument of torch's optimizers.
-        options: `optimizer.params`; not changed.
-        device: of the step; decides whether torch's fused implementation is available.
-        named: (name, parameter) pairs of the model, for optimizers that treat parameters by name (`muon`).
-        parameter_dtype: dtype of the parameters in forward and backward, which states have if `fp32_optimizer_states`
-            is false. None: their present dtype.
+    `device` is that of the step, and decides whether torch's fused implementation is available. `named` has the model's
+    (name, parameter) pairs, for `muon`. `parameter_dtype` is that of forward and backward, which states have if
+    `fp32_optimizer_states` is false (None: the parameters' dtype).
 
     Raises:
         ConfigError: the name or an option is unknown, or a value has no meaning.

@@ -43,8 +43,7 @@ def random_bits(
     """Return a random 16-bit integer for each element of a range (int16, uniform), in memory of `scratch`.
 
     A counter is hashed ("lowbias32" of Wellons' integer hash prospector, with a key added between its rounds); each
-    32-bit hash serves two adjacent elements. Elements without origin are padding. `stream` numbers the tensors of a
-    step.
+    32-bit hash serves two adjacent elements. Elements without origin are padding. `stream` numbers a step's tensors.
     """
     pairs = -(-numel // 2)
     x, shifted = scratch("bits", 2 * pairs, torch.int32).split(pairs)

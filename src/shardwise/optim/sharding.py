@@ -40,8 +40,7 @@ class Sharding(Enum):
     """Unsharded tensors, each owned by one rank, which holds its state."""
 
     COMMUNICATES = "communicates"
-    """Flat memory of units, and gradients that the optimizer reduces (`CommOptimizer`). The class decides on its state.
-    """
+    """Flat memory of units, and gradients that the optimizer reduces (`CommOptimizer`). The class has its own state."""
 
     MIXED = "mixed"
     """One of the above for each parameter group, by the method `shardwise_group_sharding(group)`."""
