@@ -60,6 +60,7 @@ class ActivationOffload:
     """Offloads tensors that autograd saves inside of `with` blocks; arguments as for `offload_activations`.
 
     One object serves any number of consecutive or nested blocks. Memory that `accountant` claims stays on the device.
+    Raises UsageError for wrong `min_bytes`.
     """
 
     def __init__(

@@ -18,8 +18,7 @@ class Adam(ElementwiseOptimizer):
     """Adam; by default with decoupled weight decay, which is AdamW. The state is that of `torch.optim.Adam`.
 
     With `adam_w_mode`, parameters shrink by `lr * weight_decay`; else `weight_decay` times the parameter is added to
-    the gradient. Other options as of `torch.optim.AdamW` and `ElementwiseOptimizer`. Raises ConfigError for a wrong
-    one.
+    the gradient. Other options as of `torch.optim.AdamW` and `ElementwiseOptimizer`. Raises ConfigError.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> optimizer = Adam([weight], lr=0.1)

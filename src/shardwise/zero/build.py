@@ -44,8 +44,7 @@ class UnitBuilder:
         """Choose the units with other tiers, if only a part of the state is offloaded.
 
         The optimizer state of the first units that fit stays on the device, because these are stepped at once, and the
-        next forward pass begins with them while host copies return. Parameters of the first units that fit stay on the
-        host.
+        next forward pass begins with them while host copies return. Parameters of the first that fit stay on the host.
         """
         where, domains = self._plan.where, self._domains
         resident: list[int] = []

@@ -46,8 +46,7 @@ class PartStore(released.Owner):
     """Shards of parameters that are not in units yet.
 
     `comm` has the ranks over which parameters are sharded; with `owns_comm` its groups are destroyed with the last
-    shard. `quantized_weights` requests 8-bit all-gathers from the engine. `place` is the device of shards, None:
-    unchanged.
+    shard. `quantized_weights` requests 8-bit all-gathers from the engine. `place`: device of shards (None: unchanged).
     """
 
     def __init__(

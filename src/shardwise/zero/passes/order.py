@@ -6,10 +6,10 @@ ranks launch the same all-gathers and reduce-scatters in the same order, for any
 
 All-gathers and reduce-scatters are two sequences. Two rules prevent ranks from waiting for each other across these:
 
-1. A unit is reduced after the launch of all all-gathers up to its own position in the backward order. 2. A rank may
-need an all-gather far ahead of its own reductions. If the host waits for reductions, the rank reports the
-   position to its peers (`UnitOrder.lags_behind`); peers that wait in a reduction launch the all-gather. If the device
-   orders reductions, the rank does not wait for the all-gather (`UnitOrder.must_not_wait`), but copies the shards.
+* A unit is reduced after the launch of all all-gathers up to its own position in the backward order.
+* A rank may need an all-gather far ahead of its own reductions. If the host waits for reductions, the rank reports the
+  position to its peers (`UnitOrder.lags_behind`); peers that wait in a reduction launch the all-gather. If the device
+  orders reductions, the rank does not wait for the all-gather (`UnitOrder.must_not_wait`), but copies the shards.
 """
 
 from __future__ import annotations

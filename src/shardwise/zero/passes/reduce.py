@@ -4,7 +4,7 @@ A gradient is copied into its unit's flat buffer and freed at once; on a device 
 When all gradients that this backward pass will produce for a unit are there (known from autograd's graph), the unit is
 reduced: reduce-scatter in rank order, in fp32, added to the accumulator. Units are reduced exactly once per reducing
 backward pass, in the reverse of the agreed forward order; parameters that a rank has not used contribute zeros. One
-reduction is in flight: memory has one unit's gradient being filled, one being sent, and received ranges.
+reduction is in flight: buffers hold one unit's gradient being filled, one being sent, and received ranges.
 
 On a mesh of several dimensions (`shardwise.comm.domain`) a unit is reduced over one after the other. Each reducing pass
 reduces over the dimensions that shard gradients; the sums are added up over micro-batches, and the accumulation

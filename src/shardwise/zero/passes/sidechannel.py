@@ -16,7 +16,7 @@ would never launch the all-gather; the peer's thread launches it.
 compare themselves with the first. After a while a rank reports to the next few missing ranks, and requests the
 collectives that they have launched: a collective that only they have launched will never end.
 
-On CUDA, a separate stream copies shards, after the event of their last write. Because the stream of the pass may wait
+On CUDA, a separate stream copies shards, after the event of their last write, because the stream of the pass may wait
 for an all-gather that the fetching rank launches later.
 """
 

@@ -76,8 +76,7 @@ class GradientSums:
         """Sum the squares `own` of all gradients, and `facts`, over the norm group, in one all-reduce of a few numbers.
 
         The host does not wait for facts on a device. Returns (fp64 tensor whose sum is the sum of squares, sums of
-        `facts`, sums by tensor over the pass group if `tensors`). The sum of unreduced gradients is a bound
-        (`_own_runs`).
+        `facts`, sums by tensor over the pass group if `tensors`). Unreduced gradients give a bound (`_own_runs`).
         """
         joined = tensors and self._norm_group is self._comm
         with self._accountant.owning(Category.OTHER):

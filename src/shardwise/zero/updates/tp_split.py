@@ -77,7 +77,7 @@ class _Laid:
 
 
 class SplitTensors:
-    """Exchanges parts of tensors between ranks and owners (all ranks call); they are in flat parameters of their own.
+    """Exchanges parts of tensors between ranks and owners (all ranks call); parts are in separate flat parameters.
 
     `job` has all ranks. `places` has the numbers of these tensors by the index of this rank's part; `known` has the
     numbers of all, also of tensors of which this rank has no part.
