@@ -20,7 +20,7 @@ ROUTES = ("train", "eval", "predict")
 def accumulated(config: Config, steps: int) -> int:
     """Return the number of micro-batches for a memory plan.
 
-    With `managed_gradient_accumulation` false at least two, because gradients are always accumulated.
+    At least two without `managed_gradient_accumulation`, because gradients are then always accumulated.
     """
     return steps if config.managed_gradient_accumulation else max(2, steps)
 
@@ -29,15 +29,7 @@ class Batches:
     """Batch sizes, which may change between windows, and the training dataloader.
 
     train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel ranks, always.
-
-    Args:
-        data: the data-parallel group.
-        device: batches are pinned for it.
-
-    Attributes:
-        micro: samples of one rank in a forward pass.
-        steps: micro-batches in a step.
-        training_dataloader: its position is saved in checkpoints; None without one.
+    `training_dataloader`: its position is saved in checkpoints; None without one.
     """
 
     def __init__(self, config: Config, data: Communicator, device: torch.device) -> None:

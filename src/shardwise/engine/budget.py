@@ -1,8 +1,7 @@
 """Memory preflight: planned memory of each tier against its limits, before weights are sharded.
 
-One rank of each machine and parameter layout makes a dry run; every rank reads its limits. Ranks exchange both, so that
-all come to the same result. The preflight runs if state is offloaded and not tiny, or a limit is set. A dry run takes
-about 30 ms for each unit.
+One rank of each machine and parameter layout makes a dry run (about 30 ms a unit); every rank reads its limits. Ranks
+exchange both, and so come to the same result. The preflight runs if state is offloaded and not tiny, or a limit is set.
 """
 
 from __future__ import annotations
@@ -70,13 +69,12 @@ _NEAR_TIERS = (Tier.DEVICE, Tier.HOST)
 
 @dataclass(frozen=True)
 class Claim:
-    """Memory that one rank needs of a limited resource.
+    """Peak bytes that one rank needs of a limited resource.
 
     Attributes:
         key: identifies the resource among ranks that share it.
         tiers: names of the tiers that count.
         freed: bytes that this rank holds now, and frees when its model is sharded.
-        needed: peak bytes.
         directories: of the files that count, on disks; empty: all.
     """
 
@@ -91,14 +89,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Check:
-    """Memory that all ranks together need of a limited resource.
-
-    Attributes:
-        tiers: names of the tiers that count.
-        needed: their peak bytes.
-        there: available bytes.
-        directories: of the files that count, on disks.
-    """
+    """Peak bytes that all ranks together need of a limited resource, and the bytes that are there."""
 
     limit: str
     tiers: tuple[str, ...]
@@ -109,7 +100,6 @@ class Check:
 
     @property
     def room(self) -> Room:
-        """Bytes available to each rank."""
         return Room(tuple(Tier(name) for name in self.tiers), self.there // len(self.ranks), self.directories)
 
     def __str__(self) -> str:
@@ -124,11 +114,8 @@ class Check:
 class Budget:
     """Result of the memory preflight.
 
-    Attributes:
-        checks: compared limits.
-        planned: bytes by tier of each rank; empty for ranks without a plan.
-        node: ranks on this machine.
-        traffic: offload traffic of a step, if it takes noticeable time.
+    `planned`: bytes by tier of each rank; empty for ranks without a plan. `node`: ranks on this machine.
+    `traffic`: offload traffic of a step, if it takes noticeable time.
     """
 
     checks: tuple[Check, ...]
@@ -146,8 +133,7 @@ def wanted(config: Config, places: Iterable[str]) -> bool:
 def make(subject: PlanningTarget, job: Communicator) -> Budget:
     """Plan memory before sharding, and compare it with the limits (all ranks call).
 
-    Raises:
-        OutOfMemoryError: on all ranks, if any limit is too small.
+    Raises an OutOfMemoryError on all ranks, if any limit is too small.
     """
     config = subject.resolution.config
     numel = sum(parameter.numel() for parameter in subject.module.parameters())
@@ -189,7 +175,7 @@ def _planned(
 ) -> tuple[MemoryPlan | None, str]:
     """Return the plan of this rank, or the reason for its absence (all ranks call).
 
-    Among ranks of a machine with equal parameters, one makes the dry run, which keeps all cores busy for seconds.
+    Among ranks of a machine with equal parameters one makes the dry run, which keeps all cores busy for seconds.
     """
     parts = job.fingerprints(_parts(subject, job.rank), "budget.parts")
     first = next(r for r, node in enumerate(nodes) if (node, parts[r]) == (nodes[job.rank], parts[job.rank]))
@@ -236,10 +222,7 @@ def watches(config: Config, places: Iterable[str]) -> bool:
 
 
 class Watched:
-    """Memory watchdog of this machine, on its first rank, while an engine lives.
-
-    `checkpoint` returns the newest checkpoint, or None.
-    """
+    """Memory watchdog of this machine, on its first rank; `checkpoint` returns the newest checkpoint, or None."""
 
     def __init__(self, budget: Budget, rank: int, accountant: Accountant) -> None:
         self.checkpoint: Callable[[], str | None] = lambda: None

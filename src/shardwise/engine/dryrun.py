@@ -50,8 +50,9 @@ if TYPE_CHECKING:
     from shardwise.config import Config
 
 MOST_PASSES = 3
-"""Micro-batches of a window that are run: the first, which allocates the accumulators; one in the middle, like every
-further one; and the last, which reduces if that has not been done."""
+"""Micro-batches of a window that are run: the first (allocates the accumulators), one in the middle, and the last (may
+reduce).
+"""
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,11 @@ class MemoryPlan:
 
 
 class DryRunEngine:
-    """A model's engine on fake tensors.
+    """A model's engine on fake tensors; copies module and optimizer without values and state.
 
     Args:
-        module: copied without its values.
-        optimizer: copied without its state; None: the model is only evaluated.
+        optimizer: None: the model is only evaluated.
         groups: parameters of the module in each of the optimizer's groups.
-        config: validated, for the same number of ranks.
         like: communicator of a running engine with the same number of ranks; None: ranks may span machines.
         grid: arrangement of ranks; None: as configured.
     """
@@ -205,16 +204,13 @@ class DryRunEngine:
         *,
         masks: bool = False,
     ) -> MemoryPlan:
-        """Return the memory plan of a window; to be called once.
+        """Return the memory plan of a window; to be called once. Raises any error of the module on fake tensors.
 
         Args:
             batch: of one pass, real tensors or shapes; its own memory is not counted. None: modules only use their
                 parameters, and activations are left out.
             loss: returns a scalar from the module's output; None: `shardwise.memory.dryrun.loss_of`.
             masks: the batch may contain attention masks (`shardwise.memory.dryrun.has_masks`).
-
-        Raises:
-            Exception: any error of the module on fake tensors.
         """
         given = None if batch is None else fake_values(batch, self._mode, self._device)
         found = None
@@ -317,7 +313,6 @@ class _Use(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _using_parameters(sharded: ShardedModel) -> Iterator[None]:
-    """Replace the forward of each module that owns a unit by one that only uses the unit's parameters."""
     root = sharded.module
     used: dict[nn.Module, list[nn.Parameter]] = {root: []}
     homes: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in root.modules()}

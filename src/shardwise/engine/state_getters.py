@@ -310,7 +310,7 @@ class StateGetters(nn.Module):
     def checkpoint_pending(self) -> bool:
         """Whether this rank's asynchronous save is still being written; does not block.
 
-        Ranks may see the end of a save in different steps. So collective decisions must not depend on this flag. On
+        Collective decisions must not depend on this flag, because ranks see the end of a save in different steps. On
         rank 0 it becomes False once the checkpoint is published.
         """
         return self._checkpoints.background.pending
@@ -343,10 +343,7 @@ class StateGetters(nn.Module):
         """Return totals of this rank's collectives in a step: by operation, then by unit or purpose.
 
         They are read from the ledger, which keeps the newest 4096 collectives; earlier ones are missing. An all-gather
-        of updated parameters counts for the step that launches it.
-
-        Args:
-            step: number of the step, from 0; None: the last step.
+        of updated parameters counts for the step that launches it. `step` counts from 0; None: the last step.
 
         Example:
             >>> import shardwise, torch

@@ -1,13 +1,13 @@
 """Traces the module that produced the first non-finite values, with hooks that record value ranges.
 
 Each module call records minimum and maximum of its inputs, parameters and outputs, and of their gradients: one pass
-over memory each (`torch.aminmax`, which shows NaN and infinity). Both numbers stay on the device, without a host wait.
-They are read only after a step with non-finite gradients. The first non-finite record names the module: the one whose
-output was recorded, or its parent, between whose submodules the value was made.
+over memory each (`torch.aminmax`, which shows NaN and infinity). Both numbers stay on the device, without a host wait,
+until a step has non-finite gradients. The first non-finite record names the module of an output, or the parent module
+that made the value between its submodules.
 
-A tensor used by several modules has one summed gradient. A module's contribution is recorded at the module's own
-autograd nodes. A walk from its outputs to its inputs, skipping nodes of submodules, finds them after the call. The
-graph is unchanged, so gradients are bit-identical.
+A tensor used by several modules has one summed gradient. So a module's contribution is recorded at its own autograd
+nodes, found by a walk from outputs to inputs that skips nodes of submodules. The graph is unchanged, so gradients are
+bit-identical.
 
 Expected infinities are ignored: an input without a gradient whose only such values are minus infinity (a mask), and
 minus infinity that the module turns into finite values (a softmax).
@@ -44,16 +44,9 @@ _FAR = 4096
 
 
 class Call:
-    """A call of a module.
+    """A call of a module: `name` ("" is the model), enclosing call (None: the script), records and autograd nodes.
 
-    Attributes:
-        name: of the module; "" is the model.
-        around: the enclosing call; None if the script made it.
-        went_in: records of its inputs.
-        came_out: records of its outputs.
-        gradients: records of its outputs' gradients.
-        begins: autograd nodes of its inputs.
-        inside: autograd nodes of submodule outputs, each with the nodes of the inputs.
+    `begins`: nodes of its inputs. `inside`: nodes of submodule outputs, each with the nodes of the inputs.
     """
 
     __slots__ = ("around", "begins", "came_out", "gradients", "inside", "micro_batch", "name", "of_class", "went_in")
@@ -73,11 +66,7 @@ class Call:
 class Look:
     """Record of the smallest and largest of some values, on their device.
 
-    Attributes:
-        what: "input", "parameter" or "output" of the call, or the gradient of an output or input.
-        range: minimum and maximum.
-        differentiable: the values require a gradient.
-        parameter: its name, for a parameter.
+    `what`: "input", "parameter" or "output" of the call, or "output_gradient" or "input_gradient".
     """
 
     __slots__ = ("call", "differentiable", "parameter", "range", "what")
@@ -97,11 +86,8 @@ Trace = list[Look]
 class Tracer:
     """Traces the modules of one engine.
 
-    Args:
-        mode: "off", "always", or "after" (for some steps after one with non-finite gradients).
-
-    Attributes:
-        micro_batch: returns the index of the micro-batch in its window.
+    `mode`: "off", "always", or "after" (for some steps after one with non-finite gradients).
+    `micro_batch` returns the index of the micro-batch in its window.
     """
 
     def __init__(self, root: nn.Module, mode: Literal["off", "after", "always"], steps: int) -> None:
@@ -230,8 +216,7 @@ class Tracer:
         return None
 
     def _follow(self, call: Call, made: set[Node]) -> None:
-        """Record the gradients that a module's own autograd nodes pass to its inputs; `made` are the nodes of its
-        outputs."""
+        """Record the gradients that a module's own autograd nodes pass to its inputs; `made`: nodes of its outputs."""
         newest = max(number_of(node) for node in call.begins)
         pending, seen = list(made), set(made)
         while pending and len(seen) < _FAR:
@@ -270,7 +255,6 @@ class Tracer:
         return look
 
     def _look(self, what: str, call: Call, values: torch.Tensor, parameter: str | None = None) -> Look | None:
-        """Record values, unless they are recorded and unchanged."""
         known = self._known(values)
         if known is not None and known[0] is not None:
             return known[0]
@@ -340,7 +324,6 @@ class Tracer:
         return asdict(min(found, key=lambda one: one[:2])[2]) if found else None
 
     def _expected(self, look: Look, ranges: dict[int, tuple[float, float]]) -> bool:
-        """Whether the values are only minus infinity where that is expected."""
         low, high = ranges[id(look)]
         if look.what not in ("input", "output") or low != -math.inf or not (math.isfinite(high) or high == -math.inf):
             return False
