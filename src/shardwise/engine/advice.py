@@ -105,14 +105,7 @@ def warn_of_clipping(parameters: list[torch.Tensor]) -> None:
 
 
 def explain_dtype(error: Exception, inputs: Any, dtype: torch.dtype | None, module: nn.Module) -> str | None:
-    """Return a hint where a forward pass has failed on tensors of another floating dtype than the parameters'.
-
-    Args:
-        error: what it has raised.
-        inputs: tensors that it was given.
-        dtype: of the parameters; None: they keep their own.
-        module: the model, whose buffers keep their dtype.
-    """
+    """Return a hint where a forward pass has failed on tensors of another floating dtype than the parameters'."""
     if dtype not in (torch.bfloat16, torch.float16) or not _DTYPES.search(str(error)):
         return None
     section = "bf16" if dtype is torch.bfloat16 else "fp16"

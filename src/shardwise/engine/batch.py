@@ -18,10 +18,7 @@ ROUTES = ("train", "eval", "predict")
 
 
 def accumulated(config: Config, steps: int) -> int:
-    """Return the number of micro-batches for a memory plan.
-
-    At least two without `managed_gradient_accumulation`, because gradients are then always accumulated.
-    """
+    """Return the number of micro-batches for a memory plan; at least two if each backward pass accumulates."""
     return steps if config.managed_gradient_accumulation else max(2, steps)
 
 
@@ -29,7 +26,6 @@ class Batches:
     """Batch sizes, which may change between windows, and the training dataloader.
 
     train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel ranks, always.
-    `training_dataloader`: its position is saved in checkpoints; None without one.
     """
 
     def __init__(self, config: Config, data: Communicator, device: torch.device) -> None:

@@ -69,13 +69,10 @@ _NEAR_TIERS = (Tier.DEVICE, Tier.HOST)
 
 @dataclass(frozen=True)
 class Claim:
-    """Peak bytes that one rank needs of a limited resource.
+    """Peak bytes that one rank needs of a limited resource; `key` identifies it among ranks that share it.
 
-    Attributes:
-        key: identifies the resource among ranks that share it.
-        tiers: names of the tiers that count.
-        freed: bytes that this rank holds now, and frees when its model is sharded.
-        directories: of the files that count, on disks; empty: all.
+    `tiers`, `directories` (empty: all): those that count. `freed`: bytes that this rank frees when its model is
+    sharded.
     """
 
     key: str
@@ -100,6 +97,7 @@ class Check:
 
     @property
     def room(self) -> Room:
+        """Bytes available to each rank."""
         return Room(tuple(Tier(name) for name in self.tiers), self.there // len(self.ranks), self.directories)
 
     def __str__(self) -> str:
@@ -115,7 +113,6 @@ class Budget:
     """Result of the memory preflight.
 
     `planned`: bytes by tier of each rank; empty for ranks without a plan. `node`: ranks on this machine.
-    `traffic`: offload traffic of a step, if it takes noticeable time.
     """
 
     checks: tuple[Check, ...]
@@ -131,10 +128,7 @@ def wanted(config: Config, places: Iterable[str]) -> bool:
 
 
 def make(subject: PlanningTarget, job: Communicator) -> Budget:
-    """Plan memory before sharding, and compare it with the limits (all ranks call).
-
-    Raises an OutOfMemoryError on all ranks, if any limit is too small.
-    """
+    """Plan memory before sharding (all ranks call); an OutOfMemoryError on all ranks, if any limit is too small."""
     config = subject.resolution.config
     numel = sum(parameter.numel() for parameter in subject.module.parameters())
     nodes = job.nodes()
@@ -173,9 +167,8 @@ def make(subject: PlanningTarget, job: Communicator) -> Budget:
 def _planned(
     subject: PlanningTarget, planner: Planner, job: Communicator, nodes: Sequence[str]
 ) -> tuple[MemoryPlan | None, str]:
-    """Return the plan of this rank, or the reason for its absence (all ranks call).
-
-    Among ranks of a machine with equal parameters one makes the dry run, which keeps all cores busy for seconds.
+    """Return the plan of this rank, or the reason for its absence (all ranks call). Among ranks of a machine with equal
+    parameters one makes the dry run, because it keeps all cores busy for seconds.
     """
     parts = job.fingerprints(_parts(subject, job.rank), "budget.parts")
     first = next(r for r, node in enumerate(nodes) if (node, parts[r]) == (nodes[job.rank], parts[job.rank]))
@@ -192,7 +185,6 @@ def _planned(
 
 
 def _parts(subject: PlanningTarget, rank: int) -> str:
-    """Return a key that is equal on ranks with equal plans."""
     groups = {id(p): number for number, group in enumerate(subject.groups) for p in group}
     sizes = [
         (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad, groups.get(id(parameter)))
@@ -419,7 +411,6 @@ def _traffic(
     moved: Sequence[dict[str, tuple[int, ...]]],
     plan: MemoryPlan | None,
 ) -> tuple[Traffic, ...]:
-    """Measure disk and copy speeds on all ranks at once, and return the time that offload adds to a step."""
     found = []
     for tier in (Tier.DISK, *((Tier.HOST,) if device.type == "cuda" else ())):
         sizes = [each.get(tier.value, (0, 0)) for each in moved]

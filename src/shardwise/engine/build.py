@@ -204,7 +204,6 @@ def _build(
     mesh_param: Any,
     config_params: Any,
 ) -> EngineParts:
-    """`undo` collects cleanup for a failure."""
     with refusing(mpu):
         check_unwrapped(model)
         check_lazy(model)

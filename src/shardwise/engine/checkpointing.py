@@ -1,8 +1,4 @@
-"""Checkpoints of an engine: collects and restores the state of its parts.
-
-The state is counters, schedule, loss scaler, dataloader position and random number generators.
-`shardwise.checkpoint` writes and reads the files.
-"""
+"""Checkpoints of an engine: collects and restores the state of its parts; `shardwise.checkpoint` has the files."""
 
 from __future__ import annotations
 
@@ -44,10 +40,7 @@ _WINDOW = "gradient_accumulation_steps"
 
 
 class Checkpoints:
-    """Saves and loads an engine's training state. Methods are collective unless noted.
-
-    `background`: asynchronous saves. `numbers`: sequence numbers of this engine's saved states.
-    """
+    """Saves and loads an engine's training state. Methods are collective unless noted."""
 
     def __init__(
         self, sharded: ShardedModel, resolution: Resolution, job: Communicator, step: TrainStep, batches: Batches
@@ -275,9 +268,8 @@ class Checkpoints:
         custom_load_fn: CustomLoad | None = None,
         going_back: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint as `load_checkpoint` does, from checked arguments.
-
-        With `going_back` (a rewind within a run) the dataloader position and the record of known checkpoints stay.
+        """Load a checkpoint, from checked arguments. With `going_back` (a rewind within a run) the dataloader position
+        and the record of known checkpoints stay.
         """
 
         def check(saved: Checkpoint) -> None:
@@ -353,7 +345,7 @@ class Checkpoints:
         return frozenset(tensor.index for tensor, parameter in pairs if frozen and not parameter.requires_grad)
 
     def layout(self) -> dict[str, Any]:
-        """Return the manifest's entries for the engine: ZeRO stage, dtype, and the schedule's class, if any."""
+        """Return the manifest's entries for the engine."""
         compute = self._sharded.policy.compute_dtype or torch.float32
         schedule = schedule_name(self._step.lr_scheduler)
         named = {} if schedule is None else {"scheduler": schedule}
@@ -390,7 +382,6 @@ class Checkpoints:
         )
 
     def _take_rank_state(self, loaded: Loaded) -> None:
-        """Requires the same number of ranks and the same layout."""
         same = loaded.first is None
         own = None if loaded.rank is None else loaded.rank.get("optimizer")
         if own is None and (same or loaded.first.get("optimizer") is None):
@@ -450,7 +441,6 @@ class Checkpoints:
         return self._resolution.config.compression.type or "zero_quantized_gradients"
 
     def _kept(self) -> dict[str, Any] | None:
-        """Return the residuals of lossy reductions, with the method and layout that they depend on."""
         compressor = self._sharded.compressor
         if compressor is None:
             return None

@@ -1,7 +1,4 @@
-"""The engine: the object that a training script calls (forward, backward, step, save, load).
-
-Each method delegates to a part, constructed by `shardwise.engine.build`. Sharding is in `shardwise.zero`.
-"""
+"""The engine: the object that a training script calls. Its methods delegate to parts (`shardwise.engine.build`)."""
 
 from __future__ import annotations
 
@@ -392,7 +389,6 @@ class Engine(ConfigGetters, StateGetters):
     # -- the module ----------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
-        """Apply `to`, `half`, `cuda` and similar calls to buffers; parameters stay as they are."""
         if self.sharded.closed:
             super()._apply(fn, recurse)
         else:
@@ -410,11 +406,10 @@ class Engine(ConfigGetters, StateGetters):
         return self
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which all parameters are unsharded on every rank.
+        """Return a context in which all parameters are unsharded on every rank; it needs memory for the whole model.
 
         Forward passes inside need no communication, so ranks may run different numbers of them (generation,
-        evaluation). Every rank must enter and leave the context. It needs memory for the whole model. Raises a
-        UsageError after `destroy()`.
+        evaluation). Every rank must enter and leave the context. Raises a UsageError after `destroy()`.
         """
         self.sharded.check_there("engine.gathered()", values=True)
         return self.sharded.owner.whole()
@@ -440,10 +435,7 @@ class Engine(ConfigGetters, StateGetters):
             super().compile(backend=backend, **{**(compile_kwargs or {}), **options})
 
     def empty_partition_cache(self) -> None:
-        """Reshard the units that are unsharded on this rank, such as the last unit of a forward pass.
-
-        A backward pass then unshards that unit again, outside the prefetch order.
-        """
+        """Reshard units that are still unsharded; a backward pass unshards them again, outside the prefetch order."""
         self.sharded.hooks.settle()
         for unit in self.sharded.units:
             unit.reshard()

@@ -1,7 +1,4 @@
-"""Fault tolerance: checkpoints on signals, in-memory checkpoints, and resuming from the newest complete state.
-
-All ranks act together, at the end of an accumulation window.
-"""
+"""Fault tolerance: checkpoints on signals, in-memory checkpoints, and resuming from the newest complete state."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ _engines = count()
 
 
 class FaultTolerance:
-    """Saves on signals, copies state into memory, and resumes. Methods are collective unless noted.
-
-    `copies`: in-memory checkpoints; None if not configured.
-    """
+    """Saves on signals, copies state into memory, and resumes. Methods are collective unless noted."""
 
     def __init__(
         self,
@@ -212,10 +206,7 @@ class FaultTolerance:
         self._save_on_signal_to = parent
 
     def check_signals(self) -> None:
-        """Act on signals now, during long phases without steps such as an evaluation; a small collective.
-
-        Raises SystemExit after a signal that ends the job.
-        """
+        """Act on signals now, in phases without steps; a small collective. Raises SystemExit if the job ends."""
         self._sharded.check_there("engine.check_signals()")
         facts = self._signals.facts(self._job.rank)
         if facts:
@@ -344,9 +335,8 @@ class FaultTolerance:
                 logger.error("no copy in memory at step %d; training goes on: %s", self._step.global_steps, error)
 
     def rewind(self) -> None:
-        """Undo the step by loading the newest in-memory copy; the dataloader position stays.
-
-        Raises an AnomalyError if no complete copy exists; the step was not taken.
+        """Undo the step by loading the newest in-memory copy; an AnomalyError without one. The dataloader position
+        stays.
         """
         step, why = self._step, self._step.rewinding
         assert why is not None
@@ -496,9 +486,8 @@ class FaultTolerance:
 
 
 def in_turn(versions: Sequence[Version], heads: Sequence[Head]) -> list[int | tuple[str, ...]]:
-    """Return the order in which states are tried: the index of an in-memory copy, or tags of checkpoints.
-
-    Of equally new states, the in-memory copy comes first. `versions` are newest first, `heads` in order of trial.
+    """Return the order of trial: indices of in-memory copies (newest first), or tags of checkpoints (`heads`).
+    Of equally new states, the in-memory copy comes first.
     """
     turns: list[int | tuple[str, ...]] = []
     waiting = list(range(len(versions)))

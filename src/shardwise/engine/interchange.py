@@ -145,11 +145,6 @@ class Interchange:
         Raises:
             CheckpointPathError: the directory or the name cannot be used.
             CheckpointError: `max_shard_size` is not a size, or writing failed; raised on all ranks.
-
-        Example:
-            >>> engine.save_16bit_model("out")  # doctest: +SKIP
-            True
-            >>> model.load_state_dict(safetensors.torch.load_file("out/model.safetensors"))  # doctest: +SKIP
         """
         self._sharded.check_there("engine.save_16bit_model()", values=True)
         parent = check_directory(save_dir, "save_dir")

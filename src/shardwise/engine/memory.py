@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 
 
 class MemoryReporting(StepObserver):
-    """Plans, measures and reports an engine's memory, also for other settings and when memory runs out.
-
-    `budget` is the plan made when the engine was built; None without one.
-    """
+    """Plans, measures and reports memory; `budget` is the plan made when the engine was built, or None."""
 
     def __init__(
         self,

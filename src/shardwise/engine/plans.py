@@ -1,7 +1,4 @@
-"""Memory plans of other settings: ZeRO stages, micro-batch sizes, numbers of ranks.
-
-Each plan is a dry run of a window (`shardwise.engine.dryrun`), without a collective.
-"""
+"""Memory plans of other settings: ZeRO stages, micro-batch sizes, numbers of ranks. No collective is called."""
 
 from __future__ import annotations
 
@@ -36,16 +33,13 @@ if TYPE_CHECKING:
 UNNAMED = "a directory on a fast disk"
 """Placeholder for a missing `nvme_path`."""
 MARGIN = 0.15
-"""Fraction added to a plan for uncounted memory: temporaries of a few kilobytes, and allocator fragmentation (a tenth,
-under an address-space limit with changing buffers).
-"""
+"""Fraction added to a plan for uncounted memory: allocator fragmentation (a tenth, under an address-space limit with
+changing buffers), and temporaries of a few kilobytes."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Tiers of state: `offload_optimizer.device` and `offload_param.device` (none, cpu, nvme), and nvme's directory.
-    On nvme no parameter stays on the host (`max_in_cpu` 0).
-    """
+    """Tiers of state: `offload_optimizer.device` and `offload_param.device` (none, cpu, nvme), and nvme's directory."""
 
     optimizer: str = "none"
     parameters: str = "none"
@@ -119,7 +113,6 @@ class Room:
 @dataclass(frozen=True)
 class Setting:
     """Settings that leave training unchanged: the global batch is micro_batch * accumulation * ranks.
-
     `sequence`, `tensor`: sizes of sequence-parallel and tensor-parallel groups. `offload` None: as configured.
     """
 
@@ -135,8 +128,8 @@ class Setting:
     def cost(self) -> tuple[int, int, int, int, int]:
         """Sort key: ranks, tiers of state, communication of a step, passes of a step, stage.
 
-        Communication is counted in model sizes: one reduction (one a micro-batch if gradients are sharded), and one
-        all-gather (two a micro-batch if parameters are sharded).
+        Communication is in model sizes: one reduction (one a micro-batch if gradients are sharded), and one all-gather
+        (two a micro-batch if parameters are sharded).
         """
         row = TABLE[self.stage]
         reductions = self.accumulation if row.gradients else 1
@@ -270,9 +263,8 @@ def _places(offload: Offload | None) -> str:
 
 @dataclass(frozen=True)
 class PlanningTarget:
-    """Model, optimizer and configuration to be planned; module and optimizer stay unchanged.
-
-    `groups`: parameters of each optimizer group before sharding. `grid`: arrangement for the current number of ranks.
+    """Model, optimizer and configuration to be planned, unchanged. `groups`: of parameters before sharding.
+    `grid`: arrangement for the current number of ranks.
     """
 
     module: nn.Module
@@ -306,12 +298,7 @@ class PlanningTarget:
 
 
 class Planner:
-    """Makes memory plans of a target; caches them.
-
-    Args:
-        batch: a micro-batch of the current setting, real or on the meta device; None: activations are not planned.
-        loss: returns a scalar from the module's output; see `shardwise.memory.dryrun.loss_of`.
-    """
+    """Makes and caches memory plans. `batch`: a micro-batch, real or on the meta device; None: without activations."""
 
     def __init__(
         self, subject: PlanningTarget, batch: Any = None, loss: Callable[[Any], torch.Tensor] | None = None

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from shardwise.config.schema.watch import AnomalyWatch
 
 HISTORY = 1000
-"""Values that are kept for display."""
+"""Values kept for display."""
 
 FLOOR = 0.01
-"""Smallest deviation (of nearly constant values), as a fraction of the median of losses, and as a logarithm of norms."""
+"""Smallest deviation (of nearly constant values): a fraction of the median of losses, a logarithm of norms."""
 
 NORMAL = 1.4826
 """Standard deviation over MAD, of normally distributed values."""
@@ -40,13 +40,9 @@ Action = Literal["warn", "skip", "stop", "rewind", "ignore"]
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss or gradient norm far above the last values; the same on all ranks.
+    """A loss or gradient norm far above the last values, by standard `deviations`; the same on all ranks.
 
-    Attributes:
-        value: loss or norm.
-        usual: median of the last values.
-        deviations: distance from the median, in standard deviations.
-        grown: parameters whose gradients have grown most, and by which factor.
+    `usual`: median of the last values. `grown`: parameters whose gradients have grown most, and by which factor.
     """
 
     kind: Kind
@@ -166,9 +162,8 @@ class SpikeWatch:
         sums: torch.Tensor | None,
         factor: float | torch.Tensor,
     ) -> list[Spike]:
-        """Add a step, and return its spikes. None: loss or norm is unknown.
-
-        `sums`: squared gradient norm of each parameter, before the scale `factor` from gradient sums to the gradient.
+        """Add a step, and return its spikes; loss or norm may be unknown. `sums`: squared gradient norm of each
+        parameter, before the scale `factor` from gradient sums to the gradient.
         """
         found: list[Spike] = []
         kinds: tuple[tuple[Kind, History, float | None], ...] = (

@@ -308,10 +308,9 @@ class StateGetters(nn.Module):
 
     @property
     def checkpoint_pending(self) -> bool:
-        """Whether this rank's asynchronous save is still being written; does not block.
+        """Whether this rank's asynchronous save is being written; on rank 0, whether it is unpublished. Does not block.
 
-        Collective decisions must not depend on this flag, because ranks see the end of a save in different steps. On
-        rank 0 it becomes False once the checkpoint is published.
+        Collective decisions must not depend on it, because ranks see the end of a save in different steps.
         """
         return self._checkpoints.background.pending
 
@@ -333,10 +332,7 @@ class StateGetters(nn.Module):
 
     @property
     def memory_budget(self) -> Budget | None:
-        """Planned and available memory of each tier when the engine was built, and offload traffic of a step.
-
-        None if all state is on the device and `memory_limits` sets no limit.
-        """
+        """Planned and available memory when the engine was built; None if all is on the device, without limits."""
         return self._memory.budget
 
     def communication(self, step: int | None = None) -> dict[str, dict[str, Totals]]:

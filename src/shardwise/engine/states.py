@@ -125,9 +125,9 @@ def take_methods(optimizer: torch.optim.Optimizer) -> None:
 
 
 def get_state_devices(model: Moving, state: OffloadStateTypeEnum | str) -> set[torch.device]:
-    """Return the devices that hold an engine's state of a kind, or of its name; the CPU stands for host memory.
+    """Return the devices that hold an engine's state of a kind (CPU: host memory; none: a disk, or no such state).
 
-    State on a disk, or state that does not exist, has no device. Raises a UsageError for an unknown kind.
+    Raises a UsageError for an unknown kind.
     """
     (kind,) = kinds_of([state])
     devices = {Tier.DEVICE: model.device, Tier.HOST: torch.device("cpu")}

@@ -41,8 +41,8 @@ _AHEAD, _LOSS = FACTS + 2, FACTS + 3
 
 
 _FEW, _MANY = 4, 64
-"""Micro-batches without a step before a warning: with gradient accumulation, and without (scripts may add up losses or
-micro-batches themselves). `_FEW` is also the number of steps with a schedule stepped twice before a warning."""
+"""Micro-batches without a step before a warning: with gradient accumulation, and without (scripts may add up losses).
+`_FEW` is also the number of steps with a schedule stepped twice before a warning."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +97,10 @@ class _Heard:
 class TrainStep:
     """Steps one engine; driven by the model's passes (`shardwise.zero.passes.driver.Driver`).
 
-    `Engine` documents the counters, `lr_scheduler` and `loss_scaler`.
-
-    Args:
-        signals: signals of this rank, exchanged in each step.
-        shows_loss: steps report the loss (the same on all ranks).
-
     Attributes:
-        watch: detects spikes of losses and gradient norms, or None.
         rewinding: reason for a pending rewind to an in-memory copy, or None.
         window_began: `micro_steps` at the beginning of the accumulation window.
         new_micro_batch: the model has run a training pass since the last step.
-        inside_no_sync_ctxt: gradients are accumulated without reduction.
         exchanges: other ranks wait for this rank's backward pass, so losses of weight 0 are differentiated, too.
         applied: the last call of `take` updated the parameters.
     """
@@ -333,7 +325,7 @@ class TrainStep:
         """Declare whether the current micro-batch is a boundary; holds until changed. None returns to counting.
 
         With `managed_gradient_accumulation` false, True marks the next backward pass as the last one before `step()`,
-        which then reduces gradients (stages 0 and 1). It holds until that step.
+        so it reduces gradients (stages 0 and 1). It holds until that step.
         """
         self._boundary = is_boundary
 
@@ -382,8 +374,7 @@ class TrainStep:
     def take(self, lr_kwargs: dict[str, Any] | None = None) -> bool:
         """End a micro-batch; at a boundary update parameters, loss scale and schedule (all ranks call).
 
-        Raises as `Engine.step`. Returns whether a window has ended; if no rank has run a backward pass, nothing
-        changes.
+        Returns whether a window has ended; if no rank has run a backward pass, nothing changes.
         """
         if self.inside_no_sync_ctxt:
             raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
@@ -494,7 +485,6 @@ class TrainStep:
         )
 
     def _tell_skipped(self, report: StepReport, overflow: OverflowReport, searched: bool) -> None:
-        """`searched`: the step is part of the search for a loss scale."""
         before, now = report.loss_scale, self.scale
         change = f"stays at {now:g}" if before == now else f"goes from {before:g} to {now:g}"
         message = "step %d is skipped: overflow in %s%s"
@@ -530,9 +520,8 @@ class TrainStep:
             vars(self._optimizer).pop("overflow", None)
 
     def _prepare(self) -> _Prepared | None:
-        """Complete the window's gradients, and compute norm and factor; None if no rank has run a backward pass.
-
-        Runs once a window: if the optimizer then raises, the next `take` continues here.
+        """Complete the window's gradients, and compute norm and factor; None if no rank has run a backward pass. Runs
+        once a window: if the optimizer then raises, the next `take` continues here.
         """
         config, sharded = self._config, self._sharded
         reducer = sharded.reducer
@@ -707,7 +696,6 @@ class TrainStep:
         return self._config.gradient_allreduce_op == "mean"
 
     def _factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
-        """Return the scale from accumulated sums to the gradient: mean or weighted mean, and inverse loss scale."""
         if weight is not None:
             # If all weights are 0, sums and gradient are zero.
             return self._reference / (torch.where(weight > 0, weight, 1.0) * self._scale_of_sums())
@@ -718,9 +706,8 @@ class TrainStep:
         return prescale * self.scale
 
     def reduction_scale(self) -> float:
-        """Return the divisor of sums over ranks and micro-batches for their mean (or sum, as configured).
-
-        Weights are excluded, because residuals of lossy reductions keep their own.
+        """Return the divisor of sums over ranks and micro-batches for their mean (or sum, as configured), without
+        weights, because residuals of lossy reductions keep their own.
         """
         ranks = self._sharded.domain.world if self._averages else 1
         return ranks * self._batches.steps * self._scale_of_sums()

@@ -29,16 +29,9 @@ if TYPE_CHECKING:
 
 
 class SharedTensors:
-    """The tensor-parallel group of an engine, while it is open (all ranks call).
+    """The tensor-parallel group of an engine, while it is open (all ranks call). Shards the model's layers.
 
-    Args:
-        lines: tensor-parallel groups, by ranks in the job.
-        model: its layers are sharded, unless they already are.
-        client: the client has sharded the layers, which communicate by themselves; parameters are marked.
-
-    Raises:
-        UsageError: no layer can be sharded, or the model is sharded over other ranks.
-        ConfigError: the configuration names missing modules.
+    `client`: the client has sharded the layers, which communicate by themselves; parameters are marked.
     """
 
     def __init__(
@@ -96,10 +89,7 @@ class SharedTensors:
         self.compare_inputs(model, args, kwargs)
 
     def compare_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compare the inputs of the first training pass over the tensor-parallel group (all ranks of it call).
-
-        Raises a DesyncError on all ranks, if they differ.
-        """
+        """Compare the inputs of the first training pass (all ranks of the group call); a DesyncError if they differ."""
         if self._compared or not model.training:
             return
         self._compared = True
@@ -115,10 +105,7 @@ class SharedTensors:
             )
 
     def check_gradients(self, loss: torch.Tensor | None = None) -> None:
-        """Compare gradients of unsharded parameters and the loss once (all ranks of the tensor-parallel group call).
-
-        Raises a ConfigError if one differs between the ranks.
-        """
+        """Compare the loss and unsharded gradients once (all ranks of the group call); a ConfigError if one differs."""
         if self._gradients is not None:
             self._gradients.check(loss)
 

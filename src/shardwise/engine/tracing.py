@@ -64,10 +64,7 @@ class Call:
 
 
 class Look:
-    """Record of the smallest and largest of some values, on their device.
-
-    `what`: "input", "parameter" or "output" of the call, or "output_gradient" or "input_gradient".
-    """
+    """Smallest and largest of some values, on their device: of an input, parameter or output, or a gradient."""
 
     __slots__ = ("call", "differentiable", "parameter", "range", "what")
 
@@ -84,11 +81,7 @@ Trace = list[Look]
 
 
 class Tracer:
-    """Traces the modules of one engine.
-
-    `mode`: "off", "always", or "after" (for some steps after one with non-finite gradients).
-    `micro_batch` returns the index of the micro-batch in its window.
-    """
+    """Traces the modules of one engine: never, always, or after a step with non-finite gradients (`steps` steps)."""
 
     def __init__(self, root: nn.Module, mode: Literal["off", "after", "always"], steps: int) -> None:
         self.micro_batch: Callable[[], int] = int
@@ -120,10 +113,7 @@ class Tracer:
         return self._trace if self.watching else None
 
     def arm(self, step: int) -> int | None:
-        """Start tracing from the next window on, after non-finite gradients (all ranks call).
-
-        Returns the number of traced steps, if tracing was off.
-        """
+        """Start tracing from the next window on (all ranks call). Returns the number of traced steps, if it was off."""
         if self._mode != "after":
             return None
         new = not self.watching
@@ -279,10 +269,7 @@ class Tracer:
     def explained(
         self, report: OverflowReport, trace: Trace | None, losses: list[torch.Tensor] | None, job: Communicator
     ) -> Origin | None:
-        """Return the origin of non-finite values; None if untraced or unseen. All ranks call and get the same.
-
-        `trace` is None on all ranks or on none.
-        """
+        """Return the origin of non-finite values; None if untraced or unseen. All ranks call and get the same."""
         if trace is None:
             return None
         told = job.exchange(self._own(trace, losses or []), "origin")
@@ -306,7 +293,6 @@ class Tracer:
         return Origin("own_gradient", "backward", module, of_class, parameter, None, kind, report.ranks, None, line)
 
     def _own(self, trace: Trace, losses: list[torch.Tensor]) -> dict[str, Any] | None:
-        """Return this rank's first non-finite record, as JSON values."""
         ranges = dict(zip(map(id, trace), _read(trace), strict=True))
         bad = [look for look in trace if not _finite(ranges[id(look)]) and not self._expected(look, ranges)]
         forward = next((look for look in bad if "gradient" not in look.what), None)

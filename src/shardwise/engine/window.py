@@ -66,7 +66,6 @@ class Window:
     """The backward passes of this rank since the last step.
 
     Attributes:
-        weight: sum of weights.
         brought: passes with a gradient of a parameter.
         losses: unscaled 0-D losses of `engine.backward()`, kept for the handling of non-finite gradients.
         shown: losses of `engine.backward()` and their weights, if the loss is reported.
@@ -120,10 +119,7 @@ class Window:
 
 
 def check_mixed(facts: Sequence[float]) -> None:
-    """Raise a UsageError on all ranks if some passes of a window had weights and others had none.
-
-    `facts`: sums over ranks of `Window.facts`.
-    """
+    """Raise a UsageError on all ranks if some passes of a window had weights and others had none."""
     _, weighted, unweighted, _ = facts
     if weighted and unweighted:
         raise UsageError(
