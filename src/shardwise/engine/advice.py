@@ -94,7 +94,7 @@ def warn_of_memory_format(model: nn.Module) -> None:
 
 
 def warn_of_clipping(parameters: list[torch.Tensor]) -> None:
-    """Warn of `clip_grad_norm_` on an engine's parameters, whose gradients are not in `.grad`."""
+    """Warn of `clip_grad_norm_` on an engine's parameters, because `.grad` does not hold their gradients."""
     own = [parameter for parameter in parameters if released.owner_of(parameter) is not None]
     if own and all(parameter.grad is None for parameter in own):
         warn_once(

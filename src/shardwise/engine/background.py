@@ -73,10 +73,7 @@ class BackgroundSaves:
         return waited
 
     def start(self, request: SaveRequest, state: TrainingState, begun: float, waited: float) -> None:
-        """Copy the state to a snapshot, and start writing it.
-
-        `begun`: `time.monotonic` at the save's beginning. `waited`: seconds spent on the previous save.
-        """
+        """Copy the state to a snapshot and start writing it; `begun` is of `time.monotonic`, `waited` in seconds."""
         if self.saving is None:
             ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self._job.world
             told = _tell if self._job.rank == 0 and self.shows_statistics else None

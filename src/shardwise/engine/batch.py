@@ -23,9 +23,8 @@ def accumulated(config: Config, steps: int) -> int:
 
 
 class Batches:
-    """Batch sizes, which may change between windows, and the training dataloader.
-
-    train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel ranks, always.
+    """Batch sizes, which may change between windows, and the training dataloader. train_batch_size =
+    train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel ranks, always.
     """
 
     def __init__(self, config: Config, data: Communicator, device: torch.device) -> None:

@@ -69,10 +69,8 @@ _NEAR_TIERS = (Tier.DEVICE, Tier.HOST)
 
 @dataclass(frozen=True)
 class Claim:
-    """Peak bytes that one rank needs of a limited resource; `key` identifies it among ranks that share it.
-
-    `tiers`, `directories` (empty: all): those that count. `freed`: bytes that this rank frees when its model is
-    sharded.
+    """Peak bytes that one rank needs of a limited resource; `key` identifies it among ranks that share it. `tiers`,
+    `directories` (empty: all): those that count. `freed`: bytes that this rank frees when its model is sharded.
     """
 
     key: str
@@ -110,9 +108,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Budget:
-    """Result of the memory preflight.
-
-    `planned`: bytes by tier of each rank; empty for ranks without a plan. `node`: ranks on this machine.
+    """Result of the memory preflight. `planned`: bytes by tier of each rank; empty for ranks without a plan. `node`:
+    ranks on this machine.
     """
 
     checks: tuple[Check, ...]

@@ -465,7 +465,6 @@ def _communicator(settings: Any, group: Any, device: torch.device) -> Communicat
 
 
 def _plan(settings: Any, domain: Domain, model: nn.Module) -> Plan:
-    """Raises a ConflictError if the model was built under zero.Init for another kind of all-gather."""
     zero = settings.zero_optimization
     plan = Plan.of(zero, domain)
     if zero.optimizer_over_replicas and REPLICATE not in domain.names:

@@ -48,7 +48,6 @@ _ADVICE = (
 @dataclass(frozen=True)
 class OomContext:
     """Context of an out-of-memory error in the user's call `where`; `batch`: shapes of the micro-batch, or None.
-
     `graph`: the full autograd graph may be held. `stepping`: optimizer state may be uncounted yet.
     """
 

@@ -105,7 +105,6 @@ def facts_of_values(model: nn.Module) -> dict[str, str]:
 
 def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, str]) -> bool:
     """Compare `facts_of_arguments` between ranks before groups are made; a DesyncError on all ranks (all ranks call).
-
     Returns whether rank 0 has values of all parameters, and another rank has some on the meta device.
     """
     if job.world == 1 or job.imagined:

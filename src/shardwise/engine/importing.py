@@ -55,8 +55,7 @@ def _target(model: ShardedModel) -> Target | None:
 
 
 def check_schedule(saved: Checkpoint, scheduler: Any) -> None:
-    """Raise a CheckpointError for another schedule (by class or, without it, by entries), or impossible step numbers.
-    """
+    """Raise a CheckpointError for another schedule (by class, or by entries without it) or impossible step numbers."""
     state, own = saved.manifest.scheduler, schedule_name(scheduler)
     recorded = saved.manifest.layout.get("scheduler")
     if state is not None and recorded is not None and recorded != own:

@@ -96,7 +96,6 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
 
 def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Arrangement | None:
     """Return the arrangement of a DeviceMesh with the dimensions (shard) or (replicate, shard), as for `fully_shard`.
-
     None for one dimension, over which all state is sharded. `members`: the engine's ranks, as numbered by the mesh.
     """
     if not isinstance(mesh, DeviceMesh):

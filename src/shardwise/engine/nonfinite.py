@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Evidence:
     """State of a step, kept until its gradients are known to be finite; `factor`: scale from sums to gradients.
-
     `of_parameters`: a number for each parameter, non-finite if its gradient is (None: unchecked), `summed` over ranks.
     """
 
@@ -39,7 +38,6 @@ class Evidence:
 
 class NonFinite:
     """Applies the policy for non-finite gradients: the key `non_finite`, or "skip" where a loss scale is searched.
-
     `since`: first step of the current series with non-finite gradients, or None.
     """
 

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 def explain_overflow(
     sharded: ShardedModel, job: Communicator, sums: torch.Tensor, factor: float, loss_scale: float, lost: bool
 ) -> OverflowReport:
-    """Return the origin of a window's non-finite gradients; all ranks call and get the same.
-
-    `sums`: squared gradient norm of each parameter. `factor`: scale from sums to the gradient. `lost`: a loss was not
-    finite.
+    """Return the origin of a window's non-finite gradients; all ranks call and get the same. `sums`: squared gradient
+    norm of each parameter. `factor`: scale from sums to the gradient. `lost`: a loss was not finite.
     """
     assert sharded.reducer is not None
     place = first_not_finite(sums)

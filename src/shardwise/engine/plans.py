@@ -126,10 +126,9 @@ class Setting:
 
     @property
     def cost(self) -> tuple[int, int, int, int, int]:
-        """Sort key: ranks, tiers of state, communication of a step, passes of a step, stage.
-
-        Communication is in model sizes: one reduction (one a micro-batch if gradients are sharded), and one all-gather
-        (two a micro-batch if parameters are sharded).
+        """Sort key: ranks, tiers of state, communication of a step, passes of a step, stage. Communication is in model
+        sizes: one reduction (one a micro-batch if gradients are sharded), and one all-gather (two a micro-batch if
+        parameters are sharded).
         """
         row = TABLE[self.stage]
         reductions = self.accumulation if row.gradients else 1

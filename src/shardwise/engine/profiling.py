@@ -38,7 +38,6 @@ _AFTER = {FORWARD: phases.FORWARD, BACKWARD: phases.BACKWARD, STEP: phases.STEP}
 
 class Profiling(StepObserver):
     """Serves the sections `flops_profiler` and `timers`, and the keys `wall_clock_breakdown` and `memory_breakdown`.
-
     `profile`: of the profiled step, or None. `count`: its FLOP counter; modules are then called by `counted`.
     """
 

@@ -275,9 +275,8 @@ class StateGetters(nn.Module):
 
     @property
     def anomalies(self) -> tuple[Anomaly, ...]:
-        """Last anomalies (non-finite gradients, spikes, rewinds), oldest first; the same on all ranks.
-
-        Spikes are detected with `anomaly_watch`. On a GPU a warning appears one step later.
+        """Last anomalies (non-finite gradients, spikes, rewinds), oldest first; the same on all ranks. Spikes are
+        detected with `anomaly_watch`. On a GPU a warning appears one step later.
         """
         return tuple(self._step.anomalies.noted)
 
@@ -309,7 +308,6 @@ class StateGetters(nn.Module):
     @property
     def checkpoint_pending(self) -> bool:
         """Whether this rank's asynchronous save is being written; on rank 0, whether it is unpublished. Does not block.
-
         Collective decisions must not depend on it, because ranks see the end of a save in different steps.
         """
         return self._checkpoints.background.pending

@@ -97,7 +97,6 @@ def offload_states(
 
 def reload_states(engine: Moving, non_blocking: bool = False) -> None:
     """Move the state offloaded by `offload_states` back, if any (all ranks call). A UsageError after `destroy()`.
-
     `non_blocking`: return at once; later work on the current stream is ordered after the copies.
     """
     engine.sharded.check_open("engine.reload_states()")
@@ -126,7 +125,6 @@ def take_methods(optimizer: torch.optim.Optimizer) -> None:
 
 def get_state_devices(model: Moving, state: OffloadStateTypeEnum | str) -> set[torch.device]:
     """Return the devices that hold an engine's state of a kind (CPU: host memory; none: a disk, or no such state).
-
     Raises a UsageError for an unknown kind.
     """
     (kind,) = kinds_of([state])

@@ -297,9 +297,8 @@ class TrainStep:
                 plain.paused = before
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one before an update.
-
-        With `managed_gradient_accumulation` false: True, unless declared otherwise for the window.
+        """Whether the current micro-batch is the last one before an update. With `managed_gradient_accumulation` false:
+        True, unless declared otherwise for the window.
         """
         if self._boundary is not None:
             return self._boundary
@@ -372,9 +371,8 @@ class TrainStep:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def take(self, lr_kwargs: dict[str, Any] | None = None) -> bool:
-        """End a micro-batch; at a boundary update parameters, loss scale and schedule (all ranks call).
-
-        Returns whether a window has ended; if no rank has run a backward pass, nothing changes.
+        """End a micro-batch; at a boundary update parameters, loss scale and schedule (all ranks call). Returns whether
+        a window has ended; if no rank has run a backward pass, nothing changes.
         """
         if self.inside_no_sync_ctxt:
             raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")

@@ -80,7 +80,6 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer | None, resolution: Resol
 
 
 def _step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, stepping: Stepping) -> None:
-    """Prepare an optimizer to step 16-bit parameters directly; raise a ConfigError if it cannot."""
     fp16, bf16 = resolution.config.fp16.enabled, resolution.config.bf16
     name = type(optimizer).__name__
     rounding: str = "nearest" if fp16 else bf16.rounding or "nearest"

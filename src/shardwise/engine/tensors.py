@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 
 class SharedTensors:
-    """The tensor-parallel group of an engine, while it is open (all ranks call). Shards the model's layers.
-
-    `client`: the client has sharded the layers, which communicate by themselves; parameters are marked.
+    """The tensor-parallel group of an engine, while it is open (all ranks call). Shards the model's layers. `client`:
+    the client has sharded the layers, which communicate by themselves; parameters are marked.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class SharedTensors:
             self._regions.settle()
 
     def named(self, error: Exception, model: nn.Module) -> ConfigError | None:
-        """Return an error that names the module with sharded layers whose first pass has failed."""
+        """Return an error that names the module with sharded layers that has failed in the first pass."""
         if isinstance(error, ShardwiseError) or self._client or self._gradients is None or self._gradients.ended:
             return None
         paths = {id(module): path for path, module in model.named_modules()}

@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 
 
 class _Recording:
-    """A timeline that is being recorded; `recorder` is None on ranks that record nothing.
-
-    `clock`: comparison at the beginning. `left`: steps still to record (None: until the block ends).
-    """
+    """A timeline being recorded. `recorder` None: not on this rank. `left` None: until the block ends."""
 
     def __init__(self, recorder: Recorder | None, file: Path, clock: Clock, first: int, left: int | None) -> None:
         self.recorder = recorder

@@ -1,16 +1,13 @@
 """Traces the module that produced the first non-finite values, with hooks that record value ranges.
 
 Each module call records minimum and maximum of its inputs, parameters and outputs, and of their gradients: one pass
-over memory each (`torch.aminmax`, which shows NaN and infinity). Both numbers stay on the device, without a host wait,
-until a step has non-finite gradients. The first non-finite record names the module of an output, or the parent module
-that made the value between its submodules.
+over memory each (`torch.aminmax`, which shows NaN and infinity). Both stay on the device, without a host wait, until a
+step has non-finite gradients. The first non-finite record names the module of an output, or the parent module that made
+the value between its submodules. A module's contribution to the summed gradient of a shared tensor is recorded at its
+own autograd nodes, found by a walk from outputs to inputs. The graph is unchanged: gradients are bit-identical.
 
-A tensor used by several modules has one summed gradient. So a module's contribution is recorded at its own autograd
-nodes, found by a walk from outputs to inputs that skips nodes of submodules. The graph is unchanged, so gradients are
-bit-identical.
-
-Expected infinities are ignored: an input without a gradient whose only such values are minus infinity (a mask), and
-minus infinity that the module turns into finite values (a softmax).
+Expected infinities are ignored: minus infinity in an input without a gradient (a mask), and minus infinity that the
+module turns into finite values (a softmax).
 """
 
 from __future__ import annotations
@@ -45,7 +42,6 @@ _FAR = 4096
 
 class Call:
     """A call of a module: `name` ("" is the model), enclosing call (None: the script), records and autograd nodes.
-
     `begins`: nodes of its inputs. `inside`: nodes of submodule outputs, each with the nodes of the inputs.
     """
 

@@ -2,10 +2,9 @@
 
 Micro-batches count alike (the gradient is their mean), or by a weight such as their number of tokens. The gradient is
 then sum_i w_i grad_i / sum_i w_i over all ranks and micro-batches: that of one process on all tokens at once. Losses
-are multiplied by their weights; the sum of weights, reduced with the gradient norm, divides the gradient in the step.
-
-Because fp16 gradients cannot be thousands of times larger, weights are there in units of a power of two near the
-typical weight, the same on all ranks; the division by it is exact.
+are multiplied by their weights; the step divides by the sum of weights, reduced with the gradient norm. Because fp16
+gradients cannot be thousands of times larger, weights are there in units of a power of two near the typical weight, the
+same on all ranks; the division by it is exact.
 """
 
 from __future__ import annotations
@@ -65,12 +64,9 @@ def reference_for(mean: float) -> float:
 class Window:
     """The backward passes of this rank since the last step.
 
-    Attributes:
-        brought: passes with a gradient of a parameter.
-        losses: unscaled 0-D losses of `engine.backward()`, kept for the handling of non-finite gradients.
-        shown: losses of `engine.backward()` and their weights, if the loss is reported.
-        agreed: number of the backward pass (the same on all ranks) for which facts were summed over ranks, and the
-            sums.
+    `brought`: passes with a gradient of a parameter. `losses`: unscaled and 0-D, for the handling of non-finite
+    gradients; `shown`: losses and weights, if reported. `agreed`: number of the backward pass (the same on all ranks)
+    for which facts were summed over ranks, and the sums.
     """
 
     weight: Weight = 0.0

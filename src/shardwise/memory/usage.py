@@ -31,14 +31,11 @@ _last = _Usage(0, 0, 0, 0)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print allocated, cached and host memory on rank 0, and reset the maxima. Not a collective.
+    """Print `message`, allocated, cached and host memory on rank 0, and reset the maxima. Not a collective.
 
-    Args:
-        message: first line.
-        force: print at all; False lets calls stay in a script without effect.
+    With `force` False nothing is printed, so calls may stay in a script.
 
-    Example:
-        >>> see_memory_usage("after building")
+    >>> see_memory_usage("after building")
     """
     if not force or _rank() != 0:
         return
