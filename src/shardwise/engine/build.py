@@ -181,7 +181,7 @@ def initialize(
                 mesh_param,
                 config_params,
             )
-            undo.pop_all()  # the engine ends what has been made
+            undo.pop_all()  # the engine closes them from now on
     except ConfigError as error:
         # The mistake is in the configuration: frames of its checks would only hide the message.
         raise error.with_traceback(None)  # noqa: B904

@@ -139,7 +139,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _value(value: Any) -> str:
-    """Of objects only the type, because a `repr` may hold an address."""
+    """Name only the type of an object, because its `repr` may hold an address."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return repr(value.item())
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -133,7 +133,8 @@ class Interchange:
         """Write unsharded weights in the compute dtype to a file that plain PyTorch can load; return True.
 
         Rank 0 writes while units are gathered one after another; no rank holds more than one unsharded unit. Tied
-        parameters are written under all their names (`export`: master weights, and tied parameters as Hugging Face's).
+        parameters are written under all their names. `export` writes master weights, and tied parameters as Hugging
+        Face does.
 
         Args:
             save_dir: directory; created if needed.

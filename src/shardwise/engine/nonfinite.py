@@ -1,6 +1,7 @@
 """Handles non-finite gradients without a searched loss scale: reports their origin and applies `non_finite`.
 
-The step's all-reduce includes the flag, read at once on a CPU, and at the next step on CUDA, without a host wait.
+The step's all-reduce includes the flag, read at once on a CPU, and at the next step on CUDA, without a host wait. Only
+then all ranks search for the origin together.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loss scaling, also for a plain `loss.backward()`, and gradient scales.
+"""Loss scaling, by `engine.backward(loss)` or at the model's outputs for a plain `loss.backward()`; gradient scales.
 
 For a plain `loss.backward()` the model returns its outputs as aliases with a scaling backward. Gradients between
 outputs inside the model do not pass through the aliases, so they are not scaled twice. If no alias has run in a pass,

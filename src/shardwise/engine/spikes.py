@@ -40,8 +40,8 @@ Action = Literal["warn", "skip", "stop", "rewind", "ignore"]
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss or gradient norm far above the last values, by standard `deviations`; the same on all ranks. `usual`:
-    median of the last values. `grown`: parameters with the most grown gradients, and by which factor.
+    """A loss or gradient norm, by `deviations` standard deviations above `usual`, the median of the last values; the
+    same on all ranks. `grown`: parameters with the most grown gradients, and by which factor.
     """
 
     kind: Kind

@@ -330,7 +330,9 @@ class StateGetters(nn.Module):
 
     @property
     def memory_budget(self) -> Budget | None:
-        """Planned and available memory when the engine was built; None if all is on the device, without limits."""
+        """Planned and available memory, and offload traffic of a step, when the engine was built. None if all state is
+        on the device and `memory_limits` sets no limit.
+        """
         return self._memory.budget
 
     def communication(self, step: int | None = None) -> dict[str, dict[str, Totals]]:

@@ -305,8 +305,8 @@ class TrainStep:
         return not self._managed or self._place_in_window() + 1 == self._batches.steps
 
     def _place_in_window(self) -> int:
-        """Counted from the window's beginning, because its length may change and scripts may declare boundaries.
-        If a script has set `micro_steps`, windows begin at multiples of their length.
+        """Count from the window's beginning, because its length may change and scripts may declare boundaries. If a
+        script has set `micro_steps`, windows begin at multiples of their length.
         """
         place, steps = self.micro_steps - self.window_began, self._batches.steps
         return place if 0 <= place < steps else self.micro_steps % steps

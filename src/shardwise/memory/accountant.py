@@ -1,9 +1,9 @@
 """Memory accountant: live and peak bytes by category and tier.
 
 The engine reports each allocation and release of its buffers, as a number of bytes (`add`, `remove`) or as a tensor
-(`hold`), which counts until its memory is freed. So its memory is known exactly, on any device, independent of the
-allocator. Events are appended to a log and evaluated on demand, because the category of optimizer state becomes known
-only after its creation among temporaries of a step.
+(`hold`), which counts until its memory is freed. So its memory is known exactly, independent of the allocator. Events
+are evaluated on demand, because the category of optimizer state becomes known only after its creation among
+temporaries.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ class _Counts:
         self.peak, self.at_peak, self.peak_total = dict(self.live), dict(self.live), self.total
 
     def lap(self) -> Lap:
-        """Return the current lap and start the next one; peaks since `begin` continue."""
         ended = Lap(dict(self.live), self.peak, self.at_peak, self.total, self.peak_total)
         self.before = self.peaks()
         self._start()
@@ -147,8 +146,7 @@ class Accountant:
         default: category of unclaimed tensors that the tracker sees; see `owning`.
         tracked: `shardwise.memory.track_activations` was active since the last `reset_peak()`.
         construction_peak: peak bytes during the engine's construction.
-        process_bytes: resident bytes of the process before the construction, without the model; None if unknown.
-        process_addresses: address space at that time.
+        process_bytes, process_addresses: resident and virtual bytes before it, without the model; None if unknown.
 
     Example:
         >>> accountant = Accountant()

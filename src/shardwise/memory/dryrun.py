@@ -36,9 +36,8 @@ class Call:
 
 
 class Answers(TorchDispatchMode):
-    """Returns plausible values of fake tensors: True, 1, or 0.5 (finite, and 1 minus it is not 0). Existing values (a
-    learning rate in a tensor) are unreadable in a dry run, too. `only`: names of the modules that receive values;
-    empty: all.
+    """Returns plausible values of fake tensors to `only` these modules (empty: all): True, 1, or 0.5 (finite, and 1
+    minus it is not 0). Existing values (a learning rate in a tensor) are unreadable in a dry run, too.
     """
 
     def __init__(self, only: Collection[str] = ()) -> None:
@@ -148,10 +147,8 @@ def _device_of(tensor: torch.Tensor, default: torch.device | None = None) -> tor
 
 @contextlib.contextmanager
 def undisturbed(devices: Collection[int] | None = None) -> Iterator[None]:
-    """Preserve the RNG state (`devices`: CUDA devices, None: all), run compiled modules eagerly, and silence torch's
-    log of failing fake operators.
-    """
-    # torch logs a traceback of each failing operator before it raises the error, whose message the caller writes.
+    """Preserve the RNG state (of CUDA `devices`; None: all), run eagerly, and silence torch's log of fake operators."""
+    # torch logs a traceback of each failing operator before it raises the error; the caller writes its message.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -163,9 +160,7 @@ def undisturbed(devices: Collection[int] | None = None) -> Iterator[None]:
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call arguments of a batch: keyword arguments of a mapping, positional ones of a tuple or list, both of
-    a `Call`; any other value is the only argument.
-    """
+    """Return (args, kwargs) of a batch: a mapping, a tuple or list, a `Call`, or the only argument."""
     if isinstance(batch, Call):
         return batch.args, batch.kwargs
     if isinstance(batch, Mapping):
@@ -186,9 +181,7 @@ def like_cross_entropy(output: Any) -> torch.Tensor:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss of an output: the output itself, its `loss` (attribute or key), or its first element; without a
-    loss the sum of all differentiable outputs.
-    """
+    """Return the output itself, its `loss` or its first element; without a loss the sum of differentiable outputs."""
     scalar = _scalar_in(output)
     return scalar if scalar is not None else _sum_of(_trained_outputs(output))
 

@@ -16,9 +16,7 @@ from shardwise.memory.process import resident_bytes, virtual_bytes
 
 @contextlib.contextmanager
 def more_addresses() -> Iterator[None]:
-    """Raise the address-space limit to its maximum inside the block (`ulimit -S -v`), because an error message needs
-    addresses, and freed memory does not always return them.
-    """
+    """Raise the address-space limit inside the block, because an error message after exhaustion needs addresses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     try:
@@ -47,8 +45,7 @@ class MemoryLimit:
 
 
 def memory_limit(device: torch.device, processes: int = 1) -> MemoryLimit | None:
-    """Return the limit that leaves this process the least, or None if unknown. `processes` of this job share the
-    machine.
+    """Return the limit that leaves each of `processes` on this machine the least, or None if unknown.
 
     On a CUDA device this is the device's memory (or torch's allowed fraction). On a CPU it is the minimum of address
     space (RLIMIT_AS), control group limit (cgroup v2 or v1) and physical memory.
@@ -95,9 +92,7 @@ def physical_bytes() -> int:
 
 
 def disk_limit(directory: Path, processes: int = 1) -> MemoryLimit | None:
-    """Return the space of a directory's file system for this user, or None if unknown.
-
-    The directory need not exist. `processes` of this job use the same file system.
+    """Return the space of a directory's file system for this user, or None if unknown; it need not exist.
 
     >>> import tempfile
     >>> limit = disk_limit(Path(tempfile.gettempdir()))
@@ -146,9 +141,7 @@ class ControlGroup:
     counter: str
 
     def used(self, exact_above: int = 0) -> int:
-        """Return the current use without reclaimable page cache; 0 if unreadable. Below `exact_above` the page cache
-        may be included, which saves reading the statistics.
-        """
+        """Return the use without reclaimable page cache (below `exact_above` possibly with it); 0 if unreadable."""
         used = 0
         try:
             used = int((self.directory / self.counter).read_text())

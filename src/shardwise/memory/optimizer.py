@@ -22,8 +22,7 @@ def state_bytes(
 ) -> list[tuple[int, int]]:
     """Return, for each tensor of `shapes`, the bytes of its optimizer state and the bytes of scalars in it.
 
-    The optimizer is not changed: a copy with the options of the parameter group of index `group` is stepped, on the
-    device of the tensors, because the state of some optimizers depends on it. `dtype`: of tensors and gradients.
+    A copy of the optimizer is stepped, with the options of parameter group `group`; some state depends on the device.
 
     >>> adam = torch.optim.Adam([torch.zeros(1)])
     >>> state_bytes(adam, 0, [(1000,), (10, 20)], dtype=torch.float32, device=torch.device("cpu"))

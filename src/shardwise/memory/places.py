@@ -46,9 +46,7 @@ class Stored(Protocol):
         """
 
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
-        """Prefetch the values for `start`, or for `copy_to` into `target` (undefined until then), if fetching takes
-        time.
-        """
+        """Prefetch the values for `start`, or for `copy_to` into `target` (undefined until then), if it takes time."""
 
     def in_place(self) -> torch.Tensor:
         """Return the stored bytes for the host to read and write, after all copies (if `at_hand`)."""
@@ -151,9 +149,7 @@ ALL_AT_HAND = Homes()
 
 @dataclass
 class _Loan:
-    """A tensor stored in a tier. `fresh`: before its first store. `view`: the stored bytes on the host, in its layout.
-    `staged`: host bytes allocated for a transfer. `given`: the memory was allocated here, not the original memory.
-    """
+    """A tensor stored in a tier. `fresh`: before its first store. `given`: the current memory was allocated here."""
 
     tensor: torch.Tensor
     stored: Stored
@@ -166,9 +162,7 @@ class _Loan:
 
 class Spare:
     """Pool of host memory from released tensors, for later tensors of the same size, because the CPU must zero new
-    memory.
-
-    The pool and acquired tensors never exceed the peak of acquired memory: before a new allocation, as many pooled
+    memory. Pool and acquired tensors never exceed the peak of acquired memory: before a new allocation, as many pooled
     bytes are freed.
     """
 
@@ -220,7 +214,7 @@ class Loans:
     """Tensors of one tier that are acquired together; nested acquisition transfers nothing.
 
     `away`: tensors must be acquired before use. `lent`: current number of nested acquisitions. `spare`: pool of host
-    memory, if any; see `in_turn`. `label` names the tensors in profiles and timelines.
+    memory, if any; see `in_turn`.
 
     >>> loans = Loans(ON_DEVICE, Accountant())
     >>> loans.keep(Category.MASTER, torch.zeros(4))
@@ -384,7 +378,7 @@ class Loans:
         return Spare(self._accountant)
 
     def _spare_of(self, loan: _Loan) -> Spare | None:
-        """None for state made in the optimizer's first step: its own memory would exceed the bound of the pool."""
+        """Return None for state made in the optimizer's first step: its memory would exceed the pool's bound."""
         return self.spare if self.home.lags and loan.given and not loan.stored.staged else None
 
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -538,10 +532,9 @@ def in_turn(
     parts: Sequence[tuple[T, Sequence[Borrowed]]],
     use: Callable[[T], None],
 ) -> None:
-    """Process parts in order, each acquired for `use`, as a pipeline.
-
-    During the use of one part the next one is fetched, and the previous one may still be stored. The pipeline needs
-    memory for three parts, and reuses each part's host memory for the third after it.
+    """Process parts in order, each acquired for `use`, as a pipeline: the next part is fetched meanwhile, and the
+    previous one may still be stored. It needs memory for three parts, and reuses each part's host memory for the third
+    after it.
     """
     everything = [borrows for _, wanted in parts for borrows in wanted]
     with _sparing(everything) as spare:

@@ -53,8 +53,8 @@ def give_back_freed_memory() -> None:
     """Trim freed memory of the C library's heap (glibc), and empty torch's cache.
 
     glibc returns large blocks only above a threshold that grows with use (to 32 MiB), and otherwise only the end of its
-    heap. So a model that its shards outlive leaves resident holes. Trimming costs milliseconds, and later the first
-    touch of those pages: call it at the end of construction, not in every step.
+    heap. So a model freed before its shards leaves resident holes. Trimming costs milliseconds, and later the first
+    touch of those pages; call it at the end of construction, not in every step.
     """
     trim = _malloc_trim()
     if trim is not None:

@@ -39,8 +39,7 @@ class MemoryReport:
         resident: current resident set size of the process, None if unknown.
         process: part of `resident` before the construction, without the model: interpreter, libraries, data.
         notes: reasons for unknown values.
-        allocated, reserved: peak bytes of torch's CUDA allocator since its last reset, of all users; None on other
-            devices.
+        allocated, reserved: peak bytes of torch's CUDA allocator since its last reset; None on other devices.
         elsewhere: one line for each other tier in use.
         moved: planned bytes of a step that are read from ("read") and written to ("written") each of these tiers.
     """
@@ -84,7 +83,7 @@ class MemoryReport:
         from rich.text import Text
 
         title = f"Memory of rank {self.rank} of {self.world} ({self.parameters:,} parameters in the whole model)"
-        # Without frames, so that the categories' names fit into 80 columns, which is what a log file gets.
+        # Without frames, because log files have 80 columns, and the categories' names must fit.
         table = Table(title=title, box=box.SIMPLE, collapse_padding=True)
         table.caption, table.caption_justify = Text("\n".join(self._captions())), "left"
         table.add_column("", no_wrap=True)

@@ -30,13 +30,11 @@ OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] |
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """Bytes of one module in each source, without its children.
+    """Bytes of one module (`name` as in `named_modules()`) in each source, without its children.
 
-    Attributes:
-        name: as in `named_modules()`; "" for the module itself.
-        model, gradient, optimizer: of its parameters; a shared one belongs to the first module with it.
-        outputs: new memory of its calls' results, if it calls no other module.
-        saved: memory that autograd saves while it is the innermost running module, at the first save of each storage.
+    A shared parameter belongs to the first module with it. `outputs`: new memory of its calls' results, if it calls no
+    other module. `saved`: memory that autograd saves while it is the innermost running module, at the first save of
+    each storage.
     """
 
     name: str
@@ -53,8 +51,7 @@ class MemorySources:
     """Bytes of a module's training, by source; activations are None without inputs.
 
     Attributes:
-        model: parameters; tied ones once.
-        gradient: one for each trained parameter, in its dtype.
+        model, gradient: parameters (tied ones once), and one gradient for each trained parameter, in its dtype.
         optimizer: optimizer state, including step counters.
         optimizer_counters: the part independent of parameter sizes (Adam's step counts).
         activation_outputs: memory of the inputs, and of the outputs of all modules that call no other, once.
@@ -153,8 +150,8 @@ def memory_sources(
     saved). Its state stays unchanged: no hooks, no gradients; buffers and RNG state are restored.
 
     Args:
-        module: any module. Because ranks must not wait for each other, an engine's module is copied without values;
-            pass `engine.module` and the optimizer's class.
+        module: any module. An engine's module is copied without values, because no rank may wait for another; pass
+            `engine.module` and the optimizer's class.
         args: arguments of the module. Without arguments activations are not counted.
         optimizer: an instance, a class or factory (`functools.partial(torch.optim.SGD, momentum=0.9)`), or the
             case-insensitive name of a class in `torch.optim`. None: no optimizer.
@@ -164,8 +161,7 @@ def memory_sources(
         kwargs: keyword arguments of the module.
 
     Raises:
-        UsageError: the optimizer is unknown, has none of the parameters, or cannot be stepped; parameters have no shape
-            yet.
+        UsageError: the optimizer is unknown, misses all parameters, or cannot be stepped; or parameters lack a shape.
         Exception: any error of the module.
 
     Example:
@@ -252,7 +248,6 @@ def _waits_for_ranks(module: nn.Module) -> bool:
 
 
 def _states(parameters: dict[int, torch.Tensor], optimizer: OptimizerLike | None) -> tuple[dict[int, int], int]:
-    """Return the state bytes of each trained parameter by `id()`, and the total bytes independent of sizes."""
     trained = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
     if optimizer is None or not trained:
         return {}, 0
