@@ -279,8 +279,7 @@ class Engine(ConfigGetters, StateGetters):
                 device. A loss with weight 0 adds zeros to all gradients, and may be NaN (the mean over no tokens).
 
         Returns:
-            The loss divided by the number of accumulation steps, with its graph, for logging; a weighted loss
-            unchanged.
+            The loss, divided by the number of accumulation steps unless weighted, with its graph, for logging.
 
         Raises:
             NotScalarError: the loss is not a scalar.
@@ -498,12 +497,13 @@ class Engine(ConfigGetters, StateGetters):
         """Remove hooks from model and optimizer and free the engine's memory (all ranks call).
 
         Parameters become plain, unsharded and up to date, in the module's compute dtype. The optimizer keeps them in
-        its groups without state; save a checkpoint first if needed. A second call does nothing.
+        its groups without state; save a checkpoint first if needed. Later calls that compute or save raise. A second
+        call does nothing.
 
         Raises:
             CheckpointError: the pending asynchronous save has failed. The engine is destroyed nevertheless.
-            DesyncError: other ranks are still training (stage 3); parameters stay sharded. A warning during an
-                exception.
+            DesyncError: other ranks are still training (stage 3); parameters stay sharded. During the handling of an
+                exception, this is a warning.
         """
         self._memory.close()
         self._timelines.close()

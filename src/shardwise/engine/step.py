@@ -57,7 +57,7 @@ class StepReport:
         clipped_norm: grad_norm times clip_coefficient. None without a norm, or if the step was skipped.
         weight: sum of the weights of the window's micro-batches over all ranks, or None without.
         overflow: non-finite gradients for which the step was skipped, or None. The same on all ranks.
-        spike: spike (`anomaly_watch`) known before the update, or None. The same on all ranks.
+        spike: spike (`anomaly_watch`) known before the update, or None; the reason of a skip. The same on all ranks.
         samples: samples of all ranks in the step.
         loss: weighted mean of the losses of all ranks' `engine.backward()`. None if neither a monitor nor
             `anomaly_watch` needs it, or this rank has passed none.
