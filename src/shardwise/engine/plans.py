@@ -394,7 +394,7 @@ def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
             }
     own["zero_optimization"] = {**given, **own["zero_optimization"]}
     if raw.get("managed_gradient_accumulation") is False:
-        own["managed_gradient_accumulation"] = True  # memory does not depend on the owner of the count
+        own["managed_gradient_accumulation"] = True  # memory does not depend on this key
     return {**raw, **own}
 
 

@@ -16,7 +16,7 @@ from shardwise.memory.process import resident_bytes, virtual_bytes
 
 @contextlib.contextmanager
 def more_addresses() -> Iterator[None]:
-    """Raise the address-space limit inside the block, because an error message after exhaustion needs addresses."""
+    """Raise the soft address-space limit to the hard one: an error message after exhaustion needs addresses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     try:
@@ -92,7 +92,7 @@ def physical_bytes() -> int:
 
 
 def disk_limit(directory: Path, processes: int = 1) -> MemoryLimit | None:
-    """Return the space of a directory's file system for this user, or None if unknown; it need not exist.
+    """Return this user's space on the file system of a directory, existing or not; None if unknown.
 
     >>> import tempfile
     >>> limit = disk_limit(Path(tempfile.gettempdir()))
