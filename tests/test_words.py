@@ -51,7 +51,7 @@ REMAINING = {
     "device": "beside lend loan",
     "engine": "alone asked beside heard imagined lent neighbours said told twin unnamed",
     "gpu.md": "asked imagined",
-    "memory": "alone asked borrowed borrows lends lent loan loans neighbours stash told twin",
+    "memory": "alone asked borrowed borrows lends lent loan loans stash told twin",
     "memory.md": "asked",
     "moe": "imagined",
     "numbers.md": "alone beside imagined",
