@@ -1,14 +1,11 @@
 """Collectives of an engine over one group of ranks: numbered, recorded in the ledger, and launched by a backend.
 
-The backend is torch.distributed (`shardwise.comm.native`), or shared memory between processes of one machine
-(`shardwise.comm.intra_node_transport`).
-
-Each kind of collective (`shardwise.comm.groups.PURPOSES`) is a sequence of its own, because ranks may interleave
-all-gathers, reduce-scatters and small sums differently. All ranks launch one kind in the same order, which
-`shardwise.zero.passes.unshard` and `shardwise.zero.passes.reduce` guarantee. Scripts and checkpoints share the order of
-the small sums.
-
+The backend is torch.distributed (`native`), or shared memory between processes of one machine (`intra_node_transport`).
 All tensors lie on the communicator's device, because a backend serves one type of device.
+
+Each kind of collective (`groups.PURPOSES`) is a sequence of its own, because ranks may interleave all-gathers,
+reduce-scatters and small sums differently. `shardwise.zero.passes.unshard` and `reduce` guarantee that all ranks launch
+one kind in the same order. Scripts and checkpoints share the order of the small sums.
 """
 
 from __future__ import annotations
@@ -65,18 +62,10 @@ def head_of(text: bytes) -> bytes:
 
 
 class Handle:
-    """A launched collective, whose record is closed by the first `wait()`.
+    """A launched collective (`pending`; None: complete), whose record is closed by the first `wait()`.
 
-    Args:
-        pending: the collective; None: complete.
-        record: of the ledger.
-        ledger: which `record` is in.
-        failures: makes the errors; None: there are no peers.
-        streams: of a device that waits for the collective; None: the host does.
-
-    Attributes:
-        record: of the ledger.
-        scratch: buffers that the collective has allocated; `wait()` gives them back.
+    `failures` makes the errors (None: no peers). The device of `streams` waits for the collective (None: the host
+    waits). `scratch` are buffers that the collective has allocated; `wait()` releases them.
     """
 
     __slots__ = ("__weakref__", "_failures", "_ledger", "_pending", "_streams", "record", "scratch")
@@ -128,8 +117,7 @@ def members_of(group: dist.ProcessGroup | None) -> list[int]:
 class Communicator:
     """Collectives of one engine over one data-parallel group.
 
-    Process groups are created at first use (`shardwise.comm.groups.GroupCache`). A communicator and its parts share a
-    cache, so that parts of the same ranks share groups.
+    Process groups are created at first use. A communicator and its parts share a cache: equal parts share groups.
 
     Args:
         group: the process group; None: the default group. It is initialised, unless the world is one process.
@@ -143,12 +131,11 @@ class Communicator:
         nodes: the node of each rank, as from `nodes()`; None: found with a collective when needed.
         alone: a group of this rank only.
         whole: the communicator that this one is a part of.
-        members: global ranks of the part.
+        members: global ranks of the part, in order.
 
     Attributes:
         timeout: limit for one collective: that of `group`.
-        imagined: no other rank exists (torch's fake backend, and `shardwise.comm.fake`).
-        members: the global ranks, in order.
+        imagined: the other ranks are fake (torch's fake backend, and `shardwise.comm.fake`).
 
     Raises:
         UsageError: the group has no backend for tensors of this device.
@@ -223,9 +210,8 @@ class Communicator:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The process group of these ranks, for collectives of a script; None: the default group.
-
-        All ranks of a part call, because the first use creates the group.
+        """The group of these ranks, for scripts; None: the default group. All ranks of a part call: the first use
+        creates it.
         """
         if not self._is_part:
             return self._given
@@ -238,12 +224,8 @@ class Communicator:
     def run_of(self, size: int, name: str) -> Communicator:
         """Return a communicator of this rank's run, where runs of `size` ranks follow one another (all ranks call).
 
-        `destroy()` destroys it. Its ranks exchange messages, because a rank that waits in one shared-memory transport
-        does not serve another one.
-
-        Args:
-            size: divides the number of ranks.
-            name: of the group in records.
+        `size` divides the number of ranks. `destroy()` destroys the communicator. Its ranks exchange messages, because
+        a rank that waits in one shared-memory transport does not serve another one.
         """
         return self.part([range(first, first + size) for first in range(0, self.world, size)], name)
 
@@ -252,12 +234,9 @@ class Communicator:
         return self.part([range(place, self.world, size) for place in range(size)], name)
 
     def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:
-        """Return a communicator of this rank's list of ranks, as `run_of`.
+        """Return a communicator of this rank's list of `parts`, which are disjoint (all ranks call).
 
-        Args:
-            parts: disjoint lists of ranks of this communicator.
-            name: of the group in records.
-            near: ranks of one machine read each other's memory, over connections of their own.
+        `near`: ranks of one machine read each other's memory, over connections of their own.
         """
         own = next(list(places) for places in parts if self.rank in places)
         part = Communicator(
@@ -295,15 +274,9 @@ class Communicator:
         accumulate: bool = False,
         kind: str = "reduce",
     ) -> Handle:
-        """Launch the reduce-scatter of each `full`, in rank order, into this rank's range `out`.
+        """Launch the reduce-scatter of each (`out`, `full`) of `pairs`, in rank order, into this rank's range `out`.
 
         out = (out if accumulate else 0) + sum over ranks of full[rank's range], in the dtype of `out`.
-
-        Args:
-            pairs: `out` and `full` of each reduction.
-            label: for the record.
-            accumulate: add to `out` instead of replacing it.
-            kind: sequence of collectives.
         """
         size = 0
         for _, full in pairs:
@@ -314,8 +287,8 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank.
 
-        Every rank gathers a few numbers from all. Larger tensors are summed by `sum_large`, so that the received bytes
-        do not grow with the number of ranks.
+        Each rank gathers a few numbers from all. The received bytes of larger tensors do not grow with the number of
+        ranks.
         """
         size = tensor.numel() * tensor.element_size()
         if size > MOST_GATHERED and self.sends:
@@ -332,16 +305,11 @@ class Communicator:
         return done
 
     def sum_large(self, flat: torch.Tensor, label: str, out: torch.Tensor | None = None) -> Handle:
-        """Sum a 1-D tensor over ranks: the same bits on every rank (blocking).
+        """Sum a 1-D tensor over ranks into `out` (None: in place): the same bits on every rank (blocking).
 
-        On Gloo and under `ordered` a reduce-scatter in rank order and an all-gather do so, as in a stage 0 reduction:
-        twice the tensor is sent, and an in-place sum allocates this rank's range. Half precision is summed in fp32 and
-        rounded once. Other backends run one all-reduce.
-
-        Args:
-            flat: its length is a multiple of the number of ranks.
-            label: for the record.
-            out: receives the sum; None: `flat` does.
+        The length is a multiple of the number of ranks. On Gloo and under `ordered` a reduce-scatter in rank order and
+        an all-gather form the sum, as in a stage 0 reduction: twice the tensor is sent, and an in-place sum allocates
+        this rank's range. Half precision is summed in fp32 and rounded once. Other backends run one all-reduce.
         """
         if not (self._on_host or self._ordered or not self.sends):
             if out is not None:
@@ -379,16 +347,8 @@ class Communicator:
         label: str,
         kind: str = "explicit",
     ) -> Handle:
-        """Launch the all-to-all that sends range r of 1-D `given` to rank r and receives range r of 1-D `output` from
-        it.
-
-        Args:
-            output: receives, in rank order.
-            given: is sent, in rank order.
-            output_sizes: elements of each range of `output`; may differ and may be zero.
-            input_sizes: elements of each range of `given`.
-            label: for the record.
-            kind: sequence of collectives.
+        """Launch the all-to-all of ranges of 1-D tensors, in rank order. Sizes are in elements; they may differ or be
+        zero.
         """
         size = given.numel() * given.element_size()
         sent, launch = size - input_sizes[self.rank] * given.element_size(), self._backend.all_to_all
@@ -405,10 +365,9 @@ class Communicator:
         return value
 
     def exchange(self, value: Any, label: str) -> list[Any]:
-        """Return the JSON values of all ranks, in rank order (blocking).
+        """Return the JSON values of all ranks, in rank order (blocking). A tuple comes back as a list.
 
-        A tuple comes back as a list. Each rank first sends a row of fixed size: digest, length, and the value if it is
-        short. One rank sends each distinct long value. Equal values are parsed once and are one object.
+        Each rank first sends a row of fixed size. One rank sends each distinct long value. Equal values are one object.
         """
         if not self.sends or self.imagined:
             return [value] * self.world
@@ -427,14 +386,8 @@ class Communicator:
         return [values[row[:_DIGEST]] for row in rows]
 
     def _long_texts(self, own: bytes, senders: dict[bytes, tuple[int, int]], label: str) -> dict[bytes, bytes]:
-        """Return long values by digest, each sent by one rank; the buffer on the device is bounded.
-
-        Args:
-            own: value of this rank.
-            senders: rank and size of each value, by digest.
-            label: for records.
-        """
-        # Of the longest values each is broadcast, and the others are gathered from all ranks: what takes the least.
+        """Return long values by digest, each sent by one rank; the buffer on the device is bounded."""
+        # The longest values are broadcast, the others gathered from all ranks; the split with the least cost is taken.
         ordered = sorted(senders, key=lambda digest: (-senders[digest][1], senders[digest][0]))
         sizes = [senders[digest][1] for digest in ordered]
         broadcast = [0, *accumulate(size + _BROADCAST_COST for size in sizes)]
@@ -477,13 +430,7 @@ class Communicator:
     def together(self, what: str, work: Callable[[], T]) -> T:
         """Return the result of a function without collectives; if it raises on some ranks, all ranks raise.
 
-        Args:
-            what: description of the function, for the other ranks' error.
-            work: the function.
-
-        Raises:
-            DesyncError: another rank has raised an exception.
-            Exception: of this rank.
+        Ranks without an exception raise DesyncError, which begins with `what`.
         """
         error: Exception | None = None
         try:
@@ -503,9 +450,8 @@ class Communicator:
         return found
 
     def nodes(self) -> Sequence[str]:
-        """Return a name of each rank's node, in rank order (the first call is a small collective of all ranks).
-
-        Fake ranks share one node. See `shardwise.comm.rendezvous.node`.
+        """Return the name of each rank's node, in rank order (first call: a small collective). Fake ranks share one
+        node.
         """
         if self._nodes is None:
             self._nodes = self.fingerprints(node(), "nodes")
@@ -535,9 +481,8 @@ class Communicator:
 
     @functools.cached_property
     def async_gathers(self) -> bool:
-        """Whether all-gathers run on a CUDA stream of their own.
-
-        On one rank an all-gather is a copy of parameters from the host, which also overlaps with computation.
+        """Whether all-gathers run on a CUDA stream of their own; on one rank these are copies of parameters from the
+        host.
         """
         return not self.waits_on_host or (not self.sends and self.streams.beside)
 
@@ -562,9 +507,8 @@ class Communicator:
 
     @property
     def launched(self) -> list[int]:
-        """How many collectives of each kind this rank has launched, those of passes of its parts included.
-
-        Two ranks in one place of the program have the same numbers.
+        """Number of launched collectives of each kind, with those of parts' passes: equal on ranks in one place of the
+        program.
         """
         return self._launched([kind for kind in PURPOSES if kind not in _UNCOUNTED])
 
@@ -573,7 +517,7 @@ class Communicator:
         return own + [number for part in self._parts for number in part._launched(_IN_PASSES)]
 
     def destroy(self) -> None:
-        """Destroy the process groups created by this communicator and its parts (not the group given)."""
+        """Destroy the process groups created by this communicator and its parts, but not the group given."""
         for part in self._parts:
             part.destroy()
         self._parts = []
@@ -592,16 +536,8 @@ class Communicator:
         launch: Callable[..., native.PendingCollective | None],
         *given: Any,
     ) -> Handle:
-        """Number a collective, open its record, and launch it; the handle closes the record.
-
-        Args:
-            op: name of the operation.
-            size: bytes of the whole message.
-            sent: bytes that this rank sends, if there are peers.
-            label: for the record.
-            kind: sequence of collectives that this one belongs to.
-            launch: of the backend; gets `given` and the record.
-            given: arguments of `launch`.
+        """Number a collective of `size` bytes, open its record, and call `launch(*given, record)`; `sent`: of this
+        rank.
         """
         ledger, turn = self.ledger, 0
         if self.sends:
@@ -624,12 +560,8 @@ class Communicator:
         return Handle(pending, record, ledger, self._failures, streams)
 
     def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError | DesyncError:
-        """Return an error that also says where the other ranks are, for exchanges outside of this class.
-
-        Args:
-            error: names the group rank that did not answer.
-            what: the exchange, in words that are the same on all ranks.
-            waited: seconds.
+        """Add the places of other ranks to an error of an exchange outside of this class, which waited for `waited`
+        seconds.
         """
         if self._failures is None:
             return error
@@ -645,12 +577,8 @@ _MOST_DIFFERENCES = 5
 def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
     """Compare the arguments of all ranks (all ranks call): one small collective, and more if they differ.
 
-    Args:
-        comm: the ranks that must agree.
-        facts: arguments of this rank by name, in the same order on all ranks.
-
-    Raises:
-        DesyncError: on every rank, if the facts of a rank differ from rank 0's; lists the first differences.
+    `facts` are arguments by name, in the same order on all ranks. If those of a rank differ from rank 0's, all ranks
+    raise a DesyncError that lists the first differences.
     """
     if comm.world == 1:
         return
@@ -662,10 +590,7 @@ def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
 def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str]) -> DesyncError:
     """Return an error that names the differences (all ranks call); one rank sends each of the first few versions.
 
-    Args:
-        comm: the ranks that must agree.
-        facts: as in `check_agreement`.
-        given: of each rank, a text that is equal where facts are.
+    `given` has, of each rank, a text that is equal where `facts` are.
     """
     senders: dict[str, int] = {}
     for rank, version in enumerate(given):
