@@ -281,7 +281,7 @@ class Domain:
         wire: torch.dtype | None,
         made: Callable[[torch.Tensor], None],
     ) -> list[Launch]:
-        """Return the launches that reduce the sums of an earlier `reducing` to the finest level: (output, sum) pairs."""
+        """Return the launches that reduce the sums of an earlier `reducing` to the finest level."""
         ranks, single = self.dimensions[coarse], coarse + 1 == self.depth
         outputs, given = [out for out, _ in pairs], [total for _, total in pairs]
         first = functools.partial(_sum_on, ranks, given, label, accumulate and single, wire, made)

@@ -2,11 +2,11 @@
 
 Messages through sockets copy everything twice and wake a thread at both ends for each piece. Here a rank sends its
 peers the addresses of its tensors, through one local socket per pair. Each peer copies from the rank's memory into its
-own. A reduction adds chunk by chunk, and needs no receive buffer.
+own. A reduction adds chunk by chunk, and needs no receive buffer. The kernel verifies number and user of each peer's
+process.
 
 An exchange has three events per peer: the peer's *offer* (launched: its data may be read), this rank's read, and the
-peer's *receipt* (this rank's data has been read, and may change). It is complete when every peer's offer has been read
-and every peer's receipt has come.
+peer's *receipt* (this rank's data has been read, and may change). It is complete after all reads and receipts.
 
 Invariants:
 
@@ -16,9 +16,7 @@ Invariants:
 - Sums are formed in rank order and in the dtype of the result, with the same bits as in `shardwise.comm.native`.
 - The tensors of an exchange stay alive until it is complete.
 - A closed socket is a lost peer, unless nothing more is expected from the peer.
-- Offers of ranks in different collectives do not match, so that no rank reads values of another collective.
-
-Only addresses cross the sockets, from processes whose number and user the kernel has verified.
+- Offers of ranks in different collectives do not match: no rank reads values of another collective.
 """
 
 from __future__ import annotations
@@ -70,9 +68,7 @@ _LEAVING = timedelta(seconds=10)
 _LISTENING = timedelta(seconds=1)
 """Longest sleep: messages that another thread could not send are then sent."""
 _IDLE_S = 0.02
-"""Longest wait of an offer for this rank, before a thread serves it. A rank in training serves offers at every unit;
-only a rank that waits elsewhere, or computes for long, leaves them to the thread.
-"""
+"""Longest wait of an offer on a rank that neither launches nor waits here, until a thread serves it."""
 _CARD_BYTES = 512
 _PROOF_BYTES = 32
 _HEADER = struct.Struct("<BQ")
@@ -115,8 +111,7 @@ def _process_vm_readv() -> Any:
 def allow_siblings() -> None:
     """Let the descendants of this process's parent read this process's memory, where Yama's ptrace_scope is 1.
 
-    The kernel lets a process read another one of the same user. That rule of Yama lets only ancestors do so, unless the
-    process names another one.
+    Because this rule lets only ancestors read a process of the same user, unless the process names another one.
     """
     with contextlib.suppress(OSError, ValueError):
         if int(_YAMA.read_text()) == _DESCENDANTS_ONLY:
@@ -129,14 +124,13 @@ def read_tensor(process: int, address: int, into: torch.Tensor) -> None:
     Raises:
         OSError: the process has gone, does not permit it, or has no memory there.
 
-    Example:
-        >>> source, target = torch.arange(4.0), torch.zeros(4)
-        >>> if _process_vm_readv() is not None:
-        ...     read_tensor(os.getpid(), source.data_ptr(), target)
-        ... else:
-        ...     _ = target.copy_(source)
-        >>> target.tolist()
-        [0.0, 1.0, 2.0, 3.0]
+    >>> source, target = torch.arange(4.0), torch.zeros(4)
+    >>> if _process_vm_readv() is not None:
+    ...     read_tensor(os.getpid(), source.data_ptr(), target)
+    ... else:
+    ...     _ = target.copy_(source)
+    >>> target.tolist()
+    [0.0, 1.0, 2.0, 3.0]
     """
     function, here, size = _process_vm_readv(), into.data_ptr(), into.nbytes
     done = 0
@@ -156,13 +150,12 @@ class Exchange:
     """One launched collective.
 
     Attributes:
-        record: of the ledger.
         tag: equal on all ranks in this collective, and on no others.
         addresses: of this rank's data, one for each tensor.
         scratch: memory for sums of chunks, kept for later exchanges.
-        unread: peers whose data is still to be read.
+        unread: peers with data that is still to be read.
         unreceipted: peers that have still to read this rank's data.
-        failure: a peer whose memory could not be read, and the error.
+        failure: a peer with unreadable memory, and the error.
     """
 
     def __init__(self, transport: IntraNodeTransport, pairs: Sequence[Pair], record: Record) -> None:
@@ -326,14 +319,11 @@ class _Scratch:
 
 
 def _bytes(numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a chunk of a tensor, a multiple of the largest element."""
     size = min(CHUNK, numel) * dtype.itemsize
     return size + -size % torch.float64.itemsize
 
 
 class _Planned(native.Backend):
-    """Allocates the buffers of `IntraNodeTransport` without ranks."""
-
     def __init__(self) -> None:
         self._scratch: _Scratch | None = None
 
@@ -349,13 +339,8 @@ class _Planned(native.Backend):
 class IntraNodeTransport(native.TorchBackend):
     """Shared-memory transport of a group, and its exchanges in flight.
 
-    Other collectives are those of torch.distributed.
-
-    Args:
-        backend: of the same ranks, for other collectives.
-        group: the ranks; its limit holds for each exchange.
-        processes: process number of each rank.
-        sockets: one to each other rank.
+    `backend` runs other collectives. The limit of `group` holds for each exchange. `processes` has each rank's process
+    number, `sockets` one to each other rank.
     """
 
     transport = "memory"
@@ -454,7 +439,7 @@ class IntraNodeTransport(native.TorchBackend):
         elif missing:
             peer, cause = missing[0], ConnectionResetError("the process has closed its local socket")
         elif deadline.over():
-            # Who has not launched is nearer to the cause than who has not read.
+            # A rank that has not launched is nearer to the cause than one that has not read.
             peer, cause = min(exchange.unread or exchange.unreceipted), TimeoutError("the limit is over")
             limit = deadline.limit
         else:
@@ -462,7 +447,7 @@ class IntraNodeTransport(native.TorchBackend):
         self._failure = PeerLostError(f"{exchange.record.op}: rank {peer} of the group has left or does not answer")
         self._failure.peer, self._failure.timed_out = peer, limit is not None
         self._failure.__cause__ = cause
-        self._disconnect()  # so that the others do not wait for what will not come
+        self._disconnect()  # the others then end their waits
         raise self._failure
 
     def _listen(self, deadline: Deadline) -> None:
@@ -520,10 +505,10 @@ class IntraNodeTransport(native.TorchBackend):
 
     def _accept(self, exchange: Exchange, peer: int, addresses: Sequence[int]) -> None:
         try:
-            # Whether gradients are recorded is each thread's own, and what is summed may be an activation.
+            # Because grad mode is per thread, and an activation may be summed.
             with torch.no_grad():
                 read = exchange.accept(peer, self._processes[peer], addresses)
-        except Exception as error:  # such as that of a process that has ended since its offer
+        except Exception as error:  # such as of a process that has ended since its offer
             exchange.failure = (peer, error)  # `wait()` raises it, because this may be another thread
             return
         receipt = _HEADER.pack(_RECEIPT, exchange.tag)
@@ -549,7 +534,7 @@ class IntraNodeTransport(native.TorchBackend):
             except BlockingIOError:
                 break
             except OSError:
-                waiting.clear()  # it has gone; what it had sent before can still be read
+                waiting.clear()  # the peer has gone; its earlier messages can still be read
                 break
             else:
                 waiting.popleft()
@@ -588,14 +573,14 @@ class IntraNodeTransport(native.TorchBackend):
         """Close the sockets: ranks that wait for this one from now on get an error."""
         deadline = Deadline(_LEAVING)
         with self._changed:
-            # Receipts that a full socket has not taken yet: a peer that never gets them would take this rank for lost.
+            # A peer without its receipts, which a full socket has not taken yet, would report this rank as lost.
             while self._sockets and any(self._unsent.values()) and not deadline.over():
                 self._read()
                 if any(self._unsent.values()):
                     self._listen(deadline)
             self._disconnect()
             self._under_way, self._early, self._scratch = {}, {}, _Scratch()
-        self._busy.set()  # so that the thread sees it
+        self._busy.set()  # wakes the thread
         self._thread.join()
         _open.discard(self)
 
@@ -616,16 +601,7 @@ def _serve_idle(reference: weakref.ref[IntraNodeTransport], busy: threading.Even
 
 
 def connect(backend: native.TorchBackend, group: dist.ProcessGroup, name: str) -> native.TorchBackend:
-    """Return the shared-memory transport of a Gloo group on one machine whose ranks may read each other (all ranks
-    call).
-
-    Args:
-        backend: of the same ranks.
-        group: the ranks.
-        name: of the group, for the log.
-
-    Returns:
-        The transport, or `backend`.
+    """Return the shared-memory transport of a Gloo group; `backend` if ranks cannot read each other (all ranks call).
 
     Raises:
         UsageError: SHARDWISE_TRANSPORT requires memory, which is not possible, or has an unknown value.
@@ -720,7 +696,7 @@ def _readable(card: dict[str, Any]) -> bool:
 
 
 def _call_all(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket) -> dict[int, socket.socket] | None:
-    """Return a socket to each other rank, or None: to lower ranks it connects, and from higher ones it accepts.
+    """Return a socket to each other rank, or None: it connects to lower ranks, and accepts higher ones.
 
     Any process of the machine may connect. The kernel identifies it; connections of other jobs are closed unread.
     """
@@ -778,4 +754,4 @@ def _settle_all() -> None:
     for transport in list(_open):
         if not failed:
             transport.settle(_LEAVING)
-        transport.close()  # its thread, still inside of torch when the interpreter goes, would take the process down
+        transport.close()  # because its thread, if inside of torch at the interpreter's end, would abort the process
