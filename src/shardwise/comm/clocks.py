@@ -27,11 +27,11 @@ def _now() -> float:
 
 
 class Clock(NamedTuple):
-    """Offset of a rank's clock from rank 0's, at one moment.
+    """Offset of a rank's clock from rank 0's, at one moment, all in seconds.
 
     Attributes:
-        offset: seconds to be added to this rank's time, for rank 0's.
-        uncertainty: largest possible error of the offset, in seconds.
+        offset: to be added to this rank's time, for rank 0's.
+        uncertainty: largest possible error of the offset.
         at: this rank's time of the measurement.
     """
 
@@ -43,10 +43,7 @@ class Clock(NamedTuple):
 def measure(comm: Communicator, rounds: int = 32, clock: Callable[[], float] = _now) -> Clock:
     """Compare the clocks of all ranks (all ranks call; one small blocking collective a round).
 
-    Args:
-        comm: the ranks.
-        rounds: more rounds are more exact, above all on busy ranks.
-        clock: of this rank, in seconds.
+    More rounds are more exact, above all on busy ranks. `clock` returns seconds of this rank.
     """
     if comm.world == 1 or comm.imagined:
         return Clock(at=clock())
@@ -68,16 +65,9 @@ def measure_by(
     rounds: int,
     clock: Callable[[], float] = _now,
 ) -> Clock:
-    """Measure with any all-gather of two numbers.
-
-    Args:
-        tell: sends this rank's numbers, and returns those of rank 0 when all have arrived.
-        rank: of this process.
-        rounds: as in `measure`.
-        clock: as in `measure`.
-    """
+    """Measure with `tell`, any all-gather of two numbers that returns rank 0's when all have arrived."""
     low, high = float("-inf"), float("inf")
-    left = had = 0.0  # when this rank's last message left, and when it had all others'
+    left = had = 0.0  # times of this rank's last message, and of the arrival of all others'
     for number in range(rounds + 1):
         before, left = left, clock()
         first_left, first_had = tell(left, had)

@@ -426,7 +426,7 @@ class CommsLogger:
         return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
 
     def summary(self) -> dict[str, dict[int, dict[str, float]]]:
-        """Return count, total and mean latency (ms) and mean bandwidths (Gbit/s) by operation and size; 0: unmeasured."""
+        """Return count, total and mean latency (ms) and mean bandwidths (Gbit/s) by operation and size; 0: unknown."""
         self.settle()
         return {
             name: {
