@@ -33,8 +33,7 @@ Group = ProcessGroup | None
 P = ParamSpec("P")
 
 
-_ALIKE = ("op", "src", "dst")
-"""Arguments other than tensors that are equal on all ranks of a collective."""
+_ALIKE = ("op", "src", "dst")  # arguments other than tensors that are equal on all ranks of a collective
 
 
 class Log(TypedDict, total=False):

@@ -43,12 +43,9 @@ _IN_PASSES = ("gather", "reduce", "replicate")
 
 _DIGEST, _LENGTH, _INLINE = 16, 4, 44
 """Bytes of an exchanged value's digest, of its length, and of a value that fits into the first row."""
-_BROADCAST_COST = 4096
-"""Bytes that take about as long to send as a broadcast takes to start."""
-_MOST_BYTES = 4 << 20
-"""Bytes of the device buffer in which long values are gathered."""
-_ERROR_TEXT = 2000
-"""Characters of an exception that other ranks show."""
+_BROADCAST_COST = 4096  # bytes that take about as long to send as a broadcast takes to start
+_MOST_BYTES = 4 << 20  # bytes of the device buffer in which long values are gathered
+_ERROR_TEXT = 2000  # characters of an exception that other ranks show
 
 MOST_GATHERED = 4096
 """Bytes up to which `all_reduce` gathers from all ranks; larger tensors are reduced and then gathered."""
@@ -568,10 +565,8 @@ class Communicator:
         return self._failures.explain(error, Position(what, line=user_line(), seconds=waited))
 
 
-_MOST_VERSIONS = 4
-"""Different versions that are compared."""
-_MOST_DIFFERENCES = 5
-"""Differences that the error lists."""
+_MOST_VERSIONS = 4  # different versions that are compared
+_MOST_DIFFERENCES = 5  # differences that the error lists
 
 
 def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:

@@ -182,8 +182,7 @@ def position_of(record: Record, seconds: float = 0.0, **rest: Any) -> Position:
 
 # -- reports -----------------------------------------------------------------------------------------------------------
 
-_MOST_LINES = 16
-"""Lines of different positions that are shown."""
+_MOST_LINES = 16  # lines of different positions that are shown
 
 Positions = Mapping[int, Position | None]
 """By rank; None: no answer."""
@@ -465,13 +464,11 @@ PATIENCE_S = 1.0
 FAILED = "failed"
 """Key of the traceback of the last rank that has ended with an exception."""
 
-_TRACEBACK = 4000
-"""Letters of a traceback that other ranks read."""
+_TRACEBACK = 4000  # letters of a traceback that other ranks read
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
 _MOST_READ = 32
 """Ranks that a report reads besides the lost one, because reports on all ranks would grow with ranks squared."""
-_DYING_S = 0.1
-"""Seconds for which sockets of a killed process may outlive one another."""
+_DYING_S = 0.1  # seconds for which sockets of a killed process may outlive one another
 _SILENT = "has not said where it is: it is gone, or busy outside of collectives (data, computing, waiting)"
 _FEWER = "Did it get fewer batches than the others?"
 _CHECK_FAILED = (
@@ -682,8 +679,7 @@ def _cause(ranks: Sequence[int], states: Mapping[int, RankState], here: Position
 
 # -- comparisons beforehand --------------------------------------------------------------------------------------------
 
-_TEXT = 1024
-"""Bytes of a call that are shown."""
+_TEXT = 1024  # bytes of a call that are shown
 
 _compares = False
 

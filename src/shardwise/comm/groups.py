@@ -32,12 +32,10 @@ from shardwise.comm.rendezvous import REFUSED, meet
 from shardwise.errors import DesyncError, PeerLostError
 
 CPU = torch.device("cpu")
-_ROUNDING_S = 0.005
-"""Because Gloo counts in whole milliseconds, a wait may end this much before its limit."""
+_ROUNDING_S = 0.005  # because Gloo counts in whole milliseconds, a wait may end this much before its limit
 
 _ATTEMPTS = 5
-_LIMIT = timedelta(seconds=10)
-"""Limit for the first messages of a group, whose ranks have just created it."""
+_LIMIT = timedelta(seconds=10)  # limit for the first messages of a group, whose ranks have just created it
 _TAG = 1
 _POLL_S, _SLOWEST_POLL_S = 0.001, 0.1
 
@@ -272,8 +270,7 @@ def meeting_store(name: str, store: dist.Store) -> dist.Store:
 
 # -- calls that all ranks make -----------------------------------------------------------------------------------------
 
-_TEXT = 2000
-"""Characters of an error that other ranks show."""
+_TEXT = 2000  # characters of an error that other ranks show
 
 
 def enter(what: str, timeout: timedelta) -> None:

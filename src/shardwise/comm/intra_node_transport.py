@@ -61,21 +61,17 @@ CHUNK = 1 << 16
 """Elements that are read and added at a time, to stay in the cache."""
 
 _CONNECTING = timedelta(seconds=30)
-_BACKLOG = 128
-"""Connections that wait at a listener."""
+_BACKLOG = 128  # connections that wait at a listener
 _AGAIN_S = 0.01
 _LEAVING = timedelta(seconds=10)
-_LISTENING = timedelta(seconds=1)
-"""Longest sleep: messages that another thread could not send are then sent."""
-_IDLE_S = 0.02
-"""Longest wait of an offer on a rank that neither launches nor waits here, until a thread serves it."""
+_LISTENING = timedelta(seconds=1)  # longest sleep: messages that another thread could not send are then sent
+_IDLE_S = 0.02  # longest wait of an offer on a rank that neither launches nor waits here, until a thread serves it
 _CARD_BYTES = 512
 _PROOF_BYTES = 32
 _HEADER = struct.Struct("<BQ")
 _OFFER, _RECEIPT = 1, 2
 _MESSAGE_BYTES = 1 << 16
-_MOST_ADDRESSES = 4096
-"""Tensors of one offer, which is one message."""
+_MOST_ADDRESSES = 4096  # tensors of one offer, which is one message
 
 _open: weakref.WeakSet[IntraNodeTransport] = weakref.WeakSet()
 _log = logging.getLogger("shardwise")

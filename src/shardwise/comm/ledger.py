@@ -129,8 +129,7 @@ def waiting(what: object, since: float) -> Iterator[None]:
         WAITING.pop(thread, None)
 
 
-_MOST_FOLLOWED = 1024
-"""Because the host never runs more kernels ahead of its device."""
+_MOST_FOLLOWED = 1024  # because the host never runs more kernels ahead of its device
 _followed: deque[tuple[Any, Mark, float]] | None = None
 """Of each of the last device collectives: name, event behind it, launch (`time.perf_counter()`); None: off. An entry
 refers to no buffer, and to no `Work` of torch, which refers to its outputs.

@@ -35,21 +35,16 @@ if TYPE_CHECKING:
 Entry = list[Any]
 """[count, latencies in ms, algorithm bandwidths, bus bandwidths] of one collective at one size."""
 
-_KEPT = 4096
-"""Least number of kept times of one operation and size; the most is twice as many."""
+_KEPT = 4096  # least number of kept times of one operation and size; the most is twice as many
 
 UNKNOWN = "-"
 """Printed for an unknown time."""
 
 _WHOLE = ("all_gather", "reduce_scatter")
-_KEPT_RECORDS = 4096
-"""Collectives of engines that are kept one by one."""
-_AT_ONCE = 256
-"""Collectives that are added up together, in a few milliseconds at most."""
-_WAITING = 4096
-"""Most queued collectives of engines; older ones that are not known to have ended count without a time."""
-_MOST_LINES = 1 << 16
-"""Collectives that wait to be written into the file."""
+_KEPT_RECORDS = 4096  # collectives of engines that are kept one by one
+_AT_ONCE = 256  # collectives that are added up together, in a few milliseconds at most
+_WAITING = 4096  # most queued collectives of engines; older ones that are not known to have ended count without a time
+_MOST_LINES = 1 << 16  # collectives that wait to be written into the file
 _EVERY_S = 1.0
 
 

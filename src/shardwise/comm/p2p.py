@@ -35,12 +35,10 @@ from shardwise.compat import default_store
 from shardwise.errors import PeerLostError
 
 _NUMBER_BYTES = 32
-_HELLO = struct.Struct(f"<I{_NUMBER_BYTES}s{_NUMBER_BYTES}s")
-"""Rank, random number and proof of a connecting rank."""
+_HELLO = struct.Struct(f"<I{_NUMBER_BYTES}s{_NUMBER_BYTES}s")  # rank, random number and proof of a connecting rank
 _NAME_BYTES = 8
 _MOST_UNPROVEN = 64
-_UNPROVEN_S = 5.0
-"""Seconds in which a connection must prove itself."""
+_UNPROVEN_S = 5.0  # seconds in which a connection must prove itself
 _RETRY_S = 0.05
 STEP_S = 0.2
 

@@ -42,8 +42,7 @@ from shardwise.comm.ledger import WAITING, Ledger, Record, followed, line_of
 from shardwise.comm.rendezvous import machine
 from shardwise.compat import group_named, launched_of, local_of
 
-_DEEP = 400
-"""Frames of a stack that are examined."""
+_DEEP = 400  # frames of a stack that are examined
 
 
 @dataclass(frozen=True)
@@ -261,8 +260,7 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
 
 _PAIRS = ("send", "recv", "isend", "irecv")
 _WORK = "torch.distributed.Work.wait"
-_UNCOUNTED = (*_PAIRS, "monitored_barrier", "wait_tensor")
-"""Collectives of torch that do not count in their group."""
+_UNCOUNTED = (*_PAIRS, "monitored_barrier", "wait_tensor")  # collectives of torch that do not count in their group
 _SAYING_WHICH = ("op", "src", "dst", "group_src", "group_dst", "group", "tag")
 _ALIKE = {
     "all_reduce": "tensor",

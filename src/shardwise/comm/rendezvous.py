@@ -35,10 +35,8 @@ from shardwise.errors import DesyncError, LaunchError, ShardwiseError
 NOTICE_S = 10.0
 """Seconds after which a waiting process logs a notice; then after twice as many, and so on."""
 _POLL_S, _SLOWEST_POLL_S = 0.002, 0.25
-_LATER_S = 2.0
-"""Seconds after the limit when other ranks look themselves, because the first may have ended."""
-_ALL, _APART = "meeting/all", "meeting/apart"
-"""Keys: all ranks have come; the reason why they do not meet."""
+_LATER_S = 2.0  # seconds after the limit when other ranks look themselves, because the first may have ended
+_ALL, _APART = "meeting/all", "meeting/apart"  # keys: all ranks have come; the reason why they do not meet
 _groups_opened = itertools.count()
 _log = logging.getLogger("shardwise")
 

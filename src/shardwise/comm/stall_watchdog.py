@@ -53,29 +53,21 @@ from shardwise.utils.logging import logger
 
 EXIT_CODE = 35
 """Exit code of processes that wait for each other: EDEADLK."""
-_LOST_CODE = 1
-"""Exit code of a process that waits for one that has raised."""
+_LOST_CODE = 1  # exit code of a process that waits for one that has raised
 
-_LOOKS = 10
-"""Looks of the thread within the limit."""
+_LOOKS = 10  # looks of the thread within the limit
 _SLOWEST_S = 2.0
 """Most seconds between two looks, and between reads of the store by a rank that has waited for `_SUSPECTED`."""
 _IDLE_LOOKS, _IDLE_S = 6, 5.0
 """Reads of the store within the limit by a rank that does not wait, and the most seconds in between."""
-_SUSPECTED = 0.25
-"""Part of the limit after which a wait may be a stall."""
-_ANSWERED_S = 3.0
-"""Seconds that a process has to answer after it reads the store."""
-_LATER = 0.25
-"""Part of the limit between the two requests."""
+_SUSPECTED = 0.25  # part of the limit after which a wait may be a stall
+_ANSWERED_S = 3.0  # seconds that a process has to answer after it reads the store
+_LATER = 0.25  # part of the limit between the two requests
 _AFTER_FAILURE_S = 5.0
 """Seconds for which a rank may wait after another has raised; where the host waits, the connection breaks at once."""
-_QUIET = 0.5
-"""Part of the limit without a launch before the device is queried."""
-_SILENT_S = 10.0
-"""Seconds after which a store counts as unreachable."""
-_SHOWN = 4
-"""Ranks shown with their launches of the first differing collective."""
+_QUIET = 0.5  # part of the limit without a launch before the device is queried
+_SILENT_S = 10.0  # seconds after which a store counts as unreachable
+_SHOWN = 4  # ranks shown with their launches of the first differing collective
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Race, lifetime and deadlock checks for the traces of recorded devices.
 
 *Order*: CUDA streams, events and the host must order two uses of the same bytes if one use writes. Each stream has a
-vector clock (Fidge 1988, Mattern 1989). The clock counts the stream's kernels and the latest kernel of each other
-stream that it waits for. An earlier use that is not in the clock of a later use may run concurrently.
+vector clock (Fidge 1988, Mattern 1989): the count of its kernels, and the latest kernel of each other stream that it
+waits for. An earlier use that is not in the clock of a later use may run concurrently.
 
 *Memory*: released memory can be reused at once by kernels of the stream that owns it. Kernels that use the new
 allocation must therefore run after all uses of memory released to that stream before.
@@ -21,18 +21,15 @@ from shardwise.device.recording import COMPUTE, Event, Span, Trace
 
 Clock = dict[str, int]
 
-_GROUP = "group "
-"""Prefix of the stream names of process groups."""
+_GROUP = "group "  # prefix of the stream names of process groups
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A defect found in traces.
+    """A defect in traces, of a `rank` (-1: all ranks).
 
-    Attributes:
-        kind: "race" (unordered uses), "early" (memory released before its last use), "order" (ranks launch different
-            collectives), "stuck" (deadlock).
-        rank: rank of the trace; -1: all ranks.
+    Kinds: "race" (unordered uses), "early" (memory released before its last use), "order" (ranks launch different
+    collectives), "stuck" (deadlock).
     """
 
     kind: str
@@ -112,7 +109,6 @@ class _Order:
                     given[use.stream] = use
 
     def clock(self, stream: str) -> Clock:
-        """Return a stream's vector clock: its kernel count, and the kernel count it waits for of each other stream."""
         return dict(self._clocks[stream])
 
     def _launch(self, stream: str) -> Clock:
@@ -171,8 +167,7 @@ def check_order(trace: Trace, rank: int = 0) -> list[Problem]:
 def overlaps(trace: Trace, chosen: Callable[[Event], bool], stream: str = COMPUTE) -> list[tuple[Event, int]]:
     """Return the selected kernels and collectives, each with the number of kernels of `stream` that may overlap it.
 
-    Overlapping kernels are ordered neither before nor after the selected one. A copy on the same stream overlaps with
-    no kernel.
+    Overlapping kernels are ordered neither before nor after the selected one. A copy on the same stream has none.
     """
     order = _Order(0)
     found: list[tuple[Event, str, int, int]] = []
@@ -355,9 +350,8 @@ def _run(player: _Player) -> bool:
 
 
 def _meet(players: Sequence[_Player]) -> Problem | bool:
-    """Run the collectives that all ranks of a group have reached.
-
-    Return True if any ran, or the problem if ranks launch different collectives.
+    """Run the collectives that all ranks of a group have reached; return True if any ran, or the problem if they
+    differ.
     """
     groups = {stream for player in players for stream in player.queues if stream.startswith(_GROUP)}
     moved = False

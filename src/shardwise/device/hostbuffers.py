@@ -14,8 +14,7 @@ from shardwise.device.hostmemory import mapped
 from shardwise.device.pinned import pin, unpin
 from shardwise.device.staging import Copied
 
-_LARGER = 2
-"""A kept buffer serves a request if it is at most this many times larger."""
+_LARGER = 2  # a kept buffer serves a request if it is at most this many times larger
 
 
 _Kept = tuple[torch.Tensor, "Copied | None", int]
@@ -23,20 +22,15 @@ _Kept = tuple[torch.Tensor, "Copied | None", int]
 
 
 class HostBuffers:
-    """Buffer pool of one device.
+    """Buffer pool of one device; `pinned`: all allocated buffers are pinned.
 
-    Args:
-        keep: keep released buffers for later requests; None: on CUDA only.
+    `keep` keeps released buffers for later requests; None: on CUDA only.
 
-    Attributes:
-        pinned: True if all allocated buffers are pinned.
-
-    Example:
-        >>> buffers = HostBuffers(torch.device("cpu"), keep=True)
-        >>> buffer = buffers.take(100)
-        >>> buffers.give_back(buffer, None)
-        >>> buffers.take(60).numel(), buffers.take(60) is buffer
-        (100, False)
+    >>> buffers = HostBuffers(torch.device("cpu"), keep=True)
+    >>> buffer = buffers.take(100)
+    >>> buffers.give_back(buffer, None)
+    >>> buffers.take(60).numel(), buffers.take(60) is buffer
+    (100, False)
     """
 
     def __init__(self, device: torch.device, keep: bool | None = None) -> None:

@@ -2,12 +2,11 @@
 
 The engine runs as on a GPU, on CPU tensors of any size. Each kernel, collective, wait, allocation and release becomes
 an event of a trace. Because each operation runs at once, results do not reveal missing waits; the trace does
-(`shardwise.device.checking`). One process records one of several simulated ranks: collectives return the result for
-equal values on all ranks.
+(`shardwise.device.checking`). One process records one of several simulated ranks, in a process group of torch's "fake"
+backend: collectives return the result for equal values on all ranks.
 
     with recording() as recorder:
-        engine, *_ = shardwise.initialize(...)   # in a process group of torch's "fake" backend
-        ...
+        engine, *_ = shardwise.initialize(...)
     problems = check([recorder.trace, ...])
 """
 
@@ -66,10 +65,8 @@ class Event:
             stream, for a mark), "arrive" (of a stream, for a collective), "block" (of the host, for a mark), "poll" (of
             a mark by the host) and "read" (of the host, for all of a stream); "take" and "give" (allocation and release
             of memory, on its owner stream); "say" (an annotation for the checker).
-        name: operation, or annotation.
+        name: operation, or annotation with further `numbers`.
         number: number of a mark, of a collective (in the order of its group), or of an allocation.
-        group: process group of a collective.
-        numbers: further numbers of an annotation.
     """
 
     kind: str
@@ -131,11 +128,7 @@ class _Launched:
 
 
 class Recorder(Streams):
-    """The streams of a recorded device (`shardwise.device.streams.Streams`), and its trace.
-
-    Attributes:
-        kept: `id` of each storage whose release waits for streams other than its owner.
-    """
+    """The streams of a recorded device, and its trace; `kept`: `id` of storages with a release outside of the trace."""
 
     beside = True
 
@@ -233,12 +226,9 @@ class Recorder(Streams):
     def collective(
         self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: str, run: Callable[[], Any]
     ) -> _Launched:
-        """Record the launch of a collective.
+        """Record the launch of a collective on (output, input) pairs; `run` computes its results.
 
-        Args:
-            pairs: (output, input) tensors.
-            group: its process group; the n-th collective of a group matches the n-th of the other ranks.
-            run: computes its results.
+        The n-th collective of a process group matches the n-th of the other ranks.
         """
         self._counts[group] = self._counts.get(group, -1) + 1
         writes, reads = tuple(self.span(o) for o, _ in pairs), tuple(self.span(i) for _, i in pairs)

@@ -4,10 +4,9 @@ Kernels of one stream run in order, concurrently with other streams. The host la
 event recorded on a stream: a stream or host that waits for it sees the results of all kernels launched there before.
 
 Memory belongs to the stream on which it was allocated. It may be released while kernels that use it are pending,
-because only later kernels of that stream reuse it. Memory that another stream uses must not be released before
-the owner stream, or the host, has waited for that stream.
-
-On the CPU each operation has run when the call returns, and all of this does nothing.
+because only later kernels of that stream reuse it. Memory that another stream uses must not be released before the
+owner stream, or the host, has waited for that stream. On the CPU each operation has run when the call returns, and all
+of this does nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from typing_extensions import override
 
 _log = logging.getLogger("shardwise")
 
-_POLL_S = 2e-5
-"""Seconds between polls of an event by the host: less than the duration of a large kernel."""
+_POLL_S = 2e-5  # seconds between polls of an event by the host: less than the duration of a large kernel
 
 
 class Mark(Protocol):
@@ -51,23 +49,15 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    """The streams of one device.
-
-    Attributes:
-        beside: True if the device runs asynchronously to the host.
-    """
+    """The streams of one device; `beside` is True if the device runs asynchronously to the host."""
 
     beside: bool
 
     def make(self, name: str, *, urgent: bool = True) -> Stream:
-        """Return a new stream.
+        """Return a new stream; `urgent` for short work that other streams wait for.
 
         torch assigns streams from a small pool of each priority, round-robin. Because streams may share a queue,
         streams that must not wait have another priority than streams created often.
-
-        Args:
-            name: purpose of the stream.
-            urgent: True for short work that other streams wait for.
         """
 
     def current(self) -> Stream:
@@ -227,12 +217,11 @@ _instead: dict[str, Streams] = {}
 def streams_of(device: torch.device) -> Streams:
     """Return the streams of a device.
 
-    Example:
-        >>> streams = streams_of(torch.device("cpu"))
-        >>> with streams.make("gather").use():
-        ...     mark = streams.mark()
-        >>> mark.reached()
-        True
+    >>> streams = streams_of(torch.device("cpu"))
+    >>> with streams.make("gather").use():
+    ...     mark = streams.mark()
+    >>> mark.reached()
+    True
     """
     if device.type in _instead:
         return _instead[device.type]
@@ -241,7 +230,7 @@ def streams_of(device: torch.device) -> Streams:
 
 @contextlib.contextmanager
 def standing_in(kind: str, streams: Streams) -> Iterator[None]:
-    """Replace the streams of a device type inside the block (see `shardwise.device.recording`)."""
+    """Replace the streams of a device type inside the block."""
     _instead[kind] = streams
     try:
         yield

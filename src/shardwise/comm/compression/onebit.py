@@ -27,8 +27,7 @@ from shardwise.compat import has_values
 Scale = Literal["norm", "mean"]
 """Preserved by a scale: the L2 norm of its run, or the mean magnitude."""
 
-_MAGIC = 0x0102040810204080
-"""Factor that collects the lowest bits of eight bytes of a number in its highest byte."""
+_MAGIC = 0x0102040810204080  # factor that collects the lowest bits of eight bytes of a number in its highest byte
 
 _SCALE_BYTES = 4
 

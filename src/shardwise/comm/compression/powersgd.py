@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config.schema import gradients
 
-_BLOCK = 1 << 17
-"""Elements of a product of factors that are computed at a time."""
+_BLOCK = 1 << 17  # elements of a product of factors that are computed at a time
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 KEPT_DTYPE = torch.bfloat16
 """Dtype of rounding errors."""
 
-_SECOND = ".node"
-"""Suffix of the names of the second hop's errors."""
+_SECOND = ".node"  # suffix of the names of the second hop's errors
 
 
 @dataclass(frozen=True)

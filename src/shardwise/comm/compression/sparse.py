@@ -24,12 +24,9 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config.schema import gradients
 
-_CHUNK = 1 << 17
-"""Elements of which a CPU computes magnitudes at a time, to stay in the cache."""
-_FEW = 1 << 14
-"""Elements up to which all are ranked at once."""
-_ALIGN = 8
-"""Alignment in bytes of the parts of a message."""
+_CHUNK = 1 << 17  # elements of which a CPU computes magnitudes at a time, to stay in the cache
+_FEW = 1 << 14  # elements up to which all are ranked at once
+_ALIGN = 8  # alignment in bytes of the parts of a message
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
