@@ -8,7 +8,7 @@ from shardwise.errors import LaunchError
 
 
 def device_index(local_rank: int) -> int:
-    """Return the index of a process's CUDA device (which may not exist); 0 if the launcher shows only one device."""
+    """Return the index of a process's CUDA device, which may not exist; 0 if the launcher shows only one (Slurm)."""
     return 0 if torch.cuda.device_count() == 1 else local_rank
 
 

@@ -22,9 +22,7 @@ _Kept = tuple[torch.Tensor, "Copied | None", int]
 
 
 class HostBuffers:
-    """Buffer pool of one device; `pinned`: all allocated buffers are pinned.
-
-    `keep` keeps released buffers for later requests; None: on CUDA only.
+    """Buffer pool of one device; `keep` keeps released buffers (None: on CUDA only); `pinned`: all buffers are pinned.
 
     >>> buffers = HostBuffers(torch.device("cpu"), keep=True)
     >>> buffer = buffers.take(100)
@@ -44,10 +42,7 @@ class HostBuffers:
         self.pinned = self._cuda
 
     def take(self, size: int, *, real: bool = True) -> torch.Tensor:
-        """Return the smallest kept buffer of `size` bytes or slightly more, or a new one, of undefined content.
-
-        `real` is False in a dry run, which allocates no memory.
-        """
+        """Return the smallest kept buffer of `size` bytes or slightly more, or a new one (not `real`: a dry run)."""
         if not self._out:
             self._begin_round()
         self._out += 1

@@ -29,9 +29,7 @@ def mapped(size: int) -> torch.Tensor:
 
 
 class HostMemory:
-    """One block of `size` bytes (above 0) of persistent host memory (`bytes`), of undefined content.
-
-    `copies` copies between this memory and the device. `real` is False in a dry run, which allocates no memory.
+    """One block of `size` bytes (above 0) of persistent host memory, of undefined content; without `real`: a dry run.
 
     >>> memory = HostMemory(CopyStream(torch.device("cpu")), 3)
     >>> memory.bytes.numel()

@@ -36,13 +36,10 @@ _changing = threading.Lock()
 
 
 def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[Any]:
-    """Return a profiler range; a null context if no profiler or listener is active.
+    """Return a profiler range; a null context if no profiler or listener is active. `size`: bytes, if not the unit's.
 
-    Args:
-        what: "forward", "backward", "step", "boundary"; "gather", "wait for gather", "reduce", "wait for reduction";
-            "lend", "wait for loan", "store", "wait for store", "copy".
-        unit: unit of the parameters or gradients.
-        size: bytes, if they differ from the unit's.
+    Names: "forward", "backward", "step", "boundary"; "gather", "wait for gather", "reduce", "wait for reduction";
+    "lend", "wait for loan", "store", "wait for store", "copy".
 
     >>> with torch.profiler.profile() as profile, named("gather", "layers.0"):
     ...     pass
@@ -89,7 +86,7 @@ def watched() -> bool:
 
 
 def _landed() -> None:
-    """Do nothing."""
+    pass
 
 
 def launched(what: str, unit: str = "", size: int = 0) -> Callable[[], None]:

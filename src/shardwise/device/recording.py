@@ -4,10 +4,6 @@ The engine runs as on a GPU, on CPU tensors of any size. Each kernel, collective
 an event of a trace. Because each operation runs at once, results do not reveal missing waits; the trace does
 (`shardwise.device.checking`). One process records one of several simulated ranks, in a process group of torch's "fake"
 backend: collectives return the result for equal values on all ranks.
-
-    with recording() as recorder:
-        engine, *_ = shardwise.initialize(...)
-    problems = check([recorder.trace, ...])
 """
 
 from __future__ import annotations
@@ -58,15 +54,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Event:
-    """One action of the host.
+    """One action of the host; `name`: operation, or annotation with further `numbers`.
 
-    Attributes:
-        kind: "kernel" or "collective" (launched on a stream); "mark" (a CUDA event recorded on a stream), "wait" (of a
-            stream, for a mark), "arrive" (of a stream, for a collective), "block" (of the host, for a mark), "poll" (of
-            a mark by the host) and "read" (of the host, for all of a stream); "take" and "give" (allocation and release
-            of memory, on its owner stream); "say" (an annotation for the checker).
-        name: operation, or annotation with further `numbers`.
-        number: number of a mark, of a collective (in the order of its group), or of an allocation.
+    `kind` is "kernel" or "collective" (launched on a stream); "mark" (a CUDA event recorded on a stream), "wait" (of a
+    stream, for a mark), "arrive" (of a stream, for a collective), "block" (of the host, for a mark), "poll" (of a mark
+    by the host) and "read" (of the host, for all of a stream); "take" and "give" (allocation and release of memory, on
+    its owner stream); "say" (an annotation for the checker). `number` is of a mark, of a collective (in the order of
+    its group), or of an allocation.
     """
 
     kind: str

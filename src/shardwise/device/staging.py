@@ -2,8 +2,7 @@
 
 While the host works on one buffer (writes a file, reads the next bytes), a copy stream copies the other. Copies from
 and to unpinned memory pass through a buffer of the driver, at a fraction of the speed, and block the host. On the CPU
-there are no streams and only necessary copies. (Tests simulate the order of streams and buffers; it has not been run on
-CUDA.)
+copies run only where necessary. (Tests simulate the order of streams and buffers; it has not been run on CUDA.)
 """
 
 from __future__ import annotations
@@ -104,9 +103,7 @@ class CopyStream:
         return self._streams.current()
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """Delay the reuse of released device memory until the current stream has finished; free on the allocating
-        stream.
-        """
+        """Delay the reuse of released device memory until the current stream has finished (if another stream's)."""
         if tensor.device.type == "cuda" and has_values(tensor):
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
@@ -190,8 +187,8 @@ class Staging:
     def to_device(self, out: torch.Tensor, fill: Callable[[torch.Tensor, int], None]) -> None:
         """Fill a 1-D, contiguous tensor on the device; all streams see its values on return.
 
-        `fill` is called with host memory in the dtype of `out` and the first element of `out` to fill. Earlier values
-        are copied meanwhile.
+        `fill` gets host memory in the dtype of `out` and its first element in `out`; earlier values are copied
+        meanwhile.
         """
         step = self._size // out.dtype.itemsize
         try:

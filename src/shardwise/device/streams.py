@@ -5,8 +5,7 @@ event recorded on a stream: a stream or host that waits for it sees the results 
 
 Memory belongs to the stream on which it was allocated. It may be released while kernels that use it are pending,
 because only later kernels of that stream reuse it. Memory that another stream uses must not be released before the
-owner stream, or the host, has waited for that stream. On the CPU each operation has run when the call returns, and all
-of this does nothing.
+owner stream, or the host, has waited for that stream. On the CPU, which runs synchronously, all of this does nothing.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class Streams(Protocol):
     def make(self, name: str, *, urgent: bool = True) -> Stream:
         """Return a new stream; `urgent` for short work that other streams wait for.
 
-        torch assigns streams from a small pool of each priority, round-robin. Because streams may share a queue,
-        streams that must not wait have another priority than streams created often.
+        Because streams of one priority come from a small pool and may share a queue, copy streams have another one.
         """
 
     def current(self) -> Stream:
@@ -78,7 +76,7 @@ class Streams(Protocol):
 
 class _There:
     def wait(self) -> None:
-        """Do nothing."""
+        pass
 
     def reached(self) -> bool:
         return True
@@ -89,7 +87,7 @@ class _Host:
         return _NOTHING
 
     def wait(self, mark: Mark) -> None:
-        """Do nothing."""
+        pass
 
 
 _NOTHING, _THERE, _HOST = contextlib.nullcontext(), _There(), _Host()
@@ -180,7 +178,7 @@ class CudaStreams(Streams):
         return _CudaMark(torch.cuda.current_stream(self._device))
 
     def block(self, mark: Mark, limit: timedelta) -> bool:
-        """Block the host until an event, with the GIL released; return True if it is reached within the limit."""
+        """Block the host, with the GIL released, until an event; return True if it is reached within the limit."""
         if limit == timedelta.max:
             assert isinstance(mark, _CudaMark)
             mark.synchronize()
