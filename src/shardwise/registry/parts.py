@@ -40,7 +40,7 @@ def declare_part(
     box: Sequence[Sequence[int] | Sequence[Sequence[int]]] | None = None,
     divisor: int | None = None,
 ) -> None:
-    """Declare a parameter as a part of a tensor whose other parts are on other ranks.
+    """Declare a parameter as a part of a tensor with other parts on other ranks.
 
     Call it before `initialize()`, on every rank, for the parameters of the same layers. A ZeRO stage then divides the
     parameter's state over `ranks` only. Its gradient is summed over `ranks`, and its squares count once in the gradient
@@ -48,8 +48,8 @@ def declare_part(
 
     Args:
         parameter: parameter of the model.
-        ranks: ranks with this part, in ascending order, including this one; None: all. They are ranks of the engine's
-            data-parallel group. The lists of all ranks are a partition of the group.
+        ranks: ranks of the engine's data-parallel group with this part, in ascending order, with this one; None: all.
+            The lists of all ranks are a partition of the group.
         name: name of the tensor, the same for all its parts; None: the parameter's name in the model.
         shape: shape of the tensor; None: the parameter's.
         box: the part, as (first, end) in each dimension of the tensor, or as several such ranges, which ascend without
@@ -60,15 +60,13 @@ def declare_part(
     Raises:
         UsageError: `ranks` or ranges do not ascend, or `divisor` is below 1 or given without `ranks`.
 
-    Example: each rank of a pair has two of four experts; the other pair has the same.
-        >>> import torch
-        >>> from shardwise import declare_part
-        >>> weights = torch.nn.Parameter(torch.zeros(2, 8, 8))
-        >>> declare_part(weights, ranks=[0, 2], shape=[4, 8, 8], box=[(0, 2), (0, 8), (0, 8)])
+    Example: each rank of a pair has two of four experts; the other pair has the same. >>> import torch >>> from
+    shardwise import declare_part >>> weights = torch.nn.Parameter(torch.zeros(2, 8, 8)) >>> declare_part(weights,
+    ranks=[0, 2], shape=[4, 8, 8], box=[(0, 2), (0, 8), (0, 8)])
 
-    Example: queries, keys and values are rows of one matrix; a rank has the first half of each.
-        >>> qkv = torch.nn.Parameter(torch.zeros(12, 8))
-        >>> declare_part(qkv, ranks=[0], shape=[24, 8], box=[[(0, 4), (8, 12), (16, 20)], (0, 8)])
+    Example: queries, keys and values are rows of one matrix; a rank has the first half of each. >>> qkv =
+    torch.nn.Parameter(torch.zeros(12, 8)) >>> declare_part(qkv, ranks=[0], shape=[24, 8], box=[[(0, 4), (8, 12), (16,
+    20)], (0, 8)])
     """
     members = None if ranks is None else tuple(int(rank) for rank in ranks)
     if members is not None and (not members or members[0] < 0 or sorted(set(members)) != list(members)):
