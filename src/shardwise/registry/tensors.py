@@ -86,9 +86,7 @@ class LogicalTensor:
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A part of a tensor, and the ranks (ascending) that hold it; known to all ranks. `aliases` as on the first of
-    them.
-    """
+    """A part of a tensor, and the ranks (ascending) that hold it; known to all ranks. `aliases`: on the first rank."""
 
     name: str
     aliases: tuple[str, ...]
