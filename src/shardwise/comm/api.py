@@ -37,13 +37,7 @@ _ALIKE = ("op", "src", "dst")  # arguments other than tensors that are equal on 
 
 
 class Log(TypedDict, total=False):
-    """Arguments of a collective for the communication log.
-
-    Attributes:
-        prof: record this call despite the settings.
-        log_name: name in the log.
-        debug: has no effect; accepted for existing code.
-    """
+    """Arguments for the communication log; `prof` records despite the settings, `debug` has no effect."""
 
     prof: bool
     log_name: str | None
@@ -108,8 +102,8 @@ def _collective(
     """Decorate the launch of a collective: check the call, watch its wait, and record its end if the log wants it.
 
     `counted` names the argument with recorded bytes. An `asynchronous` function never blocks; else its argument
-    `async_op` decides. Without a process group the function raises if `needed`, else does nothing. Callers are, `by`:
-    "all" ranks with the same shapes; "each" rank with its own; "two" ranks.
+    `async_op` decides. Without a process group the function raises if `needed`, else does nothing. `by`: "all" ranks
+    call with the same shapes, "each" rank with its own, or only "two" ranks call.
     """
 
     def decorate(launch: Callable[P, Any]) -> Callable[P, Any]:
@@ -197,11 +191,7 @@ def _after(
 
 
 class _Pending:
-    """torch's `Work`, with the same methods, of which the stall watchdog knows the wait.
-
-    `launch` has no tensors. `followed` is a device on which the end is followed; `record` writes the log after the
-    wait. `start` is the launch (`time.perf_counter()`).
-    """
+    """torch's `Work`, with the same methods; the stall watchdog knows its wait. Keeps no tensors."""
 
     def __init__(
         self,

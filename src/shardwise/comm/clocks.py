@@ -3,7 +3,6 @@
 `time.perf_counter()` has another origin on each machine. As in Cristian's method and NTP, each message bounds the
 offset on one side, however long it travels: a value that rank 0 sent before is older than its receipt here, and the
 reverse. The fastest message of each direction decides. All ranks measure at once: a round is one small all-gather.
-
 Clocks drift by some millionths: long recordings measure at both ends.
 """
 
@@ -27,13 +26,7 @@ def _now() -> float:
 
 
 class Clock(NamedTuple):
-    """Offset of a rank's clock from rank 0's, at one moment, all in seconds.
-
-    Attributes:
-        offset: to be added to this rank's time, for rank 0's.
-        uncertainty: largest possible error of the offset.
-        at: this rank's time of the measurement.
-    """
+    """Offset from rank 0's clock (to be added), its largest possible error, and this rank's time, in seconds."""
 
     offset: float = 0.0
     uncertainty: float = 0.0
@@ -41,10 +34,7 @@ class Clock(NamedTuple):
 
 
 def measure(comm: Communicator, rounds: int = 32, clock: Callable[[], float] = _now) -> Clock:
-    """Compare the clocks of all ranks (all ranks call; one small blocking collective a round).
-
-    More rounds are more exact, above all on busy ranks. `clock` returns seconds of this rank.
-    """
+    """Compare the clocks of all ranks (all ranks call); a round, one small blocking collective, adds exactness."""
     if comm.world == 1 or comm.imagined:
         return Clock(at=clock())
     gathered = torch.zeros(comm.world, 2, dtype=torch.float64, device=comm.device)

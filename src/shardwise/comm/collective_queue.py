@@ -71,12 +71,7 @@ class WorkChain:
             self._ended.set()
 
     def wait_first(self) -> None:
-        """Block until the first collective has ended: its input may then be written.
-
-        Raises:
-            PeerLostError: a rank has gone or does not answer.
-            DesyncError: the ranks wait for each other in different collectives.
-        """
+        """Block until the first collective has ended: its input may then be written; raises as `Handle.wait`."""
         self._wait(self._begun)
 
     def wait(self) -> None:
@@ -195,11 +190,9 @@ class CollectiveQueue:
         return chain
 
     def synchronize(self, link: Work | Mark, what: str) -> None:
-        """Block the host until a chain has ended: its input may then be released on any stream. Errors name it `what`.
+        """Block the host until a chain has ended: its input may then be released on any stream.
 
-        Raises:
-            PeerLostError: the chain has not ended within the limit, or a rank has gone.
-            DesyncError: the ranks wait for each other in different collectives.
+        Raises as `Handle.wait`, and PeerLostError if the chain has not ended on the device within the limit.
         """
         if self._stream is None:
             link.wait()

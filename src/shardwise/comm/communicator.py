@@ -114,8 +114,6 @@ def members_of(group: dist.ProcessGroup | None) -> list[int]:
 class Communicator:
     """Collectives of one engine over one data-parallel group.
 
-    Process groups are created at first use. A communicator and its parts share a cache: equal parts share groups.
-
     Args:
         group: the process group; None: the default group. It is initialised, unless the world is one process.
         ledger: records the collectives.
@@ -127,7 +125,7 @@ class Communicator:
         near: ranks of one machine may read each other's memory.
         nodes: the node of each rank, as from `nodes()`; None: found with a collective when needed.
         alone: a group of this rank only.
-        whole: the communicator that this one is a part of.
+        whole: the communicator that this one is a part of; equal parts share process groups.
         members: global ranks of the part, in order.
 
     Attributes:
@@ -201,15 +199,13 @@ class Communicator:
         return self._cache.get(tuple(self.members), kind)
 
     def connect(self, *kinds: str) -> None:
-        """Create the process groups of some kinds (all ranks call), so that no pass waits for them."""
+        """Create the process groups of some kinds (all ranks call), because passes must not wait for them."""
         for kind in kinds if self.sends else ():
             self._group(kind)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group of these ranks, for scripts; None: the default group. All ranks of a part call: the first use
-        creates it.
-        """
+        """Group of these ranks, for scripts (None: the default); all ranks of a part call, which may create it."""
         if not self._is_part:
             return self._given
         return self._group("explicit") if self._cache is not None else None
@@ -221,8 +217,7 @@ class Communicator:
     def run_of(self, size: int, name: str) -> Communicator:
         """Return a communicator of this rank's run, where runs of `size` ranks follow one another (all ranks call).
 
-        `size` divides the number of ranks. `destroy()` destroys the communicator. Its ranks exchange messages, because
-        a rank that waits in one shared-memory transport does not serve another one.
+        Ranks exchange messages, because a rank that waits in one shared-memory transport does not serve another one.
         """
         return self.part([range(first, first + size) for first in range(0, self.world, size)], name)
 
@@ -231,10 +226,7 @@ class Communicator:
         return self.part([range(place, self.world, size) for place in range(size)], name)
 
     def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:
-        """Return a communicator of this rank's list of `parts`, which are disjoint (all ranks call).
-
-        `near`: ranks of one machine read each other's memory, over connections of their own.
-        """
+        """Return a communicator of this rank's list of disjoint `parts` (all ranks call); `near`: shared memory."""
         own = next(list(places) for places in parts if self.rank in places)
         part = Communicator(
             None,
@@ -284,8 +276,7 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank.
 
-        Each rank gathers a few numbers from all. The received bytes of larger tensors do not grow with the number of
-        ranks.
+        Each rank gathers a few numbers from all; the received bytes of larger tensors do not grow with the ranks.
         """
         size = tensor.numel() * tensor.element_size()
         if size > MOST_GATHERED and self.sends:
@@ -344,9 +335,7 @@ class Communicator:
         label: str,
         kind: str = "explicit",
     ) -> Handle:
-        """Launch the all-to-all of ranges of 1-D tensors, in rank order. Sizes are in elements; they may differ or be
-        zero.
-        """
+        """Launch the all-to-all of ranges of 1-D tensors, in rank order; sizes (elements) may differ or be zero."""
         size = given.numel() * given.element_size()
         sent, launch = size - input_sizes[self.rank] * given.element_size(), self._backend.all_to_all
         return self._launch("all_to_all", size, sent, label, kind, launch, output, given, output_sizes, input_sizes)
@@ -425,10 +414,7 @@ class Communicator:
         return [row.hex() for row in self._rows(digest, _DIGEST, label)]
 
     def together(self, what: str, work: Callable[[], T]) -> T:
-        """Return the result of a function without collectives; if it raises on some ranks, all ranks raise.
-
-        Ranks without an exception raise DesyncError, which begins with `what`.
-        """
+        """Return the result of a function without collectives; if it raises on some ranks, others raise DesyncError."""
         error: Exception | None = None
         try:
             found = work()
@@ -447,9 +433,7 @@ class Communicator:
         return found
 
     def nodes(self) -> Sequence[str]:
-        """Return the name of each rank's node, in rank order (first call: a small collective). Fake ranks share one
-        node.
-        """
+        """Return each rank's node, in rank order (first call: a small collective). Fake ranks share one node."""
         if self._nodes is None:
             self._nodes = self.fingerprints(node(), "nodes")
         return self._nodes
@@ -478,9 +462,7 @@ class Communicator:
 
     @functools.cached_property
     def async_gathers(self) -> bool:
-        """Whether all-gathers run on a CUDA stream of their own; on one rank these are copies of parameters from the
-        host.
-        """
+        """Whether all-gathers run on a CUDA stream of their own; on one rank they copy parameters from the host."""
         return not self.waits_on_host or (not self.sends and self.streams.beside)
 
     @functools.cached_property
@@ -504,9 +486,7 @@ class Communicator:
 
     @property
     def launched(self) -> list[int]:
-        """Number of launched collectives of each kind, with those of parts' passes: equal on ranks in one place of the
-        program.
-        """
+        """Collectives launched of each kind, and in passes of parts: equal on ranks at one place of the program."""
         return self._launched([kind for kind in PURPOSES if kind not in _UNCOUNTED])
 
     def _launched(self, kinds: Sequence[str]) -> list[int]:
@@ -533,9 +513,7 @@ class Communicator:
         launch: Callable[..., native.PendingCollective | None],
         *given: Any,
     ) -> Handle:
-        """Number a collective of `size` bytes, open its record, and call `launch(*given, record)`; `sent`: of this
-        rank.
-        """
+        """Number a collective, open its record, and call `launch(*given, record)`; sizes in bytes."""
         ledger, turn = self.ledger, 0
         if self.sends:
             turn = self._count[kind]
@@ -557,9 +535,7 @@ class Communicator:
         return Handle(pending, record, ledger, self._failures, streams)
 
     def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError | DesyncError:
-        """Add the places of other ranks to an error of an exchange outside of this class, which waited for `waited`
-        seconds.
-        """
+        """Add other ranks' places to an error of an exchange outside of this class, which took `waited` seconds."""
         if self._failures is None:
             return error
         return self._failures.explain(error, Position(what, line=user_line(), seconds=waited))
@@ -570,10 +546,9 @@ _MOST_DIFFERENCES = 5  # differences that the error lists
 
 
 def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
-    """Compare the arguments of all ranks (all ranks call): one small collective, and more if they differ.
+    """Compare the arguments of all ranks, by name in one order (all ranks call).
 
-    `facts` are arguments by name, in the same order on all ranks. If those of a rank differ from rank 0's, all ranks
-    raise a DesyncError that lists the first differences.
+    One small collective, and more if they differ: every rank then raises a DesyncError with the first differences.
     """
     if comm.world == 1:
         return
@@ -583,10 +558,7 @@ def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
 
 
 def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str]) -> DesyncError:
-    """Return an error that names the differences (all ranks call); one rank sends each of the first few versions.
-
-    `given` has, of each rank, a text that is equal where `facts` are.
-    """
+    """Return an error that names the differences (all ranks call); one rank sends each of the first versions."""
     senders: dict[str, int] = {}
     for rank, version in enumerate(given):
         senders.setdefault(version, rank)

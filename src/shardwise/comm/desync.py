@@ -4,10 +4,10 @@ A rank that waits in a collective has a `Position`. `judge` finds the ranks that
 each other in different collectives. Ranks with equal positions share a line: a report is about as long on 1,024 ranks
 as on two.
 
-The stall watchdog (`shardwise.comm.stall_watchdog`) requests positions while a collective waits too long. A rank in a
-failing collective writes its position into the default group's store, and reads other ranks' positions
-(`FailureReports`). On Gloo a wait that times out closes the connection: the peer's collective then fails at once, and
-the peer writes its position, too.
+The stall watchdog (`stall_watchdog`) requests positions while a collective waits too long. A rank in a failing
+collective writes its position into the default group's store, and reads other ranks' positions (`FailureReports`). On
+Gloo a wait that times out closes the connection: the peer's collective then fails at once, and the peer writes its
+position, too.
 
 Under `strict_sync` ranks compare the arguments of each collective of `shardwise.comm` (`check_call`). Because torch
 does not, tensors of different shapes abort the process on Gloo, and wait or return wrong values on NCCL.
@@ -61,8 +61,7 @@ class Position:
         doing: the script's activity ("engine.step()", "its data loader"); empty: unknown.
         seconds: duration of the wait; `number`: of the wait on that rank.
         turn: of a collective of torch: the number of collectives launched in the group, with this one; -1: unknown.
-        step: steps taken; -1: unknown.
-        collectives: of torch, launched in the default group; -1: unknown.
+        step, collectives: steps taken, and collectives of torch launched in the default group; -1: unknown.
         loader: progress of the engine's data loader; empty: unknown.
     """
 
@@ -219,8 +218,8 @@ def judge(
 ) -> Report:
     """Find the ranks that are waited for, or that ranks wait for each other; `own` is this rank, which waits.
 
-    `confirmed` has the second answers (None: none), `silent` the known process state of ranks without an answer,
-    `parting` lines about the first collective that ranks have launched differently.
+    `confirmed` has the second answers, `silent` the process state of ranks without an answer, and `parting` lines about
+    the first collective that ranks have launched differently.
 
     >>> gather, reduce = Position("all_gather 'a' #4", line="t.py:3", seconds=9.0), Position("all_gather 'b' #4")
     >>> judge({0: gather, 1: reduce}, 0, dict.fromkeys((0, 1), Confirmation(-1))).stuck
@@ -280,10 +279,9 @@ def _may_end(waited: Position, there: Mapping[int, Position], confirmed: Mapping
 
 
 def first_difference(recent: Mapping[int, tuple[int, str]]) -> tuple[int, list[int]] | None:
-    """Return the number of the first collective of an order that ranks of one group have launched differently.
+    """Return the number of the first collective of an order that ranks have launched differently, or None.
 
     `recent` is each rank's `Confirmation.recent` of the order. The second item has one rank for each way of launching.
-    None: no difference in the reported collectives.
 
     >>> first_difference({0: (6, "aaaabbbbcccc"), 1: (7, "bbbbdddd"), 2: (7, "bbbbdddd")})
     (8, [0, 1])
@@ -587,10 +585,7 @@ def _state_key(rank: int) -> str:
 
 
 class FailureReports:
-    """Creates the errors of one communicator.
-
-    Invariant: the first failure is raised each time. Because it breaks connections, later ones follow from it.
-    """
+    """Creates the errors of a communicator; always raises the first one, because it breaks connections."""
 
     def __init__(self, ledger: Ledger, ranks: Sequence[int], rank: int) -> None:
         self._ledger = ledger
@@ -693,13 +688,9 @@ def compare_calls(on: bool) -> None:
 def check_call(
     name: str, tensors: torch.Tensor | Sequence[torch.Tensor] | None, group: Any, rest: Mapping[str, Any]
 ) -> None:
-    """Raise unless all ranks of a group (all ranks call) have called the same collective with the same arguments.
+    """Raise a DesyncError on all ranks of a group, unless all have called the same collective with equal arguments.
 
-    `tensors` have the same shapes and dtypes on all ranks, and `rest` has arguments equal on all ranks, such as the
-    operation of a reduction.
-
-    Raises:
-        DesyncError: on every rank, with the calls and their lines.
+    Compared are shapes and dtypes of `tensors`, and `rest`, such as the operation of a reduction.
     """
     if not _compares or dist.get_world_size(group) == 1 or dist.get_rank(group) < 0:
         return

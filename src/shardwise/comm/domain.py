@@ -82,12 +82,10 @@ class Arrangement:
     def within(self, ranks: Sequence[int], lines: Sequence[Sequence[int]]) -> Arrangement | None:
         """Return the grid of ascending `ranks`, numbered among themselves, without dimensions of size 1.
 
-        `lines` are all lists of ranks that need the same grid. None: a list is no grid, or two lists form different
-        grids.
+        `lines` are all lists of ranks that need the same grid. None: a list is no grid, or lists form different ones.
 
-        Example:
-            >>> Arrangement.of_groups(8, 4).within([0, 2, 4, 6], [[0, 2, 4, 6], [1, 3, 5, 7]])
-            Arrangement(names=('shard', 'replicate'), sizes=(2, 2), order=(0, 2, 1, 3))
+        >>> Arrangement.of_groups(8, 4).within([0, 2, 4, 6], [[0, 2, 4, 6], [1, 3, 5, 7]])
+        Arrangement(names=('shard', 'replicate'), sizes=(2, 2), order=(0, 2, 1, 3))
         """
         places = {rank: place for place, rank in enumerate(self.order)}
         found = set()
@@ -184,7 +182,7 @@ class Domain:
         return sorted(found, key=lambda holder: (holder[0] - self.ranks.rank) % self.world)
 
     def connect(self, levels: int, *, trained: bool) -> None:
-        """Create the process groups of passes (all ranks call at one point), because passes must not wait for creation.
+        """Create the process groups of passes, because no pass must wait for them (all ranks call at one point).
 
         `levels`: the finest level from which parameters are gathered; `trained`: gradients are reduced.
         """
@@ -214,10 +212,7 @@ class Domain:
         return memory[number * size : (number + 1) * size]
 
     def gathering(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> list[Launch]:
-        """Return the launches of all-gathers to `level`: one collective for each dimension, outermost first.
-
-        Inputs of `moves` may be views of the outputs.
-        """
+        """Return the launches of all-gathers to `level`: one collective for each dimension, outermost first."""
         launches: list[Launch] = []
         finest = level
         for _, _, fine in moves:
@@ -233,7 +228,7 @@ class Domain:
         return launches
 
     def gather(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> Work:
-        """Launch the collectives of `gathering`, at least one."""
+        """Launch the collectives of `gathering`, at least one; inputs may be views of the outputs."""
         return self.gathers.start(self.gathering(moves, level, label, kind))
 
     def reducing(
@@ -295,10 +290,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Domains:
-    """The domains of a model's parameters: `main` of all ranks, and `others` by ranks and divisor.
-
-    `others` are of parameters that fewer ranks share, or with another divisor of gradients.
-    """
+    """Domains of parameters: `main` of all ranks; `others` of fewer ranks or with another divisor, by both."""
 
     main: Domain
     others: Mapping[tuple[tuple[int, ...], int | None], Domain] = field(default_factory=dict)

@@ -65,13 +65,10 @@ def made_well(
     ranks: int,
     name: str,
 ) -> dist.ProcessGroup:
-    """Create a process group; create it again if another program has taken a connection (all ranks call).
+    """Create a process group, again if another program has taken a connection (all ranks call), or raise PeerLostError.
 
     `make` gets the number of the attempt. The ranks agree through `store`; None: connections are not checked. `name` is
     the same on all ranks, and of no other call.
-
-    Raises:
-        PeerLostError: no attempt has succeeded.
     """
     for attempt in range(_ATTEMPTS):
         group = make(attempt)
@@ -203,8 +200,8 @@ _caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
 class _Names:
     """Numbered names, counted since the default group was created: the same on all ranks, and never used before.
 
-    Because torch's own names depend on the number of groups of this process, which may differ between ranks. A used
-    name leads to addresses in the store at which no rank listens any more.
+    Because torch's own names depend on the groups of this process, which may differ between ranks, and a used name
+    leads to addresses in the store at which no rank listens any more.
     """
 
     def __init__(self) -> None:
@@ -248,10 +245,7 @@ def new_group(
 def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) -> None:
     """Wait until all global ranks have come. Because torch waits without a message, and then names a key of its store.
 
-    `name` is the rendezvous, the same on all ranks, and used once; `what` is the call or group, in words.
-
-    Raises:
-        LaunchError: from `shardwise.comm.rendezvous.meet`, as DesyncError.
+    `name` is the same on all ranks, and used once; `what` is the call or group, in words. Raises as `rendezvous.meet`.
     """
     store = compat.default_store()
     if store is None or dist.get_backend() == "fake":

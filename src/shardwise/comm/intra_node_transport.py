@@ -143,15 +143,11 @@ def read_tensor(process: int, address: int, into: torch.Tensor) -> None:
 
 
 class Exchange:
-    """One launched collective.
+    """One launched collective; `unread`: peers with data to be read; `unreceipted`: peers that have to read this
+    rank's.
 
-    Attributes:
-        tag: equal on all ranks in this collective, and on no others.
-        addresses: of this rank's data, one for each tensor.
-        scratch: memory for sums of chunks, kept for later exchanges.
-        unread: peers with data that is still to be read.
-        unreceipted: peers that have still to read this rank's data.
-        failure: a peer with unreadable memory, and the error.
+    `tag` is equal on all ranks in this collective, and on no others. `addresses` are of this rank's tensors. `scratch`
+    has sums of chunks, and is kept for later exchanges. `failure` is a peer with unreadable memory, and the error.
     """
 
     def __init__(self, transport: IntraNodeTransport, pairs: Sequence[Pair], record: Record) -> None:
@@ -179,19 +175,11 @@ class Exchange:
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Block until the result is there and this rank's tensors may be written; later calls do nothing.
-
-        Raises:
-            PeerLostError: a peer left, or did not answer within the group's limit.
-        """
+        """Block until the result is there and this rank's tensors may be written; raises PeerLostError."""
         self._transport.wait_for(self)
 
     def parts(self, full: torch.Tensor, piece: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return each rank's range of 1-D `full`, as views; `piece` is this rank's counterpart.
-
-        Raises:
-            UsageError: the tensors do not fit, or `piece` overlaps `full` elsewhere than at this rank's range.
-        """
+        """Return each rank's range of 1-D `full`, as views; `piece` may overlap this rank's range only."""
         op, size = self.record.op, piece.numel()
         for tensor in (full, piece):
             if not tensor.is_contiguous() or tensor.device != CPU or tensor.dim() != 1:
@@ -333,11 +321,7 @@ class _Planned(native.Backend):
 
 
 class IntraNodeTransport(native.TorchBackend):
-    """Shared-memory transport of a group, and its exchanges in flight.
-
-    `backend` runs other collectives. The limit of `group` holds for each exchange. `processes` has each rank's process
-    number, `sockets` one to each other rank.
-    """
+    """Shared-memory transport of a group, and its exchanges in flight; `backend` runs other collectives."""
 
     transport = "memory"
 

@@ -83,12 +83,10 @@ class Record:
         size: bytes of the whole message on this rank (the gathered or to-be-reduced buffer).
         sent: bytes that this rank sends, by the algorithm used.
         label: unit, parameter, or purpose such as `norm`.
-        line: `file:line` of the user's code; `call`: of the script's call of the engine, if `line` is in the model's
-            code.
+        line: `file:line` of the user's code; `call`: of the script's call of the engine, if `line` is the model's.
         launched, finished: `time.perf_counter()` at launch and at the end of `wait()`.
         waited: seconds for which `wait()` has blocked the caller; None (as `finished`): in flight.
-        kind: sequence of collectives (`shardwise.comm.groups.PURPOSES`); empty: none.
-        turn: number in that sequence, the same on all ranks.
+        kind: sequence of collectives (`groups.PURPOSES`), or empty; `turn`: number in it, the same on all ranks.
         step: optimizer steps that the engine had taken.
         begun: event on the current stream at launch, where a device is timed (`Ledger.timed`).
         ended: event on the stream that may read the result.
@@ -131,7 +129,7 @@ def waiting(what: object, since: float) -> Iterator[None]:
 
 _MOST_FOLLOWED = 1024  # because the host never runs more kernels ahead of its device
 _followed: deque[tuple[Any, Mark, float]] | None = None
-"""Of each of the last device collectives: name, event behind it, launch (`time.perf_counter()`); None: off. An entry
+"""The last device collectives, an event behind each, and times of launches (`time.perf_counter()`); None: off. An entry
 refers to no buffer, and to no `Work` of torch, which refers to its outputs.
 """
 

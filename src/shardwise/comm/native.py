@@ -52,11 +52,7 @@ class Works:
         self._works, self._finish, self.scratch = works, finish, scratch
 
     def wait(self) -> None:
-        """Wait (on CUDA: make the current stream wait) and do the local rest; later calls do nothing.
-
-        Raises:
-            PeerLostError: torch reports an error, which does not name the rank.
-        """
+        """Wait (on CUDA: the current stream waits) and do the local rest; torch's errors become PeerLostError."""
         for work in self._works:
             try:
                 if work is not None:
@@ -169,14 +165,7 @@ class Backend:
 
 
 class TorchBackend(Backend):
-    """Collectives of torch.distributed.
-
-    Args:
-        group: returns the process group for a kind of collective.
-        world: number of ranks.
-        ordered: always add in rank order.
-        per_node: ranks of the group on a node; None: all.
-    """
+    """Collectives of torch.distributed; `ordered`: always in rank order; `per_node`: ranks on a node (None: all)."""
 
     def __init__(
         self, group: Callable[[str], dist.ProcessGroup], world: int, *, ordered: bool, per_node: int | None = None

@@ -46,10 +46,8 @@ STEP_S = 0.2
 class P2PConnections:
     """Connections of this rank to others of a group (all ranks create it together, in one or two small collectives).
 
-    Args:
-        comm: the group.
-        selector: waits for incoming data. The data of each key is a function to be called then.
-        found: called with the rank and the connection of a rank that has connected.
+    `selector` waits for incoming data; the data of each key is a function to be called then. `found` is called with the
+    rank and the connection of a rank that has connected.
     """
 
     def __init__(
@@ -72,7 +70,7 @@ class P2PConnections:
         self._door = _Door(self._listener, self._key, comm.rank, comm.world, selector, found)
 
     def to(self, peer: int, deadline: float) -> socket.socket:
-        """Return the connection for requests to a peer, created at first use (blocking).
+        """Return the connection for requests to a peer, created at first use (blocking, until `deadline`).
 
         Raises:
             OSError: the peer has gone, or has not answered before `time.monotonic()` reaches the deadline.
@@ -130,12 +128,7 @@ def reaching(comm: Communicator, peer: int, what: str, begin: float) -> Iterator
 
 
 def receive(connection: socket.socket, into: memoryview, deadline: float) -> None:
-    """Fill `into` from a blocking socket.
-
-    Raises:
-        TimeoutError: `time.monotonic()` has reached the deadline.
-        OSError: the connection has ended.
-    """
+    """Fill `into` from a blocking socket; raise TimeoutError at the deadline, another OSError at its end."""
     while into.nbytes:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         count = connection.recv_into(into)

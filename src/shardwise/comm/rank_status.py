@@ -47,13 +47,9 @@ _DEEP = 400  # frames of a stack that are examined
 
 @dataclass(frozen=True)
 class TorchLaunch:
-    """A collective of torch that a rank has launched.
+    """A collective of torch that a rank has launched; keeps no tensor. `size`: bytes, if equal on all ranks; else 0.
 
-    Attributes:
-        given: arguments that identify the collective; no tensor.
-        size: bytes, if equal on all ranks; else 0.
-        turn: collectives that the rank has launched in the group, with this one; -1: unknown.
-        line: of the script.
+    `turn` is the number of collectives that the rank has launched in the group, with this one; -1: unknown.
     """
 
     name: str
@@ -97,11 +93,7 @@ def turn_of(what: str) -> int:
 
 
 class Here:
-    """Finds the position of this process.
-
-    `ledger` has launched collectives, `thread` is the script's (None: the main one), `facts` returns `step` and
-    `loader`.
-    """
+    """Finds the position of this process, with a script on `thread` (None: the main one) and `facts` of it."""
 
     def __init__(
         self,
@@ -136,10 +128,7 @@ class Here:
         return Position(**rest)
 
     def launched_in_torch(self, kind: str, turn: int, here: Position) -> bool:
-        """Return True if this rank has launched, and left, the collective of torch at another rank's position.
-
-        `kind` and `turn` are of that position; `here` is this rank's position.
-        """
+        """Return True if this rank, at `here`, has launched and left the collective of torch of another rank."""
         group = group_named(kind.removeprefix(TORCH)) if turn >= 0 else None
         # Two ranks in the same turn each report their collective.
         return group is not None and launched_of(group) - (here.kind == kind) >= turn

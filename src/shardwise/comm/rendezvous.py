@@ -81,9 +81,8 @@ def serve(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 def join(place: RankPlace, port: int, timeout: timedelta, env: Mapping[str, str] = os.environ) -> dist.Store:
     """Return the store of this process's job, with a prefix that no other process group of the job uses.
 
-    Under an elastic agent that serves the store (torchrun, `shardwise run`; `env` has its variables) every rank
-    connects; otherwise rank 0 serves. `timeout` limits the waits for rank 0 and for a key. A job of one process needs
-    no port.
+    Under an elastic agent that serves the store (torchrun, `shardwise run`; variables in `env`) every rank connects;
+    otherwise rank 0 serves. `timeout` limits waits for rank 0 and a key. A job of one process needs no port.
     """
     if place.world_size == 1:
         return dist.HashStore()
@@ -121,10 +120,7 @@ def _await_server(host: str, port: int, timeout: timedelta) -> None:
 
 
 def private_keys(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
-    """Return `store` under a prefix for this attempt of the job and this process group of the attempt.
-
-    All ranks call it equally often, as they create process groups.
-    """
+    """Return `store` under a prefix for this attempt and process group; all ranks call it equally often."""
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"shardwise/attempt{attempt}/group{next(_groups_opened)}", store)
 
@@ -160,11 +156,7 @@ def machine() -> str:
 
 
 def node() -> str:
-    """Return a text that is equal in the processes of one node, and there only.
-
-    A launcher's number of processes per machine decides; else processes that reach each other over loopback share a
-    node.
-    """
+    """Return a text that is equal in the processes of one node (by the launcher, or by loopback), and there only."""
     try:
         place = discover(os.environ)
     except LaunchError:
@@ -177,8 +169,7 @@ def node() -> str:
 def own_address() -> str:
     """Return the address of this machine for ranks on other machines.
 
-    The address is the near end of the route to the default group's store, which all ranks reach; else the machine's
-    name.
+    It is the near end of the route to the default group's store, which all ranks reach; else the machine's name.
     """
     meeting = store_host()
     if meeting is None or is_loopback(meeting):

@@ -268,10 +268,9 @@ def _order_launches() -> None:
 
 
 def _take_own_device(place: RankPlace) -> torch.device | None:
-    """Make this rank's device the current one, and return it; None: the script has chosen another.
+    """Make this rank's device the current one, and return it; None: the script has chosen another than device 0.
 
-    Because the first CUDA tensor of every rank, and torch's barrier, would use device 0. On device 0 a script has not
-    chosen.
+    Because the first CUDA tensor of every rank, and torch's barrier, would use device 0.
     """
     if not torch.cuda.is_available():
         return None

@@ -221,11 +221,7 @@ class StallWatch:
                 )
 
     def look(self) -> None:
-        """Answer the last request, and make one if due.
-
-        Raises:
-            RuntimeError: the store has gone.
-        """
+        """Answer the last request, and make one if due; RuntimeError: the store has gone."""
         if self._ends is not None:
             if self._clock() >= self._ends[1]:
                 self._give_up(DesyncError, self._ends[0], EXIT_CODE)

@@ -2,7 +2,6 @@
 
 A collective cannot end before the last rank has launched it. Seconds blocked in `wait()` before that launch are
 waiting, caused by that rank; later ones are transfer. A late rank costs nothing if no rank is blocked meanwhile.
-
 Records of ranks match by the number of the collective in its order.
 """
 
@@ -38,12 +37,9 @@ class Part(NamedTuple):
 
 @dataclass
 class Shares:
-    """Seconds of one rank.
+    """Seconds of one rank, blocked until the last rank had launched (`waited`), or later (`transfer`).
 
-    Attributes:
-        waited: blocked until the last rank had launched.
-        caused: for which others were blocked until this rank had launched.
-        transfer: blocked after all ranks had launched.
+    `caused` are seconds for which others were blocked until this rank had launched.
     """
 
     waited: float = 0.0

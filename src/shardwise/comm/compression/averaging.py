@@ -19,10 +19,7 @@ from shardwise.comm.communicator import Communicator, Handle
 
 @dataclass
 class Segment:
-    """A range of a block (`start`, `stop`) that this rank steps: master weights of one parameter group.
-
-    `parameter` has the values, in the `params` of the group with number `group`.
-    """
+    """A range of a block that this rank steps: master weights of `parameter`, in the `params` of its group."""
 
     parameter: nn.Parameter
     group: int
@@ -32,15 +29,11 @@ class Segment:
 
 @dataclass
 class Block:
-    """A flat parameter of a unit; this rank steps the range from `start` to `stop`.
+    """A flat parameter of a unit (`numel` with padding); this rank steps the range from `start` to `stop`.
 
-    Attributes:
-        name: equal on all ranks and in every run.
-        numel: elements, with padding.
-        lanes: (parameter group, start, stop) of the whole block.
-        tensors: (number of a tensor of the job, start, stop) of the whole block.
-        segments: of this rank's range.
-        gradient: in a step without reduction: this rank's part of the mean; may be overwritten.
+    `name` is equal on all ranks and in every run. `lanes` and `tensors` have, of the whole block, (number, start, stop)
+    of parameter groups and of the job's tensors; `segments` are of this rank's range. `gradient` is, in a step without
+    reduction, this rank's part of the mean; it may be overwritten.
     """
 
     name: str
@@ -56,8 +49,7 @@ class Block:
 class BlockMean(Protocol):
     """A method that averages one block over ranks, repeatedly.
 
-    A reduction has three parts, because reductions of several blocks overlap. All ranks call each part for all blocks
-    in one order.
+    A reduction has three parts, because reductions of blocks overlap. All ranks call each part for all blocks in order.
     """
 
     @property

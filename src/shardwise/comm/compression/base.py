@@ -97,17 +97,10 @@ class Kept:
 
 
 class Compressor:
-    """Base of the methods of lossy reduction.
+    """Base of the methods of lossy reduction; the first `start` steps are reduced exactly.
 
-    Args:
-        comm: the data-parallel group.
-        start: steps at the beginning that are reduced exactly.
-        hold: counts a buffer until it is released.
-
-    Attributes:
-        steps: steps that have ended, with skipped ones.
-        kept: error feedback state.
-        zeroed: buffers begin as zeros, because messages are not filled, or are read in a dry run.
+    `hold` counts a buffer until it is released. `steps` have ended, with skipped ones; `kept` is the error feedback
+    state. Buffers begin as zeros if `zeroed`, because messages are not filled, or are read in a dry run.
     """
 
     zeroed = True
@@ -167,10 +160,7 @@ class Compressor:
 
 
 class Running:
-    """A reduction under way: collectives, and `finish`, which may launch and wait for more, called at their end.
-
-    `scratch` are buffers held until `pending` is complete.
-    """
+    """A reduction under way; `finish` may launch and wait for more. `scratch` is held until `pending` is complete."""
 
     def __init__(
         self, pending: Sequence[PendingCollective], finish: Callable[[], None], scratch: Sequence[torch.Tensor] = ()

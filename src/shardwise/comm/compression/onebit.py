@@ -75,10 +75,7 @@ class _Chunk:
 
 
 class OnebitAllReduce:
-    """The mean over ranks of one flat buffer with one bit per element, repeatedly.
-
-    A reduction has three parts, `launch`, `combine` and `finish`, because reductions of several buffers overlap. All
-    ranks call each part for all buffers in one order.
+    """The mean over ranks of one flat buffer with one bit per element, repeatedly (a `BlockMean`).
 
     Args:
         comm: the ranks.
@@ -202,9 +199,7 @@ class OnebitAllReduce:
 
 
 def message_bytes(shard: int, scales: int) -> int:
-    """Return the bytes of the message for a range of `shard` elements with `scales` scales.
-
-    A reduction sends 2 * (world - 1) messages: one to each other rank, and the mean of this rank's range to each.
+    """Return the bytes of each of the 2 * (world - 1) messages for a range of `shard` elements with `scales` scales.
 
     >>> message_bytes(1 << 20, 12)
     131120

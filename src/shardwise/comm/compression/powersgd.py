@@ -33,10 +33,7 @@ _BLOCK = 1 << 17  # elements of a product of factors that are computed at a time
 class Matrix:
     """A compressed parameter as a matrix: `rows` by `columns`, with factors of `rank` columns.
 
-    Attributes:
-        offset: first element in the flat parameter.
-        error: first element in the error of the flat parameter.
-        p, q: first elements in the factors of the flat parameter.
+    First elements: `offset` in the flat parameter, `error` in its error, `p` and `q` in its factors.
     """
 
     offset: int
@@ -66,14 +63,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Split:
-    """Layout of a flat parameter in messages.
+    """Layout of a flat parameter in messages: the first has P of all `matrices` and the exact parameters, the second Q.
 
-    Attributes:
-        matrices: compressed parameters.
-        exact: of each other parameter: first element in the flat parameter, number of elements, first in the message.
-        kept: elements of the error.
-        first: elements of the first message: P of all matrices and the exact parameters.
-        second: elements of the second: Q of all matrices.
+    `exact` has, of each parameter: first element in the flat parameter, number of elements, first element in the
+    message. `kept`, `first` and `second` are the elements of the error and of the messages.
     """
 
     matrices: tuple[Matrix, ...]

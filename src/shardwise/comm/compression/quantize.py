@@ -185,7 +185,7 @@ class BlockCode:
         return messages[:, :scales].view(torch.float32), messages[:, scales : scales + codes]
 
     def _tiles(self, values: torch.Tensor) -> Iterator[tuple[slice, int, int, int]]:
-        """Yield the tiles to be coded: rows, first and last column, values to a block. The rest of a row is one block.
+        """Yield rows, first and last column, and values to a block of each tile; the rest of a row is one block.
 
         In a dry run one tile of each kind represents all, which take the same memory.
         """
@@ -235,11 +235,7 @@ class BlockCode:
         return values
 
     def _pack(self, work: torch.Tensor, codes: torch.Tensor) -> None:
-        """Write (rows, blocks, width) whole numbers; 4 bits overwrite `work`.
-
-        Because memory access then stays contiguous, a block's second half is in the high bits of its first half's
-        bytes.
-        """
+        """Write (rows, blocks, width) whole numbers; 4 bits overwrite `work` (second half of a block: high bits)."""
         if self.bits == 8:
             codes.view(torch.int8).copy_(work.flatten(1)[:, : codes.shape[1]])
         else:

@@ -71,8 +71,7 @@ def _above(values: torch.Tensor, threshold: float, expected: int) -> torch.Tenso
 class _Part:
     """Place of a flat parameter in a message: `count` int32 positions, then as many values of `dtype`.
 
-    `positions`, `values` and `stop` are the first byte of the positions, of the values, and behind both. The last
-    dimension of messages is bytes.
+    `positions`, `values` and `stop` are bytes from the start, in the last dimension of messages.
     """
 
     count: int
@@ -112,10 +111,7 @@ class Sparse(Compressor):
         raise NotImplementedError
 
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
-        """Return the candidates of a flat parameter: its gradient plus the error feedback state.
-
-        `scale` is as in `Compressor.reduce`; `first`: the first reduction in a step.
-        """
+        """Return the candidates: gradient plus error feedback state; `first`: the first reduction in a step."""
         raise NotImplementedError
 
     def sent(self, flat: Flat, first: int, positions: torch.Tensor) -> None:
@@ -174,10 +170,7 @@ def _spreads(world: int, size: int, shards: Sequence[int]) -> bool:
 
 
 def _add(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, shard: int) -> None:
-    """Add one rank's entries: for this rank (1-D), or for each (2-D), at `shard` times its number.
-
-    The positions in a message differ: the order of additions does not matter.
-    """
+    """Add one rank's entries, for this rank (1-D) or each (2-D), in any order: positions in a message differ."""
     if positions.dim() == 2:
         positions = positions + shard * torch.arange(len(positions), device=out.device).unsqueeze(1)
     out.index_add_(0, positions.reshape(-1), values.reshape(-1).to(out.dtype))
