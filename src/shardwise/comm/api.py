@@ -352,7 +352,7 @@ def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0, **lo
 
 @_collective("tensor", by="two")
 def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
-    """Receive a tensor from global rank `src` (None: from anyone)."""
+    """Receive a tensor from global rank `src` (None: any rank)."""
     return dist.recv(tensor, src, group, tag)
 
 
@@ -378,7 +378,7 @@ def barrier(group: Group = None, async_op: bool = False, device_ids: Any = None,
 def monitored_barrier(
     group: Group = None, timeout: Any = None, wait_all_ranks: bool = False, **log: Unpack[Log]
 ) -> Any:
-    """Barrier (Gloo only) whose failure names the ranks that are missing."""
+    """Barrier (Gloo only) that names missing ranks on failure."""
     return dist.monitored_barrier(group, timeout, wait_all_ranks)
 
 

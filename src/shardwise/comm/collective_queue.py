@@ -49,7 +49,7 @@ class WorkChain:
         self._rest = list(rest)
         self._line = user_line()
         self._begun, self._ended = threading.Event(), threading.Event()
-        self._records: list[Record] = []  # of what has ended
+        self._records: list[Record] = []  # of ended collectives
         self._error: BaseException | None = None
 
     def run(self) -> None:

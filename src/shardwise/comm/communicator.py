@@ -37,7 +37,7 @@ from shardwise.device.streams import Streams, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 
 _UNCOUNTED = ("gather_on", "reduce_on")
-"""Kinds whose counts differ between ranks in one place, because threads launch them."""
+"""Kinds with counts that differ between ranks in one place, because threads launch them."""
 _IN_PASSES = ("gather", "reduce", "replicate")
 """Kinds that all parts of a group launch equally often; the number of small ones depends on values."""
 
@@ -185,7 +185,7 @@ class Communicator:
                 groups.enter(call or name, self.timeout)
             self._cache = cache = inherited or groups.GroupCache(self.timeout, backend, device)
             on_host = self._on_host = backend == "gloo"
-            # Without a reference to this object, so that process groups are destroyed as soon as nothing refers to it.
+            # Without a reference to this object, because process groups must end with the last reference to it.
             group_of = functools.partial(cache.get, tuple(self.members))
             self._backend = torch_backend = native.TorchBackend(group_of, self.world, ordered=ordered or on_host)
             if not on_host:
@@ -205,7 +205,7 @@ class Communicator:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Group of these ranks, for scripts (None: the default); all ranks of a part call, which may create it."""
+        """Group of these ranks, for scripts (None: default). All ranks of a part call: the first use creates it."""
         if not self._is_part:
             return self._given
         return self._group("explicit") if self._cache is not None else None

@@ -151,7 +151,7 @@ Launch = tuple[str, str, int, int]
 
 
 RECENT = 32
-"""Collectives of each order whose digests a rank reports."""
+"""Collectives of each order of which a rank reports digests."""
 DIGEST = 4
 """Letters of a digest."""
 
@@ -383,7 +383,7 @@ _TOGETHER = tuple(
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Name ranks.
+    """Return a short text that names ranks.
 
     >>> ranks_in_words([3]), ranks_in_words([0, 2]), ranks_in_words([0, 1, 2, 3, 5, 7, 8])
     ('rank 3', 'ranks 0, 2', 'ranks 0-3, 5, 7, 8')
@@ -585,7 +585,7 @@ def _state_key(rank: int) -> str:
 
 
 class FailureReports:
-    """Creates the errors of a communicator; always raises the first one, because it breaks connections."""
+    """Creates the errors of a communicator: always the first one, because later failures follow from it."""
 
     def __init__(self, ledger: Ledger, ranks: Sequence[int], rank: int) -> None:
         self._ledger = ledger

@@ -143,8 +143,7 @@ def read_tensor(process: int, address: int, into: torch.Tensor) -> None:
 
 
 class Exchange:
-    """One launched collective; `unread`: peers with data to be read; `unreceipted`: peers that have to read this
-    rank's.
+    """One launched collective; `unread`: peers to read from; `unreceipted`: peers that have to read this rank's data.
 
     `tag` is equal on all ranks in this collective, and on no others. `addresses` are of this rank's tensors. `scratch`
     has sums of chunks, and is kept for later exchanges. `failure` is a peer with unreadable memory, and the error.
@@ -171,7 +170,7 @@ class Exchange:
         return not self.unread and not self.unreceipted
 
     def accept(self, peer: int, process: int, addresses: Sequence[int]) -> list[int]:
-        """Read a peer's offer, now or when more have come; return the peers whose data is no longer needed."""
+        """Read a peer's offer, now or when more have come; return the peers with data that is no longer needed."""
         raise NotImplementedError
 
     def wait(self) -> None:

@@ -140,8 +140,8 @@ class Call:
 class LogFile:
     """Appends a line for each collective to `rank_N.jsonl` in a directory (`comms_logger.path`), created if missing.
 
-    The training thread only queues calls. Because the file must outlive the process, a thread writes whole lines once a
-    second. Calls beyond the queue's limit are dropped and counted.
+    The training thread only queues calls. A thread writes whole lines once a second: these outlive the process. Calls
+    beyond the queue's limit are dropped and counted.
 
     Raises:
         ConfigError: the file cannot be written.

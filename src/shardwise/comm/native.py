@@ -52,7 +52,7 @@ class Works:
         self._works, self._finish, self.scratch = works, finish, scratch
 
     def wait(self) -> None:
-        """Wait (on CUDA: the current stream waits) and do the local rest; torch's errors become PeerLostError."""
+        """Wait (on CUDA: the current stream waits) and do the local rest; a collective's error becomes PeerLostError."""
         for work in self._works:
             try:
                 if work is not None:
@@ -73,7 +73,7 @@ Users = Sequence[tuple[torch.Tensor, int]]
 """Tensors of a collective, and the number of references to the memory of each at the launch."""
 
 _RELEASE_S = 0.25
-"""Longest wait of the host for the references of a transport, whose thread may have no core for a while."""
+"""Longest wait of the host for the references of a transport: its thread may have no core for a while."""
 
 
 def users_of(*tensors: torch.Tensor) -> Users:

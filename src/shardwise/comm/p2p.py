@@ -128,7 +128,7 @@ def reaching(comm: Communicator, peer: int, what: str, begin: float) -> Iterator
 
 
 def receive(connection: socket.socket, into: memoryview, deadline: float) -> None:
-    """Fill `into` from a blocking socket; raise TimeoutError at the deadline, another OSError at its end."""
+    """Fill `into` from a blocking socket; raise TimeoutError at the deadline, another OSError if it is closed."""
     while into.nbytes:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         count = connection.recv_into(into)

@@ -93,7 +93,7 @@ def turn_of(what: str) -> int:
 
 
 class Here:
-    """Finds the position of this process, with a script on `thread` (None: the main one) and `facts` of it."""
+    """Finds the position of this process; the script runs on `thread` (None: main), `facts` gives step and loader."""
 
     def __init__(
         self,

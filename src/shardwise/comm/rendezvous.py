@@ -169,7 +169,7 @@ def node() -> str:
 def own_address() -> str:
     """Return the address of this machine for ranks on other machines.
 
-    It is the near end of the route to the default group's store, which all ranks reach; else the machine's name.
+    Near end of the route to the default group's store, which all ranks reach; else the machine's name.
     """
     meeting = store_host()
     if meeting is None or is_loopback(meeting):

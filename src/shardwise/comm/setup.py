@@ -5,8 +5,8 @@ one machine, the variable that keeps Gloo on the loopback interface. An existing
 ends with the process, too.
 
 Because, with torch 2.13, a process that ends while threads of a Gloo group run may abort after all of its work, groups
-are destroyed at exit; `groups.forget` releases other references to them. A process that raises while a collective is in
-flight would wait for its peers, which wait for it, until the limit for a collective.
+are destroyed at exit; `groups.forget` releases other references to them. A process that raises exits at once: with a
+collective in flight it would wait for its peers, and they for it, until the limit for a collective.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class Kept:
 class Compressor:
     """Base of the methods of lossy reduction; the first `start` steps are reduced exactly.
 
-    `hold` counts a buffer until it is released. `steps` have ended, with skipped ones; `kept` is the error feedback
-    state. Buffers begin as zeros if `zeroed`, because messages are not filled, or are read in a dry run.
+    `hold` counts a buffer until it is released. `steps` counts ended steps, with skipped ones; `kept` is the error
+    feedback state. Buffers begin as zeros if `zeroed`, because messages are not filled, or are read in a dry run.
     """
 
     zeroed = True

@@ -103,7 +103,7 @@ class QuantizedReduction(Compressor):
             for messages, part in self._by_receiver(sent):
                 self._encode(rows[part], messages[:, place], None if error is None else error[part])
         received, handle = self.exchange(sent, label, None if hops is None else hops.node)
-        arrived = [received]  # a list, so that `finish` releases the messages before it makes others
+        arrived = [received]  # a list, because `finish` releases the messages before it allocates others
 
         def finish() -> None:
             terms = arrived.pop()

@@ -71,7 +71,7 @@ def _above(values: torch.Tensor, threshold: float, expected: int) -> torch.Tenso
 class _Part:
     """Place of a flat parameter in a message: `count` int32 positions, then as many values of `dtype`.
 
-    `positions`, `values` and `stop` are bytes from the start, in the last dimension of messages.
+    `positions`, `values` and `stop` (the end) are byte offsets, in the last dimension of messages.
     """
 
     count: int
