@@ -52,7 +52,7 @@ class Works:
         self._works, self._finish, self.scratch = works, finish, scratch
 
     def wait(self) -> None:
-        """Wait (on CUDA: the current stream waits) and do the local rest; a collective's error becomes PeerLostError."""
+        """Wait (on CUDA: the current stream waits) and do the local rest; collectives' errors become PeerLostError."""
         for work in self._works:
             try:
                 if work is not None:

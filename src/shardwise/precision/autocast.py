@@ -52,8 +52,7 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
 def wire_dtypes(module: nn.Module, config: Config) -> dict[int, torch.dtype]:
     """Return the communication dtype of gradients by `id(parameter)`, for fp32 parameters of safe modules only.
 
-    A parameter shared with another module (a tied embedding) has no entry. A class that does not exist is a
-    ConfigError.
+    A parameter shared with another module (a tied embedding) has no entry. An unknown class is a ConfigError.
     """
     dtype = autocast_dtype(config)
     if dtype is None:

@@ -34,13 +34,10 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def parse_dtype(name: str | torch.dtype, key: str = "dtype") -> torch.dtype:
-    """Return the floating-point dtype of a name or dtype.
-
-    Names are fp16, float16, half, bf16, bfloat16, fp32, float32, float, fp64, float64 and double, in any case, with or
-    without "torch.". `key` is the configuration key for the error message.
+    """Return the floating-point dtype of a name (as in `_NAMES`, in any case, with or without "torch.") or of a dtype.
 
     Raises:
-        ConfigError: the name is unknown, or the type is not one of these four.
+        ConfigError: the name is unknown, or the type is not floating-point; the message names `key`.
 
     >>> parse_dtype("bf16"), parse_dtype("torch.half")
     (torch.bfloat16, torch.float16)

@@ -3,10 +3,8 @@
 Each rank sums squares in fp64 over its runs of each parameter, then over parameters in registration order. One small
 all-reduce adds them over ranks in rank order. Sums by parameter are reduced only for observers. Because fp32 squares
 are exact in fp64, the effect of the sharding is far below the last bit of the fp32 result. A non-finite norm is an
-overflow.
-
-fp64 stays also on GPUs with 1/64 of the fp32 rate: conversion and sum of a value take about 3 ps on an RTX 4090, and
-its read from memory 4 ps (estimates).
+overflow. fp64 stays also on GPUs with 1/64 of the fp32 rate: conversion and sum of a value take about 3 ps on an RTX
+4090, and its read from memory 4 ps (estimates).
 """
 
 from __future__ import annotations
@@ -74,8 +72,7 @@ class Runs:
     def probe(self) -> torch.Tensor:
         """Return a number for each parameter, non-finite if one of its local gradient values is non-finite.
 
-        Reads memory once without waiting for the device. On a CPU an overflow of the norm of finite values is infinite,
-        too.
+        Reads memory once without waiting for the device. On a CPU a norm beyond the gradient's dtype is infinite, too.
         """
         return self._squares.probe(self._values)
 
@@ -95,7 +92,7 @@ def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def combine(sums: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-    """Return the global norm of gradients whose true value is `scale` times the summed value (0-D fp64 tensor)."""
+    """Return the global norm (0-D fp64) of gradients with true values of `scale` times the summed ones."""
     return total_of(sums).sqrt() * scale
 
 

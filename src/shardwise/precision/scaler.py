@@ -27,17 +27,15 @@ _LARGEST = torch.finfo(torch.float32).max
 class LossScaler:
     """A static (`loss_scale`) or dynamic (0) loss scale, which starts at 2 to the power `initial_scale_power`.
 
-    Rules of the dynamic scale, in order, for each step; the tolerance begins at `hysteresis`:
+    Rules of the dynamic scale, in order, for each step (an overflow skips it); the tolerance begins at `hysteresis`:
 
-    - Overflow, tolerance above 1: the step is skipped, the tolerance falls by one, and the scale stays.
-    - Overflow, tolerance 1: the scale is halved, but not below `min_loss_scale`. At `min_loss_scale`, `LossScaleError`
-      ends the run.
+    - Overflow, tolerance above 1: the tolerance falls by one; the scale stays.
+    - Overflow, tolerance 1: the scale is halved, not below `min_loss_scale`, where `LossScaleError` ends the run.
     - No overflow: with `consecutive_hysteresis` the tolerance is restored. After `loss_scale_window` such steps in a
       row the scale is doubled, the tolerance restored and the count reset.
 
-    Attributes:
-        reference_weight: power of two that divides micro-batch weights before they multiply a loss (see
-            `shardwise.engine.window`); None until ranks have agreed on one.
+    `reference_weight` is a power of two that divides micro-batch weights before they multiply a loss (see
+    `shardwise.engine.window`); None until ranks have agreed on one.
 
     Raises:
         ConfigError: a value is invalid, or the initial scale is below the minimum.

@@ -1,4 +1,4 @@
-"""Losses with weight 0, whose gradient is zero even if the loss is NaN (the mean over no tokens is 0/0)."""
+"""Losses with weight 0: their gradient is zero even if the loss is NaN (the mean over no tokens is 0/0)."""
 
 from __future__ import annotations
 

@@ -55,8 +55,12 @@ def narrow(
         UsageError: the parameter is narrowed already, the box exceeds it, or a live autograd graph uses the whole
             parameter; and as `declare_part`.
 
-    Example: the upper half of the rows. >>> import torch >>> layer = torch.nn.Linear(3, 4, bias=False) >>>
-    narrow(layer.weight, ranks=[0], box=[(0, 2), (0, 3)]) >>> layer.weight.shape torch.Size([2, 3])
+    Example: the upper half of the rows.
+        >>> import torch
+        >>> layer = torch.nn.Linear(3, 4, bias=False)
+        >>> narrow(layer.weight, ranks=[0], box=[(0, 2), (0, 3)])
+        >>> layer.weight.shape
+        torch.Size([2, 3])
     """
     shape = tuple(parameter.shape)
     if part_of(parameter).box is not None:

@@ -60,13 +60,15 @@ def declare_part(
     Raises:
         UsageError: `ranks` or ranges do not ascend, or `divisor` is below 1 or given without `ranks`.
 
-    Example: each rank of a pair has two of four experts; the other pair has the same. >>> import torch >>> from
-    shardwise import declare_part >>> weights = torch.nn.Parameter(torch.zeros(2, 8, 8)) >>> declare_part(weights,
-    ranks=[0, 2], shape=[4, 8, 8], box=[(0, 2), (0, 8), (0, 8)])
+    Example: each rank of a pair has two of four experts; the other pair has the same.
+        >>> import torch
+        >>> from shardwise import declare_part
+        >>> weights = torch.nn.Parameter(torch.zeros(2, 8, 8))
+        >>> declare_part(weights, ranks=[0, 2], shape=[4, 8, 8], box=[(0, 2), (0, 8), (0, 8)])
 
-    Example: queries, keys and values are rows of one matrix; a rank has the first half of each. >>> qkv =
-    torch.nn.Parameter(torch.zeros(12, 8)) >>> declare_part(qkv, ranks=[0], shape=[24, 8], box=[[(0, 4), (8, 12), (16,
-    20)], (0, 8)])
+    Example: queries, keys and values are rows of one matrix; a rank has the first half of each.
+        >>> qkv = torch.nn.Parameter(torch.zeros(12, 8))
+        >>> declare_part(qkv, ranks=[0], shape=[24, 8], box=[[(0, 4), (8, 12), (16, 20)], (0, 8)])
     """
     members = None if ranks is None else tuple(int(rank) for rank in ranks)
     if members is not None and (not members or members[0] < 0 or sorted(set(members)) != list(members)):

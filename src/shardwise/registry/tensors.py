@@ -166,10 +166,7 @@ class Registry:
 
         `compute_dtype` is the dtype of floating-point parameters inside the modules; None: their own. By
         `id(parameter)`, `groups` has the optimizer parameter group (other parameters count as not trainable), and
-        `wires` the communication dtype of the gradient, if not its own.
-
-        Raises:
-            UsageError: a box (`declare_part`) exceeds its tensor, or has another shape than the parameter.
+        `wires` the communication dtype of the gradient, if not its own. A box that does not fit is a UsageError.
         """
         names: dict[int, list[str]] = {}
         objects: dict[int, nn.Parameter] = {}
