@@ -307,6 +307,8 @@ def _bytes(numel: int, dtype: torch.dtype) -> int:
 
 
 class _Planned(native.Backend):
+    """Allocates the buffers of `IntraNodeTransport` without ranks."""
+
     def __init__(self) -> None:
         self._scratch: _Scratch | None = None
 
