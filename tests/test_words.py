@@ -43,9 +43,7 @@ WORDS = {
 }
 REMAINING = {
     "architecture.md": "imagined loan said stash told twin whereabouts",
-    "comm": (
-        "alone apart aside asked beside heard imagined neighbours nobody patience said somebody told whatever whoever"
-    ),
+    "comm": "alone apart aside beside imagined patience said somebody",
     "communication.md": "asked nobody said whatever",
     "compat.py": "alone",
     "device": "beside lend loan",
