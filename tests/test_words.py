@@ -43,15 +43,13 @@ WORDS = {
 }
 REMAINING = {
     "architecture.md": "imagined loan said stash told twin whereabouts",
-    "comm": (
-        "alone apart aside asked beside heard imagined neighbours nobody patience said somebody told whatever whoever"
-    ),
+    "comm": "alone apart aside beside imagined patience said somebody",
     "communication.md": "asked nobody said whatever",
     "compat.py": "alone",
     "device": "beside lend loan",
     "engine": "alone asked beside heard imagined lent neighbours said told twin unnamed",
     "gpu.md": "asked imagined",
-    "memory": "alone asked borrowed borrows lends lent loan loans neighbours stash told twin",
+    "memory": "alone asked borrowed borrows lends lent loan loans stash told twin",
     "memory.md": "asked",
     "moe": "imagined",
     "numbers.md": "alone beside imagined",
@@ -61,8 +59,8 @@ REMAINING = {
     "registry": "aside",
     "timeline.md": "lend loan",
     "zero": (
-        "alone apart aside asked beside borrow borrowed borrowing borrows imagined lend lending lends "
-        "lent loans neighbours nobody patience said somebody stash told whatever whoever"
+        "alone apart aside asked beside borrow borrowed borrowing borrows imagined lending lends lent loans patience "
+        "stash"
     ),
 }
 """Words that packages and pages still have; they are removed here as these are rewritten."""

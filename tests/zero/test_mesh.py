@@ -324,9 +324,10 @@ def test_memory_is_as_planned(precision: str, accumulation: int) -> None:
         for (zero, stage), (before, after) in zip(cases, answer, strict=True):
             for category in (*reports.ENGINE, Category.ACTIVATIONS):
                 planned, measured = before.row(category).planned, after.row(category).measured
-                # Chains go on while other things are done, and are planned for the worst moment.
-                late = {Category.BUFFERS: 2.0, Category.GRADIENTS: 1.2}.get(category)
-                fits = 0.9 * measured <= planned <= late * measured if late else reports.close(planned, measured)
+                # A thread launches the later collectives of a chain, at a time that no plan knows: on a busy machine
+                # they overlap with one unit more.
+                late = {Category.BUFFERS: (0.7, 2.0), Category.GRADIENTS: (0.9, 1.2)}.get(category)
+                fits = late[0] * measured <= planned <= late[1] * measured if late else reports.close(planned, measured)
                 assert fits, f"{zero} {stage}: {category.value} {planned} {measured}"
             planned, measured = before.total.planned, after.total.measured
             assert 0.97 * measured <= planned <= 1.1 * measured, f"{zero} {stage}: total {planned} {measured}"

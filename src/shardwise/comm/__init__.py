@@ -1,8 +1,4 @@
-"""Communication: process groups, collectives, and the ledger that records them.
-
-The collectives for scripts (`shardwise.comm.api`) and `init_distributed` are available here. A name is loaded when it
-is first used.
-"""
+"""Communication: process groups, collectives for scripts, and the ledger. A name is loaded when it is first used."""
 
 from __future__ import annotations
 

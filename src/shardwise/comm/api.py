@@ -33,18 +33,11 @@ Group = ProcessGroup | None
 P = ParamSpec("P")
 
 
-_ALIKE = ("op", "src", "dst")
-"""Arguments other than tensors that are equal on all ranks of a collective."""
+_ALIKE = ("op", "src", "dst")  # arguments other than tensors that are equal on all ranks of a collective
 
 
 class Log(TypedDict, total=False):
-    """Arguments of a collective for the communication log.
-
-    Attributes:
-        prof: record this call despite the settings.
-        log_name: name in the log.
-        debug: has no effect; accepted for existing code.
-    """
+    """Arguments for the communication log; `prof` records despite the settings, `debug` has no effect."""
 
     prof: bool
     log_name: str | None
@@ -106,14 +99,11 @@ def destroy_process_group(group: Group = None) -> None:
 def _collective(
     counted: str | None = None, *, asynchronous: bool = False, needed: bool = True, by: str = "all"
 ) -> Callable[[Callable[P, Any]], Callable[P, Any]]:
-    """Decorate a function that launches a collective: check the call, watch its wait, and record its end if the log
-    wants it.
+    """Decorate the launch of a collective: check the call, watch its wait, and record its end if the log wants it.
 
-    Args:
-        counted: argument whose bytes are recorded.
-        asynchronous: the function never blocks; else its argument `async_op` decides.
-        needed: without a process group, True raises an error and False does nothing.
-        by: callers and shapes: "all" ranks with the same shapes; "each" with its own; "two" ranks.
+    `counted` names the argument with recorded bytes. An `asynchronous` function never blocks; else its argument
+    `async_op` decides. Without a process group the function raises if `needed`, else does nothing. `by`: "all" ranks
+    call with the same shapes, "each" rank with its own, or only "two" ranks call.
     """
 
     def decorate(launch: Callable[P, Any]) -> Callable[P, Any]:
@@ -186,17 +176,7 @@ def _after(
     work: Any, name: str, given: Mapping[str, Any], counted: str | None, pending: bool, start: float = 0.0,
     record: Recorder | None = None,
 ) -> Any:  # fmt: skip
-    """Report a launched collective to the stall watchdog; return the script's result.
-
-    Args:
-        work: from torch.
-        name: of the collective.
-        given: its arguments.
-        counted: name of the tensor argument.
-        pending: the script waits itself.
-        start: as in `_Pending`.
-        record: as in `_Pending`.
-    """
+    """Report a launched collective to the stall watchdog; return the script's result. `pending`: the script waits."""
     waits = pending and work is not None
     tensors = given[counted] if counted is not None else None
     tensor = tensors[0] if isinstance(tensors, list) and tensors else tensors
@@ -211,15 +191,7 @@ def _after(
 
 
 class _Pending:
-    """torch's `Work`, with the same methods, whose wait the stall watchdog knows.
-
-    Args:
-        work: of torch.
-        launch: the collective, without its tensors.
-        followed: device on which its end is followed; None: not followed.
-        start: time of launch (`time.perf_counter()`).
-        record: writes the log after the wait; None: not logged.
-    """
+    """torch's `Work`, with the same methods; the stall watchdog knows its wait. Keeps no tensors."""
 
     def __init__(
         self,
@@ -232,7 +204,6 @@ class _Pending:
         self._work, self._launch, self._followed, self._start, self._record = work, launch, followed, start, record
 
     def wait(self, *args: Any) -> Any:
-        """Wait, and record."""
         with waiting(self._launch, time.perf_counter()):
             result = self._work.wait(*args)
         if self._followed is not None:
@@ -381,7 +352,7 @@ def send(tensor: torch.Tensor, dst: int, group: Group = None, tag: int = 0, **lo
 
 @_collective("tensor", by="two")
 def recv(tensor: torch.Tensor, src: int | None = None, group: Group = None, tag: int = 0, **log: Unpack[Log]) -> Any:
-    """Receive a tensor from global rank `src` (None: from anyone)."""
+    """Receive a tensor from global rank `src` (None: any rank)."""
     return dist.recv(tensor, src, group, tag)
 
 
@@ -407,7 +378,7 @@ def barrier(group: Group = None, async_op: bool = False, device_ids: Any = None,
 def monitored_barrier(
     group: Group = None, timeout: Any = None, wait_all_ranks: bool = False, **log: Unpack[Log]
 ) -> Any:
-    """Barrier (Gloo only) whose failure names the ranks that are missing."""
+    """Barrier (Gloo only) that names missing ranks on failure."""
     return dist.monitored_barrier(group, timeout, wait_all_ranks)
 
 
@@ -455,8 +426,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> Any:
 
 
 def straggler_summary() -> Stragglers:
-    """Return the seconds for which ranks have waited for each other in the newest collectives of engines (all ranks
-    call).
+    """Return the seconds for which ranks waited for each other in the newest collectives of engines (all ranks call).
 
     The communication log must be on; `engine.stragglers()` reads an engine's ledger, which always is.
     """

@@ -3,7 +3,6 @@
 `time.perf_counter()` has another origin on each machine. As in Cristian's method and NTP, each message bounds the
 offset on one side, however long it travels: a value that rank 0 sent before is older than its receipt here, and the
 reverse. The fastest message of each direction decides. All ranks measure at once: a round is one small all-gather.
-
 Clocks drift by some millionths: long recordings measure at both ends.
 """
 
@@ -27,13 +26,7 @@ def _now() -> float:
 
 
 class Clock(NamedTuple):
-    """Offset of a rank's clock from rank 0's, at one moment.
-
-    Attributes:
-        offset: seconds to be added to this rank's time, for rank 0's.
-        uncertainty: largest possible error of the offset, in seconds.
-        at: this rank's time of the measurement.
-    """
+    """Offset from rank 0's clock (to be added), its largest possible error, and this rank's time, in seconds."""
 
     offset: float = 0.0
     uncertainty: float = 0.0
@@ -41,13 +34,7 @@ class Clock(NamedTuple):
 
 
 def measure(comm: Communicator, rounds: int = 32, clock: Callable[[], float] = _now) -> Clock:
-    """Compare the clocks of all ranks (all ranks call; one small blocking collective a round).
-
-    Args:
-        comm: the ranks.
-        rounds: more rounds are more exact, above all on busy ranks.
-        clock: of this rank, in seconds.
-    """
+    """Compare the clocks of all ranks (all ranks call); a round, one small blocking collective, adds exactness."""
     if comm.world == 1 or comm.imagined:
         return Clock(at=clock())
     gathered = torch.zeros(comm.world, 2, dtype=torch.float64, device=comm.device)
@@ -68,16 +55,9 @@ def measure_by(
     rounds: int,
     clock: Callable[[], float] = _now,
 ) -> Clock:
-    """Measure with any all-gather of two numbers.
-
-    Args:
-        tell: sends this rank's numbers, and returns those of rank 0 when all have arrived.
-        rank: of this process.
-        rounds: as in `measure`.
-        clock: as in `measure`.
-    """
+    """Measure with `tell`, any all-gather of two numbers that returns rank 0's when all have arrived."""
     low, high = float("-inf"), float("inf")
-    left = had = 0.0  # when this rank's last message left, and when it had all others'
+    left = had = 0.0  # times of this rank's last message, and of the arrival of all others'
     for number in range(rounds + 1):
         before, left = left, clock()
         first_left, first_had = tell(left, had)

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 
 def coded(ranks: Sequence[int]) -> list[int] | list[list[int]]:
-    """Return the first rank, and stride and size of each mesh dimension; without such a grid, the list of all ranks.
-
-    Args:
-        ranks: in ascending order.
+    """Return the first rank, then stride and size of each mesh dimension; without such a grid, a list of all ranks.
 
     >>> coded([0, 1, 8, 9, 16, 17]), coded([5]), coded([0, 1, 5])
     ([0, 1, 2, 8, 3], [5], [[0, 1, 5]])

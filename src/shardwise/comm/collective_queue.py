@@ -49,11 +49,11 @@ class WorkChain:
         self._rest = list(rest)
         self._line = user_line()
         self._begun, self._ended = threading.Event(), threading.Event()
-        self._records: list[Record] = []  # of what has ended
+        self._records: list[Record] = []  # of ended collectives
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Run the collectives; `wait()` raises an error."""
+        """Run the collectives; `wait()` raises their error."""
         try:
             with on_behalf_of(self._line):
                 self._handle.wait()
@@ -71,12 +71,7 @@ class WorkChain:
             self._ended.set()
 
     def wait_first(self) -> None:
-        """Block until the first collective has ended, so that its input may be written.
-
-        Raises:
-            PeerLostError: a rank has gone or does not answer.
-            DesyncError: the ranks wait for each other in different collectives.
-        """
+        """Block until the first collective has ended: its input may then be written; raises as `Handle.wait`."""
         self._wait(self._begun)
 
     def wait(self) -> None:
@@ -84,7 +79,7 @@ class WorkChain:
         self._wait(self._ended)
 
     def _note(self) -> None:
-        """Keep the record of a collective, which has not blocked the training thread so far."""
+        """Because the collective has not blocked the training thread so far, its record begins without waiting time."""
         record = getattr(self._handle, "record", None)
         if record is not None:
             record.waited = 0.0
@@ -104,14 +99,12 @@ class _Imagined(WorkChain):
     """A chain of a dry run, which allocates the buffers of a real one and exchanges nothing."""
 
     def wait_first(self) -> None:
-        """Wait for the first collective, and launch the others."""
         self._handle.wait()
         while self._rest:
             self._handle.wait()
             self._handle = self._rest.pop(0)()
 
     def wait(self) -> None:
-        """Wait for all collectives."""
         self.wait_first()
         self._handle.wait()
 
@@ -120,14 +113,8 @@ class CollectiveQueue:
     """Runs chains of collectives, one after the other.
 
     The queue's CUDA stream waits for the current stream only at `follow`: collectives run ahead of computation. Where
-    waiting blocks the host, and on a single rank, collectives run on the current stream.
-
-    Args:
-        streams: of the tensors' device.
-        waits_on_host: waiting for a collective blocks the host.
-        name: of the stream, or of the thread.
-        limit: longest wait of the host for the end of a chain.
-        imagined: a dry run, in which no other rank exists.
+    waiting blocks the host (`waits_on_host`), and on a single rank, collectives run on the current stream. `imagined`
+    is a dry run with fake ranks. The host waits at most `limit` for the end of a chain.
     """
 
     def __init__(
@@ -148,14 +135,11 @@ class CollectiveQueue:
             self._stream.wait(self._streams.mark())
 
     def leave(self) -> None:
-        """Note that no stream has waited for a collective, because none needs its result."""
+        """Note that no stream has waited for a collective, because its result is not needed."""
         self._unawaited = True
 
     def catch_up(self) -> None:
-        """Make the current stream wait for the queue's stream if `leave` has been called.
-
-        Because a collective may still read memory that the current stream is about to write.
-        """
+        """Wait for the queue's stream after `leave`: collectives may read memory that this stream is about to write."""
         if self._unawaited:
             self._unawaited = False
             self.mark().wait()
@@ -170,14 +154,9 @@ class CollectiveQueue:
             return self._streams.mark()
 
     def start(self, launches: Sequence[Launch], made: Callable[[torch.Tensor], None] | None = None) -> Work:
-        """Launch the first collective of a chain, and queue the others.
+        """Launch the first collective of a chain, and queue the others; with a stream, return an event behind it.
 
-        Args:
-            launches: functions that launch the collectives.
-            made: called with each buffer that a collective launched here has allocated.
-
-        Returns:
-            With a stream: an event behind the chain.
+        `made` is called with each buffer that a collective launched here has allocated.
         """
         if self._stream is not None:
             with self._stream.use():
@@ -211,15 +190,9 @@ class CollectiveQueue:
         return chain
 
     def synchronize(self, link: Work | Mark, what: str) -> None:
-        """Block the host until a chain has ended, so that its input may be released on any stream.
+        """Block the host until a chain has ended: its input may then be released on any stream.
 
-        Args:
-            link: from `start`.
-            what: name of the chain, for errors.
-
-        Raises:
-            PeerLostError: the chain has not ended within the limit, or a rank has gone.
-            DesyncError: the ranks wait for each other in different collectives.
+        Raises as `Handle.wait`, and PeerLostError if the chain has not ended on the device within the limit.
         """
         if self._stream is None:
             link.wait()
@@ -244,7 +217,7 @@ class CollectiveQueue:
 
 
 def _close_all() -> None:
-    # A thread that is inside of torch while the interpreter or its groups end would abort the process.
+    # A thread inside of torch aborts the process at the end of the interpreter or of its groups.
     # After an uncaught exception the process ends soon, because its peers must see it gone.
     limit = _EXITING_S if getattr(sys, "last_value", None) is None else _FAILED_S
     for runner in list(_open):

@@ -1,14 +1,11 @@
 """Collectives of an engine over one group of ranks: numbered, recorded in the ledger, and launched by a backend.
 
-The backend is torch.distributed (`shardwise.comm.native`), or shared memory between processes of one machine
-(`shardwise.comm.intra_node_transport`).
-
-Each kind of collective (`shardwise.comm.groups.PURPOSES`) is a sequence of its own, because ranks may interleave
-all-gathers, reduce-scatters and small sums differently. All ranks launch one kind in the same order, which
-`shardwise.zero.passes.unshard` and `shardwise.zero.passes.reduce` guarantee. Scripts and checkpoints share the order of
-the small sums.
-
+The backend is torch.distributed (`native`), or shared memory between processes of one machine (`intra_node_transport`).
 All tensors lie on the communicator's device, because a backend serves one type of device.
+
+Each kind of collective (`groups.PURPOSES`) is a sequence of its own, because ranks may interleave all-gathers,
+reduce-scatters and small sums differently. `shardwise.zero.passes.unshard` and `reduce` guarantee that all ranks launch
+one kind in the same order. Scripts and checkpoints share the order of the small sums.
 """
 
 from __future__ import annotations
@@ -40,18 +37,15 @@ from shardwise.device.streams import Streams, streams_of
 from shardwise.errors import DesyncError, PeerLostError, UsageError
 
 _UNCOUNTED = ("gather_on", "reduce_on")
-"""Kinds whose counts differ between ranks in one place, because threads launch them."""
+"""Kinds with counts that differ between ranks in one place, because threads launch them."""
 _IN_PASSES = ("gather", "reduce", "replicate")
 """Kinds that all parts of a group launch equally often; the number of small ones depends on values."""
 
 _DIGEST, _LENGTH, _INLINE = 16, 4, 44
 """Bytes of an exchanged value's digest, of its length, and of a value that fits into the first row."""
-_BROADCAST_COST = 4096
-"""Bytes that take about as long to send as a broadcast takes to start."""
-_MOST_BYTES = 4 << 20
-"""Bytes of the device buffer in which long values are gathered."""
-_ERROR_TEXT = 2000
-"""Characters of an exception that other ranks show."""
+_BROADCAST_COST = 4096  # bytes that take about as long to send as a broadcast takes to start
+_MOST_BYTES = 4 << 20  # bytes of the device buffer in which long values are gathered
+_ERROR_TEXT = 2000  # characters of an exception that other ranks show
 
 MOST_GATHERED = 4096
 """Bytes up to which `all_reduce` gathers from all ranks; larger tensors are reduced and then gathered."""
@@ -65,18 +59,10 @@ def head_of(text: bytes) -> bytes:
 
 
 class Handle:
-    """A launched collective, whose record is closed by the first `wait()`.
+    """A launched collective (`pending`; None: complete), whose record is closed by the first `wait()`.
 
-    Args:
-        pending: the collective; None: complete.
-        record: of the ledger.
-        ledger: which `record` is in.
-        failures: makes the errors; None: there are no peers.
-        streams: of a device that waits for the collective; None: the host does.
-
-    Attributes:
-        record: of the ledger.
-        scratch: buffers that the collective has allocated; `wait()` gives them back.
+    `failures` makes the errors (None: no peers). The device of `streams` waits for the collective (None: the host
+    waits). `scratch` are buffers that the collective has allocated; `wait()` releases them.
     """
 
     __slots__ = ("__weakref__", "_failures", "_ledger", "_pending", "_streams", "record", "scratch")
@@ -128,9 +114,6 @@ def members_of(group: dist.ProcessGroup | None) -> list[int]:
 class Communicator:
     """Collectives of one engine over one data-parallel group.
 
-    Process groups are created at first use (`shardwise.comm.groups.GroupCache`). A communicator and its parts share a
-    cache, so that parts of the same ranks share groups.
-
     Args:
         group: the process group; None: the default group. It is initialised, unless the world is one process.
         ledger: records the collectives.
@@ -142,13 +125,12 @@ class Communicator:
         near: ranks of one machine may read each other's memory.
         nodes: the node of each rank, as from `nodes()`; None: found with a collective when needed.
         alone: a group of this rank only.
-        whole: the communicator that this one is a part of.
-        members: global ranks of the part.
+        whole: the communicator that this one is a part of; equal parts share process groups.
+        members: global ranks of the part, in order.
 
     Attributes:
         timeout: limit for one collective: that of `group`.
-        imagined: no other rank exists (torch's fake backend, and `shardwise.comm.fake`).
-        members: the global ranks, in order.
+        imagined: the other ranks are fake (torch's fake backend, and `shardwise.comm.fake`).
 
     Raises:
         UsageError: the group has no backend for tensors of this device.
@@ -203,7 +185,7 @@ class Communicator:
                 groups.enter(call or name, self.timeout)
             self._cache = cache = inherited or groups.GroupCache(self.timeout, backend, device)
             on_host = self._on_host = backend == "gloo"
-            # Without a reference to this object, so that process groups are destroyed as soon as nothing refers to it.
+            # Without a reference to this object, because process groups must end with the last reference to it.
             group_of = functools.partial(cache.get, tuple(self.members))
             self._backend = torch_backend = native.TorchBackend(group_of, self.world, ordered=ordered or on_host)
             if not on_host:
@@ -217,16 +199,13 @@ class Communicator:
         return self._cache.get(tuple(self.members), kind)
 
     def connect(self, *kinds: str) -> None:
-        """Create the process groups of some kinds (all ranks call), so that no pass waits for them."""
+        """Create the process groups of some kinds (all ranks call), because passes must not wait for them."""
         for kind in kinds if self.sends else ():
             self._group(kind)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The process group of these ranks, for collectives of a script; None: the default group.
-
-        All ranks of a part call, because the first use creates the group.
-        """
+        """Group of these ranks, for scripts (None: default). All ranks of a part call: the first use creates it."""
         if not self._is_part:
             return self._given
         return self._group("explicit") if self._cache is not None else None
@@ -238,12 +217,7 @@ class Communicator:
     def run_of(self, size: int, name: str) -> Communicator:
         """Return a communicator of this rank's run, where runs of `size` ranks follow one another (all ranks call).
 
-        `destroy()` destroys it. Its ranks exchange messages, because a rank that waits in one shared-memory transport
-        does not serve another one.
-
-        Args:
-            size: divides the number of ranks.
-            name: of the group in records.
+        Ranks exchange messages, because a rank that waits in one shared-memory transport does not serve another one.
         """
         return self.part([range(first, first + size) for first in range(0, self.world, size)], name)
 
@@ -252,13 +226,7 @@ class Communicator:
         return self.part([range(place, self.world, size) for place in range(size)], name)
 
     def part(self, parts: Sequence[Sequence[int]], name: str, *, near: bool = False) -> Communicator:
-        """Return a communicator of this rank's list of ranks, as `run_of`.
-
-        Args:
-            parts: disjoint lists of ranks of this communicator.
-            name: of the group in records.
-            near: ranks of one machine read each other's memory, over connections of their own.
-        """
+        """Return a communicator of this rank's list of disjoint `parts` (all ranks call); `near`: shared memory."""
         own = next(list(places) for places in parts if self.rank in places)
         part = Communicator(
             None,
@@ -295,15 +263,9 @@ class Communicator:
         accumulate: bool = False,
         kind: str = "reduce",
     ) -> Handle:
-        """Launch the reduce-scatter of each `full`, in rank order, into this rank's range `out`.
+        """Launch the reduce-scatter of each (`out`, `full`) of `pairs`, in rank order, into this rank's range `out`.
 
         out = (out if accumulate else 0) + sum over ranks of full[rank's range], in the dtype of `out`.
-
-        Args:
-            pairs: `out` and `full` of each reduction.
-            label: for the record.
-            accumulate: add to `out` instead of replacing it.
-            kind: sequence of collectives.
         """
         size = 0
         for _, full in pairs:
@@ -314,8 +276,7 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, label: str, kind: str = "small") -> Handle:
         """Sum a small tensor over ranks in place, in rank order: the same bits on every rank.
 
-        Every rank gathers a few numbers from all. Larger tensors are summed by `sum_large`, so that the received bytes
-        do not grow with the number of ranks.
+        Each rank gathers a few numbers from all; the received bytes of larger tensors do not grow with the ranks.
         """
         size = tensor.numel() * tensor.element_size()
         if size > MOST_GATHERED and self.sends:
@@ -332,16 +293,11 @@ class Communicator:
         return done
 
     def sum_large(self, flat: torch.Tensor, label: str, out: torch.Tensor | None = None) -> Handle:
-        """Sum a 1-D tensor over ranks: the same bits on every rank (blocking).
+        """Sum a 1-D tensor over ranks into `out` (None: in place): the same bits on every rank (blocking).
 
-        On Gloo and under `ordered` a reduce-scatter in rank order and an all-gather do so, as in a stage 0 reduction:
-        twice the tensor is sent, and an in-place sum allocates this rank's range. Half precision is summed in fp32 and
-        rounded once. Other backends run one all-reduce.
-
-        Args:
-            flat: its length is a multiple of the number of ranks.
-            label: for the record.
-            out: receives the sum; None: `flat` does.
+        The length is a multiple of the number of ranks. On Gloo and under `ordered` a reduce-scatter in rank order and
+        an all-gather form the sum, as in a stage 0 reduction: twice the tensor is sent, and an in-place sum allocates
+        this rank's range. Half precision is summed in fp32 and rounded once. Other backends run one all-reduce.
         """
         if not (self._on_host or self._ordered or not self.sends):
             if out is not None:
@@ -379,17 +335,7 @@ class Communicator:
         label: str,
         kind: str = "explicit",
     ) -> Handle:
-        """Launch the all-to-all that sends range r of 1-D `given` to rank r and receives range r of 1-D `output` from
-        it.
-
-        Args:
-            output: receives, in rank order.
-            given: is sent, in rank order.
-            output_sizes: elements of each range of `output`; may differ and may be zero.
-            input_sizes: elements of each range of `given`.
-            label: for the record.
-            kind: sequence of collectives.
-        """
+        """Launch the all-to-all of ranges of 1-D tensors, in rank order; sizes (elements) may differ or be zero."""
         size = given.numel() * given.element_size()
         sent, launch = size - input_sizes[self.rank] * given.element_size(), self._backend.all_to_all
         return self._launch("all_to_all", size, sent, label, kind, launch, output, given, output_sizes, input_sizes)
@@ -405,10 +351,9 @@ class Communicator:
         return value
 
     def exchange(self, value: Any, label: str) -> list[Any]:
-        """Return the JSON values of all ranks, in rank order (blocking).
+        """Return the JSON values of all ranks, in rank order (blocking). A tuple comes back as a list.
 
-        A tuple comes back as a list. Each rank first sends a row of fixed size: digest, length, and the value if it is
-        short. One rank sends each distinct long value. Equal values are parsed once and are one object.
+        Each rank first sends a row of fixed size. One rank sends each distinct long value. Equal values are one object.
         """
         if not self.sends or self.imagined:
             return [value] * self.world
@@ -427,14 +372,8 @@ class Communicator:
         return [values[row[:_DIGEST]] for row in rows]
 
     def _long_texts(self, own: bytes, senders: dict[bytes, tuple[int, int]], label: str) -> dict[bytes, bytes]:
-        """Return long values by digest, each sent by one rank; the buffer on the device is bounded.
-
-        Args:
-            own: value of this rank.
-            senders: rank and size of each value, by digest.
-            label: for records.
-        """
-        # Of the longest values each is broadcast, and the others are gathered from all ranks: what takes the least.
+        """Return long values by digest, each sent by one rank; the buffer on the device is bounded."""
+        # The longest values are broadcast, the others gathered from all ranks; the split with the least cost is taken.
         ordered = sorted(senders, key=lambda digest: (-senders[digest][1], senders[digest][0]))
         sizes = [senders[digest][1] for digest in ordered]
         broadcast = [0, *accumulate(size + _BROADCAST_COST for size in sizes)]
@@ -475,16 +414,7 @@ class Communicator:
         return [row.hex() for row in self._rows(digest, _DIGEST, label)]
 
     def together(self, what: str, work: Callable[[], T]) -> T:
-        """Return the result of a function without collectives; if it raises on some ranks, all ranks raise.
-
-        Args:
-            what: description of the function, for the other ranks' error.
-            work: the function.
-
-        Raises:
-            DesyncError: another rank has raised an exception.
-            Exception: of this rank.
-        """
+        """Return the result of a function without collectives; if it raises on some ranks, others raise DesyncError."""
         error: Exception | None = None
         try:
             found = work()
@@ -503,10 +433,7 @@ class Communicator:
         return found
 
     def nodes(self) -> Sequence[str]:
-        """Return a name of each rank's node, in rank order (the first call is a small collective of all ranks).
-
-        Fake ranks share one node. See `shardwise.comm.rendezvous.node`.
-        """
+        """Return each rank's node, in rank order (first call: a small collective). Fake ranks share one node."""
         if self._nodes is None:
             self._nodes = self.fingerprints(node(), "nodes")
         return self._nodes
@@ -535,10 +462,7 @@ class Communicator:
 
     @functools.cached_property
     def async_gathers(self) -> bool:
-        """Whether all-gathers run on a CUDA stream of their own.
-
-        On one rank an all-gather is a copy of parameters from the host, which also overlaps with computation.
-        """
+        """Whether all-gathers run on a CUDA stream of their own; on one rank they copy parameters from the host."""
         return not self.waits_on_host or (not self.sends and self.streams.beside)
 
     @functools.cached_property
@@ -556,16 +480,13 @@ class Communicator:
         """Transport of all-gathers and reduce-scatters: "memory", "messages", or "nccl"."""
         return self._backend.transport if self.waits_on_host else "nccl"
 
-    def received(self, sent: int) -> int:
-        """Return about how many bytes a reduction of `sent` bytes allocates for received values."""
-        return self._backend.received(sent)
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
+        """Return about how many bytes a reduction of `sent` bytes allocates for received values and their sums."""
+        return self._backend.received(sent, accumulate=accumulate)
 
     @property
     def launched(self) -> list[int]:
-        """How many collectives of each kind this rank has launched, those of passes of its parts included.
-
-        Two ranks in one place of the program have the same numbers.
-        """
+        """Collectives launched of each kind, and in passes of parts: equal on ranks at one place of the program."""
         return self._launched([kind for kind in PURPOSES if kind not in _UNCOUNTED])
 
     def _launched(self, kinds: Sequence[str]) -> list[int]:
@@ -573,7 +494,7 @@ class Communicator:
         return own + [number for part in self._parts for number in part._launched(_IN_PASSES)]
 
     def destroy(self) -> None:
-        """Destroy the process groups created by this communicator and its parts (not the group given)."""
+        """Destroy the process groups created by this communicator and its parts, but not the group given."""
         for part in self._parts:
             part.destroy()
         self._parts = []
@@ -592,17 +513,7 @@ class Communicator:
         launch: Callable[..., native.PendingCollective | None],
         *given: Any,
     ) -> Handle:
-        """Number a collective, open its record, and launch it; the handle closes the record.
-
-        Args:
-            op: name of the operation.
-            size: bytes of the whole message.
-            sent: bytes that this rank sends, if there are peers.
-            label: for the record.
-            kind: sequence of collectives that this one belongs to.
-            launch: of the backend; gets `given` and the record.
-            given: arguments of `launch`.
-        """
+        """Number a collective, open its record, and call `launch(*given, record)`; sizes in bytes."""
         ledger, turn = self.ledger, 0
         if self.sends:
             turn = self._count[kind]
@@ -624,33 +535,20 @@ class Communicator:
         return Handle(pending, record, ledger, self._failures, streams)
 
     def explain(self, error: PeerLostError, what: str, waited: float) -> PeerLostError | DesyncError:
-        """Return an error that also says where the other ranks are, for exchanges outside of this class.
-
-        Args:
-            error: names the group rank that did not answer.
-            what: the exchange, in words that are the same on all ranks.
-            waited: seconds.
-        """
+        """Add other ranks' places to an error of an exchange outside of this class, which took `waited` seconds."""
         if self._failures is None:
             return error
         return self._failures.explain(error, Position(what, line=user_line(), seconds=waited))
 
 
-_MOST_VERSIONS = 4
-"""Different versions that are compared."""
-_MOST_DIFFERENCES = 5
-"""Differences that the error lists."""
+_MOST_VERSIONS = 4  # different versions that are compared
+_MOST_DIFFERENCES = 5  # differences that the error lists
 
 
 def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
-    """Compare the arguments of all ranks (all ranks call): one small collective, and more if they differ.
+    """Compare the arguments of all ranks, by name in one order (all ranks call).
 
-    Args:
-        comm: the ranks that must agree.
-        facts: arguments of this rank by name, in the same order on all ranks.
-
-    Raises:
-        DesyncError: on every rank, if the facts of a rank differ from rank 0's; lists the first differences.
+    One small collective, and more if they differ: every rank then raises a DesyncError with the first differences.
     """
     if comm.world == 1:
         return
@@ -660,13 +558,7 @@ def check_agreement(comm: Communicator, facts: Mapping[str, str]) -> None:
 
 
 def difference(comm: Communicator, facts: Mapping[str, str], given: Sequence[str]) -> DesyncError:
-    """Return an error that names the differences (all ranks call); one rank sends each of the first few versions.
-
-    Args:
-        comm: the ranks that must agree.
-        facts: as in `check_agreement`.
-        given: of each rank, a text that is equal where facts are.
-    """
+    """Return an error that names the differences (all ranks call); one rank sends each of the first versions."""
     senders: dict[str, int] = {}
     for rank, version in enumerate(given):
         senders.setdefault(version, rank)

@@ -1,16 +1,16 @@
 """Positions of ranks, and the text of errors and warnings that compare positions.
 
-A rank that waits in a collective has a `Position`: the collective, the line of the script, and the engine's method.
-`judge` finds the ranks that are waited for, or that ranks wait for each other in different collectives. Ranks with
-equal positions share a line: a report is about as long on 1,024 ranks as on two.
+A rank that waits in a collective has a `Position`. `judge` finds the ranks that are waited for, or that ranks wait for
+each other in different collectives. Ranks with equal positions share a line: a report is about as long on 1,024 ranks
+as on two.
 
-The stall watchdog (`shardwise.comm.stall_watchdog`) requests positions while a collective waits too long. A rank whose
-collective fails writes its position into the default group's store, and reads those of other ranks (`FailureReports`).
-On Gloo a wait that times out closes the connection, so that the peer's collective fails at once and the peer writes its
+The stall watchdog (`stall_watchdog`) requests positions while a collective waits too long. A rank in a failing
+collective writes its position into the default group's store, and reads other ranks' positions (`FailureReports`). On
+Gloo a wait that times out closes the connection: the peer's collective then fails at once, and the peer writes its
 position, too.
 
-Under `strict_sync` ranks compare the arguments of each collective of `shardwise.comm` (`check_call`), which torch does
-not: with tensors of different shapes Gloo aborts the process, and NCCL waits or returns wrong values.
+Under `strict_sync` ranks compare the arguments of each collective of `shardwise.comm` (`check_call`). Because torch
+does not, tensors of different shapes abort the process on Gloo, and wait or return wrong values on NCCL.
 """
 
 from __future__ import annotations
@@ -57,14 +57,11 @@ class Position:
         size: bytes; 0 if they may differ by rank.
         kind: the order of collectives that `what` belongs to.
         members: global ranks of the collective; empty: unknown.
-        line: `file:line` of the script.
-        call: `file:line` of the script's call of the engine, if not `line`.
+        line: `file:line` of the script; `call`: of the script's call of the engine, if another one.
         doing: the script's activity ("engine.step()", "its data loader"); empty: unknown.
-        seconds: duration of the wait.
-        number: of the wait on that rank.
-        turn: of a collective of torch, the number of collectives launched in the group, this one included; -1: unknown.
-        step: steps taken; -1: unknown.
-        collectives: of torch, launched in the default group; -1: unknown.
+        seconds: duration of the wait; `number`: of the wait on that rank.
+        turn: of a collective of torch: the number of collectives launched in the group, with this one; -1: unknown.
+        step, collectives: steps taken, and collectives of torch launched in the default group; -1: unknown.
         loader: progress of the engine's data loader; empty: unknown.
     """
 
@@ -154,7 +151,7 @@ Launch = tuple[str, str, int, int]
 
 
 RECENT = 32
-"""Collectives of each order whose digests a rank reports."""
+"""Collectives of each order of which a rank reports digests."""
 DIGEST = 4
 """Letters of a digest."""
 
@@ -184,8 +181,7 @@ def position_of(record: Record, seconds: float = 0.0, **rest: Any) -> Position:
 
 # -- reports -----------------------------------------------------------------------------------------------------------
 
-_MOST_LINES = 16
-"""Lines of different positions that are shown."""
+_MOST_LINES = 16  # lines of different positions that are shown
 
 Positions = Mapping[int, Position | None]
 """By rank; None: no answer."""
@@ -193,12 +189,10 @@ Positions = Mapping[int, Position | None]
 
 @dataclass(frozen=True)
 class Confirmation:
-    """The second answer of a rank that waits.
+    """The second answer of a rank that waits; another wait `number` means that the rank has moved on.
 
-    Attributes:
-        number: of its wait; another number means that the rank has moved on.
-        launched: collectives that other ranks wait for, and this one has launched.
-        recent: by order, the number of a collective, and digests of that one and the later ones.
+    `launched` are collectives that other ranks wait for and this one has launched. `recent` has, by order, the number
+    of a collective, and digests of that one and the later ones.
     """
 
     number: int
@@ -208,13 +202,7 @@ class Confirmation:
 
 @dataclass(frozen=True)
 class Report:
-    """Findings about a collective that waits too long.
-
-    Attributes:
-        text: for people.
-        stuck: the ranks wait for each other.
-        absent: ranks that are waited for.
-    """
+    """Findings about a collective that waits too long: ranks wait for each other (`stuck`), or for `absent` ranks."""
 
     text: str
     stuck: bool
@@ -228,14 +216,10 @@ def judge(
     silent: Mapping[int, str] | None = None,
     parting: Sequence[str] = (),
 ) -> Report:
-    """Find the ranks that are waited for, or that ranks wait for each other.
+    """Find the ranks that are waited for, or that ranks wait for each other; `own` is this rank, which waits.
 
-    Args:
-        places: positions of the ranks.
-        own: this rank, which waits.
-        confirmed: second answers; None: none.
-        silent: by rank without an answer, the known state of its process.
-        parting: lines about the first collective that ranks have launched differently.
+    `confirmed` has the second answers, `silent` the process state of ranks without an answer, and `parting` lines about
+    the first collective that ranks have launched differently.
 
     >>> gather, reduce = Position("all_gather 'a' #4", line="t.py:3", seconds=9.0), Position("all_gather 'b' #4")
     >>> judge({0: gather, 1: reduce}, 0, dict.fromkeys((0, 1), Confirmation(-1))).stuck
@@ -295,13 +279,9 @@ def _may_end(waited: Position, there: Mapping[int, Position], confirmed: Mapping
 
 
 def first_difference(recent: Mapping[int, tuple[int, str]]) -> tuple[int, list[int]] | None:
-    """Return the number of the first collective of an order that ranks of one group have launched differently.
+    """Return the number of the first collective of an order that ranks have launched differently, or None.
 
-    Args:
-        recent: of each rank, `Confirmation.recent`.
-
-    Returns:
-        The number, and one rank for each way of launching; None: no difference in the reported collectives.
+    `recent` is each rank's `Confirmation.recent` of the order. The second item has one rank for each way of launching.
 
     >>> first_difference({0: (6, "aaaabbbbcccc"), 1: (7, "bbbbdddd"), 2: (7, "bbbbdddd")})
     (8, [0, 1])
@@ -330,8 +310,6 @@ def parting_in_words(launches: Mapping[int, Launch]) -> list[str]:
 
 
 def _table(places: Positions, silent: Mapping[int, str]) -> list[str]:
-    """Return a line for each position; ranks whose positions differ only by seconds share a line."""
-
     def text_of(rank: int) -> str:
         place = places[rank]
         return silent.get(rank, "") if place is None else str(replace(place, seconds=0.0))
@@ -405,7 +383,7 @@ _TOGETHER = tuple(
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Name ranks.
+    """Return a short text that names ranks.
 
     >>> ranks_in_words([3]), ranks_in_words([0, 2]), ranks_in_words([0, 1, 2, 3, 5, 7, 8])
     ('rank 3', 'ranks 0, 2', 'ranks 0-3, 5, 7, 8')
@@ -438,13 +416,7 @@ def key_of(*parts: object) -> str:
 
 
 def seal(text: str, secret: str, key: str) -> str:
-    """Return a value that `unsealed` accepts under the same key only.
-
-    Args:
-        text: the value.
-        secret: of the job.
-        key: of the value in the store.
-    """
+    """Return a value that `unsealed` accepts under the same key, and with the same secret of the job, only."""
     return _code(text, secret, key) + text
 
 
@@ -490,13 +462,11 @@ PATIENCE_S = 1.0
 FAILED = "failed"
 """Key of the traceback of the last rank that has ended with an exception."""
 
-_TRACEBACK = 4000
-"""Letters of a traceback that other ranks read."""
+_TRACEBACK = 4000  # letters of a traceback that other ranks read
 _POLL_S, _SLOWEST_POLL_S = 0.02, 0.25
 _MOST_READ = 32
 """Ranks that a report reads besides the lost one, because reports on all ranks would grow with ranks squared."""
-_DYING_S = 0.1
-"""Seconds for which sockets of a killed process may outlive one another."""
+_DYING_S = 0.1  # seconds for which sockets of a killed process may outlive one another
 _SILENT = "has not said where it is: it is gone, or busy outside of collectives (data, computing, waiting)"
 _FEWER = "Did it get fewer batches than the others?"
 _CHECK_FAILED = (
@@ -517,12 +487,9 @@ def sign_failures(secret: str) -> None:
 
 @dataclass(frozen=True)
 class RankState:
-    """The status of a rank in the store.
+    """The status of a rank in the store: "waits" in a collective (`place`), "ends" in `destroy()`, "ended", "failed".
 
-    Attributes:
-        state: "waits" in a collective; "ends": in `destroy()`; "ended", or "failed" with an exception.
-        text: of a rank that does not wait.
-        place: of a rank that waits.
+    `text` describes a rank that does not wait. A rank that has "failed" ended with an exception.
     """
 
     state: str
@@ -618,15 +585,7 @@ def _state_key(rank: int) -> str:
 
 
 class FailureReports:
-    """Creates the errors of one communicator.
-
-    Invariant: the first failure is raised each time. Because it breaks connections, later ones follow from it.
-
-    Args:
-        ledger: of the communicator.
-        ranks: global ranks of its group.
-        rank: place of this process in `ranks`.
-    """
+    """Creates the errors of a communicator: always the first one, because later failures follow from it."""
 
     def __init__(self, ledger: Ledger, ranks: Sequence[int], rank: int) -> None:
         self._ledger = ledger
@@ -636,12 +595,7 @@ class FailureReports:
         self._lock = threading.Lock()
 
     def explain(self, error: PeerLostError, here: Position) -> DesyncError | PeerLostError:
-        """Return the first failure of this communicator, with the statuses of other ranks.
-
-        Args:
-            error: of the exchange; `peer` is the group rank that has not answered, if known.
-            here: the collective.
-        """
+        """Return the first failure of this communicator, with the statuses of other ranks; `here` is the collective."""
         with self._lock:
             if self._first is None:
                 self._first = self._compare(error, here)
@@ -707,10 +661,7 @@ def _loss(status: RankState | None) -> str:
 
 
 def _cause(ranks: Sequence[int], states: Mapping[int, RankState], here: Position) -> int:
-    """Return the most likely cause, where torch names no rank.
-
-    First a rank that has ended, then one without a status, then one that waits in another collective.
-    """
+    """Return the likely cause: a rank that has ended, else one without a status, else one in another collective."""
 
     def order(rank: int) -> int:
         status = states.get(rank)
@@ -723,8 +674,7 @@ def _cause(ranks: Sequence[int], states: Mapping[int, RankState], here: Position
 
 # -- comparisons beforehand --------------------------------------------------------------------------------------------
 
-_TEXT = 1024
-"""Bytes of a call that are shown."""
+_TEXT = 1024  # bytes of a call that are shown
 
 _compares = False
 
@@ -738,16 +688,9 @@ def compare_calls(on: bool) -> None:
 def check_call(
     name: str, tensors: torch.Tensor | Sequence[torch.Tensor] | None, group: Any, rest: Mapping[str, Any]
 ) -> None:
-    """Raise unless all ranks of a group have called the same collective with the same arguments.
+    """Raise a DesyncError on all ranks of a group, unless all have called the same collective with equal arguments.
 
-    Args:
-        name: of the collective.
-        tensors: with the same shapes and dtypes on all ranks; None: none.
-        group: all its ranks call.
-        rest: other arguments equal on all ranks, such as the operation of a reduction.
-
-    Raises:
-        DesyncError: on every rank, with the calls and their lines.
+    Compared are shapes and dtypes of `tensors`, and `rest`, such as the operation of a reduction.
     """
     if not _compares or dist.get_world_size(group) == 1 or dist.get_rank(group) < 0:
         return

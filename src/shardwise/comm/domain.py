@@ -10,8 +10,8 @@ reduce-scatter to a finer one, therefore run over one dimension after the other 
     level 1   ranks 0 and 2  [0 1 2 3]          ranks 1 and 3          [4 5 6 7]
     level 2   rank 0 [0 1]   rank 2 [2 3]       rank 1 [4 5]           rank 3 [6 7]
 
-The plan (`shardwise.zero.units.plan`) chooses the levels. One dimension of all ranks with everything at level 1 is
-ZeRO-3. Parameters, gradients and optimizer state at level 1 of two dimensions are HSDP, or MiCS.
+The plan (`shardwise.zero.units.plan`) chooses the levels. ZeRO-3 is one dimension with everything at level 1. HSDP and
+MiCS keep parameters, gradients and optimizer state at level 1 of two dimensions.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ class Arrangement:
         sizes: ranks in each dimension.
         order: ranks by the place of their range at the finest level.
 
-    Example:
-        >>> grid = Arrangement.of_groups(4, 2)
-        >>> grid.sizes, grid.order, grid.lines(0), grid.lines(1)
-        ((2, 2), (0, 2, 1, 3), [[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    >>> grid = Arrangement.of_groups(4, 2)
+    >>> grid.sizes, grid.order, grid.lines(0), grid.lines(1)
+    ((2, 2), (0, 2, 1, 3), [[0, 1], [2, 3]], [[0, 2], [1, 3]])
     """
 
     names: tuple[str, ...]
@@ -56,12 +55,9 @@ class Arrangement:
 
     @classmethod
     def of_groups(cls, world: int, shard: int, near: int | None = None) -> Arrangement:
-        """Return the grid of runs of `shard` ranks, over each of which all state is sharded.
+        """Return the grid of runs of `shard` ranks, over each of which all state is sharded; `shard` divides `world`.
 
-        Args:
-            world: number of ranks.
-            shard: divides it.
-            near: size of the runs of near ranks that a run consists of, which become a dimension of their own.
+        Runs of `near` ranks, of which a run consists, become a dimension of their own.
         """
         near = shard if near is None else near
         return cls.of([[list(range(a, a + near)) for a in range(r, r + shard, near)] for r in range(0, world, shard)])
@@ -84,18 +80,12 @@ class Arrangement:
         return sorted(lines)
 
     def within(self, ranks: Sequence[int], lines: Sequence[Sequence[int]]) -> Arrangement | None:
-        """Return the grid of some ranks, numbered among themselves, without dimensions of size 1.
+        """Return the grid of ascending `ranks`, numbered among themselves, without dimensions of size 1.
 
-        Args:
-            ranks: in ascending order.
-            lines: all lists of ranks that need the same grid, `ranks` among them.
+        `lines` are all lists of ranks that need the same grid. None: a list is no grid, or lists form different ones.
 
-        Returns:
-            None if the ranks of a list form no grid, or those of two lists form different ones.
-
-        Example:
-            >>> Arrangement.of_groups(8, 4).within([0, 2, 4, 6], [[0, 2, 4, 6], [1, 3, 5, 7]])
-            Arrangement(names=('shard', 'replicate'), sizes=(2, 2), order=(0, 2, 1, 3))
+        >>> Arrangement.of_groups(8, 4).within([0, 2, 4, 6], [[0, 2, 4, 6], [1, 3, 5, 7]])
+        Arrangement(names=('shard', 'replicate'), sizes=(2, 2), order=(0, 2, 1, 3))
         """
         places = {rank: place for place, rank in enumerate(self.order)}
         found = set()
@@ -120,20 +110,15 @@ class Domain:
     Args:
         ranks: all of them.
         arrangement: the grid; None: one dimension.
-        like: a domain of the same job, with whose collectives those of this one are in one order.
+        like: a domain of the same job; collectives of both domains are in one order.
         prescale: factor of gradients before the sum over the ranks.
 
     Attributes:
-        dimensions: communicators of this rank's line in each dimension, innermost first.
-        names: the mesh dimension of each.
-        sizes: ranks in each.
+        dimensions: communicators of this rank's line in each dimension, innermost first; `names`, `sizes`: likewise.
         place: number of this rank's range at the finest level.
-        world: number of ranks.
         depth: the finest level.
         async_gathers: all-gathers run on a CUDA stream of their own, and waiting for one does not block the host.
         async_reductions: the same of reduce-scatters.
-        gathers: launches all-gathers of parameters.
-        reductions: launches reduce-scatters of gradients.
     """
 
     def __init__(
@@ -197,11 +182,9 @@ class Domain:
         return sorted(found, key=lambda holder: (holder[0] - self.ranks.rank) % self.world)
 
     def connect(self, levels: int, *, trained: bool) -> None:
-        """Create the process groups of passes (all ranks call at one point), so that no pass waits for them.
+        """Create the process groups of passes, because no pass must wait for them (all ranks call at one point).
 
-        Args:
-            levels: the finest level from which parameters are gathered.
-            trained: gradients are reduced.
+        `levels`: the finest level from which parameters are gathered; `trained`: gradients are reduced.
         """
         gathers, reductions = (("gather", "gather_on"), ("reduce", "reduce_on"))
         chained = 1 if self.depth == 1 else 2
@@ -229,14 +212,7 @@ class Domain:
         return memory[number * size : (number + 1) * size]
 
     def gathering(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> list[Launch]:
-        """Return the launches of all-gathers from finer levels: one collective for each dimension, outermost first.
-
-        Args:
-            moves: outputs at `level`, and their inputs, which may be views of the outputs.
-            level: of the outputs.
-            label: for records.
-            kind: sequence of collectives.
-        """
+        """Return the launches of all-gathers to `level`: one collective for each dimension, outermost first."""
         launches: list[Launch] = []
         finest = level
         for _, _, fine in moves:
@@ -252,7 +228,7 @@ class Domain:
         return launches
 
     def gather(self, moves: Sequence[Move], level: int, label: str, kind: str = "gather") -> Work:
-        """Launch the collectives of `gathering`, at least one."""
+        """Launch the collectives of `gathering`, at least one; inputs may be views of the outputs."""
         return self.gathers.start(self.gathering(moves, level, label, kind))
 
     def reducing(
@@ -267,19 +243,11 @@ class Domain:
         wire: torch.dtype | None,
         made: Callable[[torch.Tensor], None],
     ) -> list[Launch]:
-        """Return the launches of reduce-scatters to a finer level: one collective for each dimension, innermost first.
+        """Return the launches of reduce-scatters from level `coarse` to `fine`: one each dimension, innermost first.
 
-        Sums are formed in the dtype of their outputs, in the rank order of each dimension.
-
-        Args:
-            outputs: receive the sums, at level `fine`.
-            first: launches the first reduce-scatter into the given tensors.
-            coarse: level of the gradients.
-            fine: level of the sums.
-            label: for records.
-            accumulate: the last of several reduce-scatters adds to `outputs`. With one dimension `first` does.
-            wire: dtype in which sums are sent on; None: that of the sums.
-            made: called with each buffer.
+        Sums are formed in the dtype of their outputs, in the rank order of each dimension. `first` launches the first
+        reduce-scatter into given tensors. Under `accumulate` the last one adds to `outputs`; with one dimension `first`
+        does. Sums are sent on in dtype `wire` (None: their own). `made` is called with each buffer.
         """
         sums: list[torch.Tensor] = []
         launches: list[Launch] = []
@@ -308,12 +276,7 @@ class Domain:
         wire: torch.dtype | None,
         made: Callable[[torch.Tensor], None],
     ) -> list[Launch]:
-        """Return the launches that reduce the sums of an earlier `reducing` to the finest level.
-
-        Args:
-            pairs: outputs and sums.
-            coarse, label, accumulate, wire, made: as in `reducing`.
-        """
+        """Return the launches that reduce the sums of an earlier `reducing` to the finest level."""
         ranks, single = self.dimensions[coarse], coarse + 1 == self.depth
         outputs, given = [out for out, _ in pairs], [total for _, total in pairs]
         first = functools.partial(_sum_on, ranks, given, label, accumulate and single, wire, made)
@@ -327,12 +290,7 @@ class Domain:
 
 @dataclass(frozen=True)
 class Domains:
-    """The domains of a model's parameters.
-
-    Attributes:
-        main: of all ranks.
-        others: of parameters that fewer ranks share, or whose gradients have another divisor, by ranks and divisor.
-    """
+    """Domains of parameters: `main` of all ranks; `others` of fewer ranks or with another divisor, by both."""
 
     main: Domain
     others: Mapping[tuple[tuple[int, ...], int | None], Domain] = field(default_factory=dict)

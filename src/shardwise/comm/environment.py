@@ -12,10 +12,10 @@ Each launcher sets four facts (rank, number of ranks, rank on this machine, addr
 | MPICH, Intel MPI | PMI_RANK, PMI_SIZE | MPI_LOCALRANKID, MPI_LOCALNRANKS |
 | no launcher | 0 of 1 | 0 of 1 |
 
-The rendezvous is at MASTER_ADDR and MASTER_PORT in every row. Where a scheduler leaves MASTER_ADDR out, the address is
-loopback for a job on one machine, and the first host of SLURM_STEP_NODELIST under Slurm. The first row whose rank and
-size are set counts. Invariant: variables that do not describe one place are an error that names them; a process never
-becomes rank 0 of 1 without notice.
+The first row with a set rank and size counts. The rendezvous is at MASTER_ADDR and MASTER_PORT. Where a scheduler
+leaves MASTER_ADDR out, the address is loopback for a job on one machine, and the first host of SLURM_STEP_NODELIST
+under Slurm. Invariant: variables that do not describe one place are an error that names them; a process never becomes
+rank 0 of 1 without notice.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class RankPlace:
     """Place of one process in a job.
 
     Attributes:
-        rank: number of this process among all, from 0.
-        world_size: number of processes of the job.
+        rank: number of this process among all `world_size`, from 0.
         local_rank: number of this process on its machine, from 0; the index of its device.
         local_world_size: number of processes on this machine; None: unknown.
         master_addr: name or address of the machine of rank 0.
@@ -95,22 +94,21 @@ _SCHEDULERS = (
 def discover(
     env: Mapping[str, str] = os.environ, *, schedulers: bool = True, local_rank: int | None = None
 ) -> RankPlace:
-    """Return this process's place from environment variables.
+    """Return this process's place from environment variables; an empty value counts as not set.
 
     Args:
-        env: the variables; an empty value counts as not set.
+        env: the variables.
         schedulers: also look for MPI and Slurm when the variables of torchrun are not set.
         local_rank: the script's argument `--local_rank`, compared with the variables; None or negative: none.
 
     Raises:
         LaunchError: variables are missing, are no numbers, or contradict each other.
 
-    Example:
-        >>> discover({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
-        ...           "MASTER_PORT": "29500"}).rank
-        1
-        >>> discover({}).world_size
-        1
+    >>> discover({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1",
+    ...           "MASTER_PORT": "29500"}).rank
+    1
+    >>> discover({}).world_size
+    1
     """
     env = {name: value for name, value in env.items() if value != ""}
     place = _from_torch_layout(env) or (_from_scheduler(env) if schedulers else None)
@@ -129,9 +127,8 @@ def discover(
 def is_loopback(host: str) -> bool:
     """Return True if a host name or address can only mean this machine.
 
-    Example:
-        >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("node1")
-        (True, True, False)
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("node1")
+    (True, True, False)
     """
     if host == "localhost":
         return True
@@ -213,9 +210,8 @@ def _scheduler_master(env: Mapping[str, str], scheme: _Scheme, single_machine: b
 def first_slurm_host(nodelist: str) -> str:
     """Return the first host of a Slurm node list in its compact form.
 
-    Example:
-        >>> first_slurm_host("gpu[07-09,12],login1"), first_slurm_host("node3")
-        ('gpu07', 'node3')
+    >>> first_slurm_host("gpu[07-09,12],login1"), first_slurm_host("node3")
+    ('gpu07', 'node3')
     """
     match = re.match(r"(?:[^,\[\]]+|\[[^\[\]]+\])+", nodelist)
     if match is None:

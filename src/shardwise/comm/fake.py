@@ -18,13 +18,6 @@ from shardwise.device.streams import HostStreams
 
 
 class _FakeBackend(native.Backend):
-    """Allocates the buffers of another backend.
-
-    Args:
-        like: the other backend.
-        world: number of ranks.
-    """
-
     def __init__(self, like: native.Backend, world: int) -> None:
         self._like, self._world = like, world
 
@@ -41,8 +34,8 @@ class _FakeBackend(native.Backend):
 
     all_gather = sum_in_place = broadcast = all_to_all = _exchange_nothing
 
-    def received(self, sent: int) -> int:
-        return self._like.received(sent)
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
+        return self._like.received(sent, accumulate=accumulate)
 
     def planned(self, world: int) -> native.Backend:
         return self._like.planned(world)
@@ -53,15 +46,7 @@ def _keep(*tensors: Any) -> None:
 
 
 class FakeCommunicator(Communicator):
-    """A communicator of one rank whose peers do not exist.
-
-    Args:
-        world: number of ranks.
-        device: of the tensors.
-        rank: of this process.
-        like: exchanges as this communicator does; None: as ranks on several machines.
-        name: of the group in records.
-    """
+    """A communicator of one rank with fake peers; exchanges as `like` (None: as ranks on several machines)."""
 
     def __init__(
         self,
@@ -85,7 +70,7 @@ class FakeCommunicator(Communicator):
         self._nodes = ["fake"] * world
         self.waits_on_host = device.type == "cpu" or world == 1 if like is None else like.waits_on_host
         self.async_gathers = device.type != "cpu" if like is None else like.async_gathers
-        self.streams = HostStreams()  # where nothing is exchanged, nothing is to be ordered
+        self.streams = HostStreams()  # without exchanges no order is needed
         self._connected: dict[tuple[tuple[int, ...], str], None] = {}
         self._torch = native.TorchBackend(self._group, world, ordered=self._ordered or self._on_host)
         self._backend = _FakeBackend(self._torch if like is None else like._backend.planned(world), world)

@@ -32,12 +32,10 @@ from shardwise.comm.rendezvous import REFUSED, meet
 from shardwise.errors import DesyncError, PeerLostError
 
 CPU = torch.device("cpu")
-_ROUNDING_S = 0.005
-"""Because Gloo counts in whole milliseconds, a wait may end this much before its limit."""
+_ROUNDING_S = 0.005  # because Gloo counts in whole milliseconds, a wait may end this much before its limit
 
 _ATTEMPTS = 5
-_LIMIT = timedelta(seconds=10)
-"""Limit for the first messages of a group, whose ranks have just created it."""
+_LIMIT = timedelta(seconds=10)  # limit for the first messages of a group, whose ranks have just created it
 _TAG = 1
 _POLL_S, _SLOWEST_POLL_S = 0.001, 0.1
 
@@ -67,17 +65,10 @@ def made_well(
     ranks: int,
     name: str,
 ) -> dist.ProcessGroup:
-    """Create a process group; create it again if another program has taken a connection (all ranks call).
+    """Create a process group, again if another program has taken a connection (all ranks call), or raise PeerLostError.
 
-    Args:
-        make: creates the group, given the number of the attempt.
-        discard: destroys a group.
-        store: through which the ranks agree; None: the connections are not checked.
-        ranks: number of ranks.
-        name: the same on all ranks, and of no other call.
-
-    Raises:
-        PeerLostError: no attempt has succeeded.
+    `make` gets the number of the attempt. The ranks agree through `store`; None: connections are not checked. `name` is
+    the same on all ranks, and of no other call.
     """
     for attempt in range(_ATTEMPTS):
         group = make(attempt)
@@ -103,7 +94,7 @@ def made_well(
 
 
 def _missing(group: dist.ProcessGroup, key: str) -> int | None:
-    """Exchange one message with each other rank of a group; return a rank whose message is missing, or None."""
+    """Exchange one message with each other rank of a group; return the rank of a missing message, or None."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     sent = [list(hashlib.sha256(f"{key}/{member}".encode()).digest()) for member in range(world)]
     cards = torch.tensor(sent, dtype=torch.uint8, device=CPU)
@@ -156,9 +147,9 @@ PURPOSES = {
 """By kind of collective, the purpose of the process group that carries the kind.
 
 Kinds: parameter all-gathers, reduce-scatters, all-gathers of reduced gradients, small sums, collectives of scripts and
-checkpoints, and the later collectives of a chain (`shardwise.comm.collective_queue`). All ranks launch the collectives
-of one group in one order, on one stream. Later collectives of a chain have groups of their own only where the host
-waits for collectives, because a thread launches them."""
+checkpoints, and later collectives of a chain (`collective_queue`). All ranks launch the collectives of one group in one
+order, on one stream. A chain's later collectives have own groups only where the host waits: a thread launches them.
+"""
 
 
 def purposes_of(on_host: bool) -> dict[str, str]:
@@ -169,12 +160,8 @@ def purposes_of(on_host: bool) -> dict[str, str]:
 class GroupCache:
     """Process groups of one engine, keyed by ranks and purpose. The first use of a group by its ranks creates it.
 
-    Invariant: all ranks of a group use it first at the same point of their program.
-
-    Args:
-        timeout: limit for one collective.
-        backend: see `torch.distributed.new_group`.
-        device: of this rank. On NCCL a group connects when it is created, not inside its first collective.
+    Invariant: all ranks of a group use it first at the same point of their program. `timeout` is the limit for one
+    collective. On NCCL a group connects on `device` when it is created, not inside its first collective.
     """
 
     def __init__(self, timeout: timedelta, backend: str, device: torch.device) -> None:
@@ -185,11 +172,7 @@ class GroupCache:
         _caches.add(self)
 
     def get(self, ranks: tuple[int, ...], kind: str) -> dist.ProcessGroup:
-        """Return the group of some ranks (global numbers, this one among them) that carries a kind of collective.
-
-        Raises:
-            PeerLostError: the group cannot be created.
-        """
+        """Return the group of some global ranks, with this one, for a kind of collective; may raise PeerLostError."""
         assert not self._closed, "destroyed"
         key = (ranks, self._purposes[kind])
         if key not in self._made:
@@ -217,8 +200,8 @@ _caches: weakref.WeakSet[GroupCache] = weakref.WeakSet()
 class _Names:
     """Numbered names, counted since the default group was created: the same on all ranks, and never used before.
 
-    torch's own names of groups depend on the number of groups of this process, which may differ between ranks. A name
-    that has been used leads to addresses in the store at which no rank listens any more.
+    Because torch's own names depend on the groups of this process, which may differ between ranks, and a used name
+    leads to addresses in the store at which no rank listens any more.
     """
 
     def __init__(self) -> None:
@@ -226,7 +209,6 @@ class _Names:
         self._count: Counter[str] = Counter()
 
     def next(self, name: str) -> str:
-        """Return a name with the number of its use."""
         if self._default is not dist.group.WORLD:
             self.clear()
             self._default = dist.group.WORLD
@@ -234,7 +216,6 @@ class _Names:
         return f"{name}/{self._count[name]}"
 
     def clear(self) -> None:
-        """Release the default group."""
         self._default = None
         self._count.clear()
 
@@ -245,11 +226,7 @@ _names = _Names()
 def new_group(
     ranks: Sequence[int], timeout: timedelta, backend: str, device: torch.device, purpose: str
 ) -> dist.ProcessGroup:
-    """Create a group of some ranks (no other rank calls); arguments as of `GroupCache`.
-
-    Raises:
-        PeerLostError: from `made_well`.
-    """
+    """Create a group of some ranks (no other rank calls), or raise PeerLostError; arguments as of `GroupCache`."""
     digest = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
     name = _names.next(f"shardwise/{purpose}/{digest}")
     whole = len(ranks) == dist.get_world_size()
@@ -266,17 +243,9 @@ def new_group(
 
 
 def await_ranks(ranks: Sequence[int], timeout: timedelta, name: str, what: str) -> None:
-    """Wait until all ranks have come. Because torch waits without a message, and names a key of its store at the limit.
+    """Wait until all global ranks have come. Because torch waits without a message, and then names a key of its store.
 
-    Args:
-        ranks: global ranks.
-        timeout: limit for the wait.
-        name: of the rendezvous, the same on all ranks, and used once.
-        what: the call or group, in words.
-
-    Raises:
-        LaunchError: from `shardwise.comm.rendezvous.meet`.
-        DesyncError: from there.
+    `name` is the same on all ranks, and used once; `what` is the call or group, in words. Raises as `rendezvous.meet`.
     """
     store = compat.default_store()
     if store is None or dist.get_backend() == "fake":
@@ -295,16 +264,11 @@ def meeting_store(name: str, store: dist.Store) -> dist.Store:
 
 # -- calls that all ranks make -----------------------------------------------------------------------------------------
 
-_TEXT = 2000
-"""Characters of an error that other ranks show."""
+_TEXT = 2000  # characters of an error that other ranks show
 
 
 def enter(what: str, timeout: timedelta) -> None:
-    """Wait until all ranks of the default group have entered a call.
-
-    Args:
-        what: the call, such as "initialize()".
-        timeout: limit for the wait.
+    """Wait until all ranks of the default group have entered the call `what`, such as "initialize()".
 
     Raises:
         DesyncError: a rank has entered another call, or has refused its arguments.
@@ -318,7 +282,7 @@ def enter(what: str, timeout: timedelta) -> None:
     first, _, known = _text(own.compare_set("call", "", f"{rank}:{what}")).partition(":")
     if known != what:
         _publish(own, f"rank {rank} is in {what}, and rank {first} in {known}. All ranks make the same calls")
-        raise DesyncError(f"{what}: {_text(own.get(REFUSED))}")  # not counted: the others wait until they read this
+        raise DesyncError(f"{what}: {_text(own.get(REFUSED))}")  # not counted: the others wait until they read the text
     await_ranks(range(world), timeout, name, f"the meeting in {what}")
 
 
@@ -336,7 +300,7 @@ def _publish(store: dist.Store, text: str) -> None:
     try:
         store.compare_set(REFUSED, "", text)
     except RuntimeError:
-        return  # the store has gone, and with it the ranks that would read this
+        return  # the store has gone, with the ranks that would read this
 
 
 def _text(value: Any) -> str:
@@ -349,7 +313,7 @@ def give_back(group: dist.ProcessGroup) -> None:
 
 
 def forget() -> None:
-    """Release all references to groups, so that none outlives its destruction."""
+    """Release all references to groups: none then outlives its destruction."""
     for cache in list(_caches):
         cache.forget()
     _names.clear()

@@ -2,11 +2,11 @@
 
 Messages through sockets copy everything twice and wake a thread at both ends for each piece. Here a rank sends its
 peers the addresses of its tensors, through one local socket per pair. Each peer copies from the rank's memory into its
-own. A reduction adds chunk by chunk, and needs no receive buffer.
+own. A reduction adds chunk by chunk, and needs no receive buffer. The kernel verifies number and user of each peer's
+process.
 
 An exchange has three events per peer: the peer's *offer* (launched: its data may be read), this rank's read, and the
-peer's *receipt* (this rank's data has been read, and may change). It is complete when every peer's offer has been read
-and every peer's receipt has come.
+peer's *receipt* (this rank's data has been read, and may change). It is complete after all reads and receipts.
 
 Invariants:
 
@@ -16,9 +16,7 @@ Invariants:
 - Sums are formed in rank order and in the dtype of the result, with the same bits as in `shardwise.comm.native`.
 - The tensors of an exchange stay alive until it is complete.
 - A closed socket is a lost peer, unless nothing more is expected from the peer.
-- Offers of ranks in different collectives do not match, so that no rank reads values of another collective.
-
-Only addresses cross the sockets, from processes whose number and user the kernel has verified.
+- Offers of ranks in different collectives do not match: no rank reads values of another collective.
 """
 
 from __future__ import annotations
@@ -63,23 +61,17 @@ CHUNK = 1 << 16
 """Elements that are read and added at a time, to stay in the cache."""
 
 _CONNECTING = timedelta(seconds=30)
-_BACKLOG = 128
-"""Connections that wait at a listener."""
+_BACKLOG = 128  # connections that wait at a listener
 _AGAIN_S = 0.01
 _LEAVING = timedelta(seconds=10)
-_LISTENING = timedelta(seconds=1)
-"""Longest sleep: messages that another thread could not send are then sent."""
-_IDLE_S = 0.02
-"""Longest wait of an offer for this rank, before a thread serves it. A rank in training serves offers at every unit;
-only a rank that waits elsewhere, or computes for long, leaves them to the thread.
-"""
+_LISTENING = timedelta(seconds=1)  # longest sleep: messages that another thread could not send are then sent
+_IDLE_S = 0.02  # longest wait of an offer on a rank that neither launches nor waits here, until a thread serves it
 _CARD_BYTES = 512
 _PROOF_BYTES = 32
 _HEADER = struct.Struct("<BQ")
 _OFFER, _RECEIPT = 1, 2
 _MESSAGE_BYTES = 1 << 16
-_MOST_ADDRESSES = 4096
-"""Tensors of one offer, which is one message."""
+_MOST_ADDRESSES = 4096  # tensors of one offer, which is one message
 
 _open: weakref.WeakSet[IntraNodeTransport] = weakref.WeakSet()
 _log = logging.getLogger("shardwise")
@@ -115,8 +107,7 @@ def _process_vm_readv() -> Any:
 def allow_siblings() -> None:
     """Let the descendants of this process's parent read this process's memory, where Yama's ptrace_scope is 1.
 
-    The kernel lets a process read another one of the same user. That rule of Yama lets only ancestors do so, unless the
-    process names another one.
+    Because this rule lets only ancestors read a process of the same user, unless the process names another one.
     """
     with contextlib.suppress(OSError, ValueError):
         if int(_YAMA.read_text()) == _DESCENDANTS_ONLY:
@@ -129,14 +120,13 @@ def read_tensor(process: int, address: int, into: torch.Tensor) -> None:
     Raises:
         OSError: the process has gone, does not permit it, or has no memory there.
 
-    Example:
-        >>> source, target = torch.arange(4.0), torch.zeros(4)
-        >>> if _process_vm_readv() is not None:
-        ...     read_tensor(os.getpid(), source.data_ptr(), target)
-        ... else:
-        ...     _ = target.copy_(source)
-        >>> target.tolist()
-        [0.0, 1.0, 2.0, 3.0]
+    >>> source, target = torch.arange(4.0), torch.zeros(4)
+    >>> if _process_vm_readv() is not None:
+    ...     read_tensor(os.getpid(), source.data_ptr(), target)
+    ... else:
+    ...     _ = target.copy_(source)
+    >>> target.tolist()
+    [0.0, 1.0, 2.0, 3.0]
     """
     function, here, size = _process_vm_readv(), into.data_ptr(), into.nbytes
     done = 0
@@ -153,16 +143,10 @@ def read_tensor(process: int, address: int, into: torch.Tensor) -> None:
 
 
 class Exchange:
-    """One launched collective.
+    """One launched collective; `unread`: peers to read from; `unreceipted`: peers that have to read this rank's data.
 
-    Attributes:
-        record: of the ledger.
-        tag: equal on all ranks in this collective, and on no others.
-        addresses: of this rank's data, one for each tensor.
-        scratch: memory for sums of chunks, kept for later exchanges.
-        unread: peers whose data is still to be read.
-        unreceipted: peers that have still to read this rank's data.
-        failure: a peer whose memory could not be read, and the error.
+    `tag` is equal on all ranks in this collective, and on no others. `addresses` are of this rank's tensors. `scratch`
+    has sums of chunks, and is kept for later exchanges. `failure` is a peer with unreadable memory, and the error.
     """
 
     def __init__(self, transport: IntraNodeTransport, pairs: Sequence[Pair], record: Record) -> None:
@@ -186,23 +170,15 @@ class Exchange:
         return not self.unread and not self.unreceipted
 
     def accept(self, peer: int, process: int, addresses: Sequence[int]) -> list[int]:
-        """Read a peer's offer, now or when more have come; return the peers whose data is no longer needed."""
+        """Read a peer's offer, now or when more have come; return the peers with data that is no longer needed."""
         raise NotImplementedError
 
     def wait(self) -> None:
-        """Block until the result is there and this rank's tensors may be written; later calls do nothing.
-
-        Raises:
-            PeerLostError: a peer left, or did not answer within the group's limit.
-        """
+        """Block until the result is there and this rank's tensors may be written; raises PeerLostError."""
         self._transport.wait_for(self)
 
     def parts(self, full: torch.Tensor, piece: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return each rank's range of 1-D `full`, as views; `piece` is this rank's counterpart.
-
-        Raises:
-            UsageError: the tensors do not fit, or `piece` overlaps `full` elsewhere than at this rank's range.
-        """
+        """Return each rank's range of 1-D `full`, as views; `piece` may overlap this rank's range only."""
         op, size = self.record.op, piece.numel()
         for tensor in (full, piece):
             if not tensor.is_contiguous() or tensor.device != CPU or tensor.dim() != 1:
@@ -326,15 +302,19 @@ class _Scratch:
 
 
 def _bytes(numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a chunk of a tensor, a multiple of the largest element."""
     size = min(CHUNK, numel) * dtype.itemsize
     return size + -size % torch.float64.itemsize
+
+
+def _received(sent: int, world: int, *, accumulate: bool) -> int:
+    return min(sent // world, CHUNK * torch.float32.itemsize) * (1 + accumulate)
 
 
 class _Planned(native.Backend):
     """Allocates the buffers of `IntraNodeTransport` without ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: int) -> None:
+        self._world = world
         self._scratch: _Scratch | None = None
 
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
@@ -342,21 +322,15 @@ class _Planned(native.Backend):
             self._scratch = _Scratch(pairs[0][0].device if pairs else CPU)
         return self._scratch.take(pairs, accumulate)
 
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
+        return _received(sent, self._world, accumulate=accumulate)
+
 
 # -- the transport -----------------------------------------------------------------------------------------------------
 
 
 class IntraNodeTransport(native.TorchBackend):
-    """Shared-memory transport of a group, and its exchanges in flight.
-
-    Other collectives are those of torch.distributed.
-
-    Args:
-        backend: of the same ranks, for other collectives.
-        group: the ranks; its limit holds for each exchange.
-        processes: process number of each rank.
-        sockets: one to each other rank.
-    """
+    """Shared-memory transport of a group, and its exchanges in flight; `backend` runs other collectives."""
 
     transport = "memory"
 
@@ -405,11 +379,11 @@ class IntraNodeTransport(native.TorchBackend):
     def scratch(self, pairs: Sequence[Pair], accumulate: bool) -> list[torch.Tensor]:
         return self._scratch.take(pairs, accumulate)
 
-    def received(self, sent: int) -> int:
-        return 0
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
+        return _received(sent, self.world, accumulate=accumulate)
 
     def planned(self, world: int) -> native.Backend:
-        return _Planned()
+        return _Planned(world)
 
     def _launch(self, exchange: Exchange) -> Exchange:
         if self._failure is not None:
@@ -454,7 +428,7 @@ class IntraNodeTransport(native.TorchBackend):
         elif missing:
             peer, cause = missing[0], ConnectionResetError("the process has closed its local socket")
         elif deadline.over():
-            # Who has not launched is nearer to the cause than who has not read.
+            # A rank that has not launched is nearer to the cause than one that has not read.
             peer, cause = min(exchange.unread or exchange.unreceipted), TimeoutError("the limit is over")
             limit = deadline.limit
         else:
@@ -462,7 +436,7 @@ class IntraNodeTransport(native.TorchBackend):
         self._failure = PeerLostError(f"{exchange.record.op}: rank {peer} of the group has left or does not answer")
         self._failure.peer, self._failure.timed_out = peer, limit is not None
         self._failure.__cause__ = cause
-        self._disconnect()  # so that the others do not wait for what will not come
+        self._disconnect()  # the others then end their waits
         raise self._failure
 
     def _listen(self, deadline: Deadline) -> None:
@@ -520,10 +494,10 @@ class IntraNodeTransport(native.TorchBackend):
 
     def _accept(self, exchange: Exchange, peer: int, addresses: Sequence[int]) -> None:
         try:
-            # Whether gradients are recorded is each thread's own, and what is summed may be an activation.
+            # Because grad mode is per thread, and an activation may be summed.
             with torch.no_grad():
                 read = exchange.accept(peer, self._processes[peer], addresses)
-        except Exception as error:  # such as that of a process that has ended since its offer
+        except Exception as error:  # such as of a process that has ended since its offer
             exchange.failure = (peer, error)  # `wait()` raises it, because this may be another thread
             return
         receipt = _HEADER.pack(_RECEIPT, exchange.tag)
@@ -549,7 +523,7 @@ class IntraNodeTransport(native.TorchBackend):
             except BlockingIOError:
                 break
             except OSError:
-                waiting.clear()  # it has gone; what it had sent before can still be read
+                waiting.clear()  # the peer has gone; its earlier messages can still be read
                 break
             else:
                 waiting.popleft()
@@ -588,14 +562,14 @@ class IntraNodeTransport(native.TorchBackend):
         """Close the sockets: ranks that wait for this one from now on get an error."""
         deadline = Deadline(_LEAVING)
         with self._changed:
-            # Receipts that a full socket has not taken yet: a peer that never gets them would take this rank for lost.
+            # A peer without its receipts, which a full socket has not taken yet, would report this rank as lost.
             while self._sockets and any(self._unsent.values()) and not deadline.over():
                 self._read()
                 if any(self._unsent.values()):
                     self._listen(deadline)
             self._disconnect()
             self._under_way, self._early, self._scratch = {}, {}, _Scratch()
-        self._busy.set()  # so that the thread sees it
+        self._busy.set()  # wakes the thread
         self._thread.join()
         _open.discard(self)
 
@@ -616,16 +590,7 @@ def _serve_idle(reference: weakref.ref[IntraNodeTransport], busy: threading.Even
 
 
 def connect(backend: native.TorchBackend, group: dist.ProcessGroup, name: str) -> native.TorchBackend:
-    """Return the shared-memory transport of a Gloo group on one machine whose ranks may read each other (all ranks
-    call).
-
-    Args:
-        backend: of the same ranks.
-        group: the ranks.
-        name: of the group, for the log.
-
-    Returns:
-        The transport, or `backend`.
+    """Return the shared-memory transport of a Gloo group; `backend` if ranks cannot read each other (all ranks call).
 
     Raises:
         UsageError: SHARDWISE_TRANSPORT requires memory, which is not possible, or has an unknown value.
@@ -720,7 +685,7 @@ def _readable(card: dict[str, Any]) -> bool:
 
 
 def _call_all(rank: int, cards: Sequence[dict[str, Any]], listener: socket.socket) -> dict[int, socket.socket] | None:
-    """Return a socket to each other rank, or None: to lower ranks it connects, and from higher ones it accepts.
+    """Return a socket to each other rank, or None: it connects to lower ranks, and accepts higher ones.
 
     Any process of the machine may connect. The kernel identifies it; connections of other jobs are closed unread.
     """
@@ -778,4 +743,4 @@ def _settle_all() -> None:
     for transport in list(_open):
         if not failed:
             transport.settle(_LEAVING)
-        transport.close()  # its thread, still inside of torch when the interpreter goes, would take the process down
+        transport.close()  # because its thread, if inside of torch at the interpreter's end, would abort the process

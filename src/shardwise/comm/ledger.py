@@ -1,11 +1,10 @@
 """The ledger (flight recorder): one record for every collective of an engine, in the order of launches.
 
-Ranks of a sharded job make progress only while they launch the same collectives in the same order. A record has the
-sequence number, operation, group, bytes, unit and line of the user's script. The communication log, tests of byte
-counts and desync reports read the same records.
+Ranks of a sharded job make progress only while they launch the same collectives in the same order. The communication
+log, tests of byte counts and desync reports read the same records.
 
-Invariant: a record is appended before the launch, so that the last record of a stuck rank names the collective that the
-rank is stuck in. The ledger is a ring buffer: totals are complete, records are the newest `capacity`.
+Invariant: a record is appended before the launch. The last record of a stuck rank therefore names the collective that
+the rank is stuck in. The ledger is a ring buffer: totals are complete, records are the newest `capacity`.
 """
 
 from __future__ import annotations
@@ -43,22 +42,19 @@ def on_behalf_of(line: str) -> Iterator[None]:
 
 @never_compiled
 def user_line(limit: int = 64) -> str:
-    """Return `file:line` of the innermost caller outside this package, torch and the standard library, or "".
-
-    At most `limit` frames are examined.
-    """
+    """Return `file:line` of the innermost of `limit` callers outside this package, torch and the standard library."""
     if (line := getattr(_here, "line", None)) is not None:
         return str(line)
     return line_of(sys._getframe(1), limit)
 
 
 def line_of(frame: FrameType | None, limit: int = 64) -> str:
-    """Return `user_line` for a frame of any thread."""
+    """Return `user_line` for a frame of any thread; "": none."""
     for _ in range(limit):
         if frame is None:
             return ""
         name = frame.f_code.co_filename
-        ours = _ours.get(name)  # not `is_of_script`: every collective comes here, with some twenty frames
+        ours = _ours.get(name)  # not `is_of_script`, because every collective comes here, with some twenty frames
         if ours is None:
             ours = _ours[name] = _is_ours(name)
         if not ours:
@@ -83,19 +79,14 @@ class Record:
     Attributes:
         sequence: number of the collective in its engine, from 0.
         op: operation (`all_gather`, `reduce_scatter`, ...).
-        group: name of the process group.
+        group: name of the process group; `ranks`: their number; `members`: global numbers (empty: unknown).
         size: bytes of the whole message on this rank (the gathered or to-be-reduced buffer).
         sent: bytes that this rank sends, by the algorithm used.
         label: unit, parameter, or purpose such as `norm`.
-        line: `file:line` of the user's code.
-        launched: `time.perf_counter()` at launch, seconds.
-        waited: seconds for which `wait()` has blocked the caller; None while in flight.
-        finished: `time.perf_counter()` at the end of `wait()`; None while in flight.
-        kind: sequence of collectives (`shardwise.comm.groups.PURPOSES`); empty: none.
-        turn: number in that sequence, the same on all ranks.
-        ranks: number of ranks in the group.
-        members: their global numbers; empty: unknown.
-        call: `file:line` of the script's call of the engine, if `line` is in the model's code.
+        line: `file:line` of the user's code; `call`: of the script's call of the engine, if `line` is the model's.
+        launched, finished: `time.perf_counter()` at launch and at the end of `wait()`.
+        waited: seconds for which `wait()` has blocked the caller; None (as `finished`): in flight.
+        kind: sequence of collectives (`groups.PURPOSES`), or empty; `turn`: number in it, the same on all ranks.
         step: optimizer steps that the engine had taken.
         begun: event on the current stream at launch, where a device is timed (`Ledger.timed`).
         ended: event on the stream that may read the result.
@@ -136,11 +127,11 @@ def waiting(what: object, since: float) -> Iterator[None]:
         WAITING.pop(thread, None)
 
 
-_MOST_FOLLOWED = 1024
-"""Because the host never runs more kernels ahead of its device."""
+_MOST_FOLLOWED = 1024  # because the host never runs more kernels ahead of its device
 _followed: deque[tuple[Any, Mark, float]] | None = None
-"""The last collectives of a device, an event behind each, and the times of the launches (`time.perf_counter()`); None:
-following is off. An entry refers to no buffer, and to no `Work` of torch, which refers to its outputs."""
+"""The last device collectives, an event behind each, and times of launches (`time.perf_counter()`); None: off. An entry
+refers to no buffer, and to no `Work` of torch, which refers to its outputs.
+"""
 
 
 def follow_devices(on: bool) -> None:
@@ -172,13 +163,7 @@ class Watcher(Protocol):
 
 @dataclass
 class Totals:
-    """Count and bytes of one kind of collective.
-
-    Attributes:
-        count: of collectives.
-        size: bytes of their messages.
-        sent: bytes that this rank has sent.
-    """
+    """Count of collectives of one kind, bytes of their messages (`size`), and bytes that this rank has sent."""
 
     count: int = 0
     size: int = 0
@@ -255,7 +240,7 @@ class Ledger:
             totals.count += 1
             totals.size += size
             totals.sent += sent
-        watcher = self.watcher  # which another thread may take away
+        watcher = self.watcher  # another thread may remove it
         if watcher is not None:
             watcher.opened(record)
         return record
@@ -270,13 +255,7 @@ class Ledger:
             self.call = before
 
     def close(self, record: Record, waited: float, streams: Streams | None = None) -> None:
-        """Complete a record after the wait for its collective.
-
-        Args:
-            record: from `open`.
-            waited: seconds for which the caller was blocked.
-            streams: of a device that waits instead of the host.
-        """
+        """Complete a record after a wait of `waited` seconds for its collective; `streams`: the device waits."""
         if streams is not None and _followed is not None:
             _followed.append((record, streams.mark(), time.perf_counter()))
         record.waited = waited
@@ -309,12 +288,11 @@ class Ledger:
     def of_step(self, step: int) -> dict[str, dict[str, Totals]]:
         """Return totals of the kept records of a step, by operation and label.
 
-        Example:
-            >>> ledger = Ledger(step=lambda: 3)
-            >>> for unit in ("layers.0", "layers.1", "layers.0"):
-            ...     _ = ledger.open("all_gather", "world", 1024, 512, unit)
-            >>> ledger.of_step(3)["all_gather"]["layers.0"]
-            Totals(count=2, size=2048, sent=1024)
+        >>> ledger = Ledger(step=lambda: 3)
+        >>> for unit in ("layers.0", "layers.1", "layers.0"):
+        ...     _ = ledger.open("all_gather", "world", 1024, 512, unit)
+        >>> ledger.of_step(3)["all_gather"]["layers.0"]
+        Totals(count=2, size=2048, sent=1024)
         """
         found: dict[str, dict[str, Totals]] = {}
         for record in list(self._records):

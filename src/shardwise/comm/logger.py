@@ -1,12 +1,9 @@
-"""The communication log: count, bytes and speed of each collective.
+"""The communication log: count, bytes and speed of each collective of engines (ledgers) and of `shardwise.comm`.
 
-Its input are the engines' ledgers and the collectives of `shardwise.comm`. The configuration (`comms_logger.enabled`)
-or `configure` switches it on.
-
-Conventions: sizes in bytes, latency in milliseconds, bandwidth in Gbit/s. For n ranks and t seconds, algorithm
-bandwidth is size / t (2 * size / t for all-reduce). Bus bandwidth corrects for the bytes that a ring must move:
-all-reduce size / t * 2 (n - 1) / n; gather- and scatter-like collectives (with the size of the whole) and all-to-all
-size / t * (n - 1) / n. Averages leave out the fastest and slowest tenth.
+Sizes are in bytes, latency in milliseconds, bandwidth in Gbit/s. For n ranks and t seconds, algorithm bandwidth is size
+/ t (2 * size / t for all-reduce). Bus bandwidth corrects for the bytes that a ring must move: all-reduce size / t * 2
+(n - 1) / n; gather- and scatter-like collectives (with the size of the whole) and all-to-all size / t * (n - 1) / n.
+Averages leave out the fastest and slowest tenth.
 
 Memory is bounded: of each operation and size the newest times are kept; counts and totals are complete. In a step an
 engine's collectives are only queued. They are added up when the log is read, or when many have come.
@@ -36,23 +33,18 @@ if TYPE_CHECKING:
     from shardwise.comm.ledger import Record
 
 Entry = list[Any]
-"""[count, latencies in ms, algorithm bandwidths, bus bandwidths] of one collective at one size; see `append`."""
+"""[count, latencies in ms, algorithm bandwidths, bus bandwidths] of one collective at one size."""
 
-_KEPT = 4096
-"""Least number of kept times of one operation and size; the most is twice as many."""
+_KEPT = 4096  # least number of kept times of one operation and size; the most is twice as many
 
 UNKNOWN = "-"
 """Printed for an unknown time."""
 
 _WHOLE = ("all_gather", "reduce_scatter")
-_KEPT_RECORDS = 4096
-"""Collectives of engines that are kept one by one."""
-_AT_ONCE = 256
-"""Collectives that are added up together, in a few milliseconds at most."""
-_WAITING = 4096
-"""Most queued collectives of engines; older ones that are not known to have ended count without a time."""
-_MOST_LINES = 1 << 16
-"""Collectives that wait to be written into the file."""
+_KEPT_RECORDS = 4096  # collectives of engines that are kept one by one
+_AT_ONCE = 256  # collectives that are added up together, in a few milliseconds at most
+_WAITING = 4096  # most queued collectives of engines; older ones that are not known to have ended count without a time
+_MOST_LINES = 1 << 16  # collectives that wait to be written into the file
 _EVERY_S = 1.0
 
 
@@ -88,7 +80,6 @@ class _Entry(list[Any]):
         self.total_ms = 0.0
 
     def add(self, measured: Sequence[float]) -> None:
-        """Count a call, and keep its latency and bandwidths if measured."""
         self[0] += 1
         if measured:
             self.total_ms += measured[0]
@@ -99,15 +90,10 @@ class _Entry(list[Any]):
 
 
 class Call:
-    """A collective that has been waited for.
+    """A collective that has been waited for; `size` in bytes of the whole message.
 
-    Args:
-        op: operation.
-        size: bytes of the whole message.
-        world: number of ranks.
-        line: of the script.
-        seconds: from launch to the end of waiting; None: unknown, or known to the record's device.
-        record: of an engine's ledger; None: a collective of a script.
+    `seconds` are from launch to the end of waiting; None: unknown, or known to the device of `record`. `record` is of
+    an engine's ledger; None: a collective of a script.
     """
 
     __slots__ = ("_seconds", "line", "op", "record", "size", "time", "world")
@@ -152,18 +138,10 @@ class Call:
 
 
 class LogFile:
-    """Appends a line for each collective to `rank_N.jsonl` in a directory (`comms_logger.path`).
+    """Appends a line for each collective to `rank_N.jsonl` in a directory (`comms_logger.path`), created if missing.
 
-    The training thread only queues calls. Once a second a thread of the file writes whole lines, so that the file
-    outlives the process. Calls beyond the queue's limit are dropped and counted.
-
-    Args:
-        directory: created if missing.
-        rank: of this process.
-
-    Attributes:
-        path: of the file.
-        dropped: calls that came faster than they could be written.
+    The training thread only queues calls. A thread writes whole lines once a second: these outlive the process. Calls
+    beyond the queue's limit are dropped and counted.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -196,8 +174,7 @@ class LogFile:
     def flush(self, *, wait: bool = True) -> None:
         """Write queued calls; a disk error is logged once, and ends the file.
 
-        Args:
-            wait: for unknown times; otherwise such calls, and those behind them, stay queued.
+        Without `wait`, calls stay queued from the first one with an unknown time on.
         """
         with self._writing:
             lines = []
@@ -232,12 +209,7 @@ class LogFile:
 
 
 class CommsLogger:
-    """Collects latencies by operation and size.
-
-    Attributes:
-        enabled: whether calls are recorded.
-        file: gets a line for each call; None: no file.
-    """
+    """Collects latencies by operation and size while `enabled`; `file` gets a line for each call (None: no file)."""
 
     def __init__(self) -> None:
         self._entries: dict[str, dict[int, Entry]] = {}
@@ -319,10 +291,9 @@ class CommsLogger:
         *,
         requested: bool = False,
     ) -> None:
-        """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks.
+        """Record one call: `size` bytes of the whole message in `seconds` over `world` ranks; `requested`: in any case.
 
-        `seconds` is None where the host does not know the time, because with NCCL only the device waits. `requested`
-        records the call despite the settings.
+        `seconds` is None where the host does not know the time, because with NCCL only the device waits.
         """
         if requested or self.wants(op):
             call = Call(op, size, world, line, seconds)
@@ -351,12 +322,9 @@ class CommsLogger:
             )
 
     def put(self, number: int, on_host: bool, record: Record) -> None:
-        """Record a collective of an engine after the wait for it.
+        """Record a collective of engine `number` (in the order of creation) after the wait for it.
 
-        Args:
-            number: of the engine, in the order in which engines were created.
-            on_host: the host has waited; else the device, whose events give the time without a wait in a step.
-            record: of the collective.
+        Without `on_host` the device has waited; its events give the time without a wait in a step.
         """
         if not self.wants(record.op):
             return
@@ -376,11 +344,7 @@ class CommsLogger:
                 self._add(waiting.popleft(), wait=wait)
 
     def source(self, comm: Communicator) -> Callable[[Record], None]:
-        """Return a listener for the ledger of an engine.
-
-        Args:
-            comm: the engine's. Ranks create their engines in the same order.
-        """
+        """Return a listener for the ledger of an engine. Ranks create their engines in the same order."""
         self._sources.append(weakref.ref(comm))
         return functools.partial(self.put, len(self._sources) - 1, comm.waits_on_host)
 
@@ -430,12 +394,8 @@ class CommsLogger:
     def log_all(self, print_log: bool = True, show_straggler: bool = False) -> dict[str, dict[int, dict[str, float]]]:
         """Print the summary on this rank, and return it.
 
-        Args:
-            print_log: print.
-            show_straggler: must be False, because only the collective `shardwise.comm.log_summary` can.
-
         Raises:
-            UsageError: `show_straggler` is True.
+            UsageError: `show_straggler` is True, which only the collective `shardwise.comm.log_summary` can do.
         """
         if show_straggler:
             raise UsageError("log_all(show_straggler=True): call comm.log_summary(show_straggler=True) on every rank")
@@ -461,10 +421,7 @@ class CommsLogger:
         return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
 
     def summary(self) -> dict[str, dict[int, dict[str, float]]]:
-        """Return count, total and mean latency (ms) and mean bandwidths (Gbit/s) by operation and size.
-
-        The last four are 0 where no time was measured (see `append`).
-        """
+        """Return count, total and mean latency (ms) and mean bandwidths (Gbit/s) by operation and size; 0: unknown."""
         self.settle()
         return {
             name: {

@@ -6,8 +6,7 @@ A reduce-scatter forms sums in the dtype of the output (as a rule fp32), in one 
   the same bits for any number of ranks.
 * reduction: the backend's reduce-scatter, for which a narrower wire is widened first.
 
-Gloo and `ordered` always exchange. Other backends exchange where dtypes differ and the exchange sends fewer bytes
-between nodes (`exchanges`): it sends half the bytes of each rank, but the backend adds up within a node first.
+Gloo and `ordered` always exchange; other backends where dtypes differ and fewer bytes leave a node (`exchanges`).
 """
 
 from __future__ import annotations
@@ -35,20 +34,14 @@ class PendingCollective(Protocol):
 
     @property
     def scratch(self) -> Sequence[torch.Tensor]:
-        """Buffers made for the collective; `wait()` gives them back."""
+        """Buffers made for the collective; `wait()` releases them."""
 
     def wait(self) -> None:
         """Block until the result is there (on CUDA: make the current stream wait)."""
 
 
 class Works:
-    """Waits for several `torch.distributed.Work` objects, and then does the local rest of a collective.
-
-    Args:
-        works: of torch; None: the collective runs on the current stream.
-        finish: functions that are called in order after the wait.
-        scratch: see `PendingCollective`.
-    """
+    """Waits for `torch.distributed.Work` (None: on the current stream), then calls the functions of `finish`."""
 
     def __init__(
         self,
@@ -59,11 +52,7 @@ class Works:
         self._works, self._finish, self.scratch = works, finish, scratch
 
     def wait(self) -> None:
-        """Wait (on CUDA: make the current stream wait) and do the local rest; later calls do nothing.
-
-        Raises:
-            PeerLostError: torch reports an error, which does not name the rank.
-        """
+        """Wait (on CUDA: the current stream waits) and do the local rest; collectives' errors become PeerLostError."""
         for work in self._works:
             try:
                 if work is not None:
@@ -84,19 +73,18 @@ Users = Sequence[tuple[torch.Tensor, int]]
 """Tensors of a collective, and the number of references to the memory of each at the launch."""
 
 _RELEASE_S = 0.25
-"""Longest wait of the host for the references of a transport, whose thread may have no core for a while."""
+"""Longest wait of the host for the references of a transport: its thread may have no core for a while."""
 
 
 def users_of(*tensors: torch.Tensor) -> Users:
-    """Return the users of CPU tensors; nothing for other devices, and where torch does not tell."""
+    """Return the users of CPU tensors; other devices, and torch without reference counts, have none."""
     return [(tensor, users) for tensor in tensors if tensor.is_cpu and (users := storage_users(tensor)) is not None]
 
 
 def await_release(users: Users) -> None:
     """Wait until a collective that has ended no longer refers to its tensors.
 
-    Because a thread of Gloo releases its references a little after the end, memory would outlive the collective for as
-    long as that thread has no core.
+    Because a thread of Gloo releases its references a little later, memory would otherwise outlive the collective.
     """
     end = time.monotonic() + _RELEASE_S
     for tensor, before in users:
@@ -116,9 +104,6 @@ class Backend:
     """Interface of all backends, and the collectives of one rank without peers. Arguments are those of `Communicator`.
 
     A method returns a launched collective, or None if the collective is complete.
-
-    Attributes:
-        transport: name of the transport of all-gathers and reduce-scatters.
     """
 
     transport = "messages"
@@ -167,8 +152,8 @@ class Backend:
         """Return buffers as `reduce_scatter` allocates them, for memory plans."""
         return []
 
-    def received(self, sent: int) -> int:
-        """Return about how many bytes a reduction of `sent` bytes allocates for received values."""
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
+        """Return about how many bytes a reduction of `sent` bytes allocates for received values and their sums."""
         return 0
 
     def planned(self, world: int) -> Backend:
@@ -180,14 +165,7 @@ class Backend:
 
 
 class TorchBackend(Backend):
-    """Collectives of torch.distributed.
-
-    Args:
-        group: returns the process group for a kind of collective.
-        world: number of ranks.
-        ordered: add in rank order, whatever it costs.
-        per_node: ranks of the group on a node; None: all.
-    """
+    """Collectives of torch.distributed; `ordered`: always in rank order; `per_node`: ranks on a node (None: all)."""
 
     def __init__(
         self, group: Callable[[str], dist.ProcessGroup], world: int, *, ordered: bool, per_node: int | None = None
@@ -270,7 +248,7 @@ class TorchBackend(Backend):
         made = [self._buffers(out, full, accumulate) for out, full in pairs if full.numel()]
         return [buffer for buffers in made for buffer in buffers if buffer is not None]
 
-    def received(self, sent: int) -> int:
+    def received(self, sent: int, *, accumulate: bool = False) -> int:
         return sent
 
     def planned(self, world: int) -> Backend:
@@ -278,12 +256,10 @@ class TorchBackend(Backend):
 
 
 Buffers = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Of one reduction: rows received from all ranks; the input in the dtype of the sum; the sum to be added. None: not
-needed."""
+"""Of one reduction (None: not needed): rows received from all ranks; input in the dtype of the sum; sum to be added."""
 
 
 def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGroup) -> list[Any]:
-    """Launch `op(output, input)` for each pair; a recorded device records it."""
     recorder = recording.current()
     if recorder is None or not pairs:
         return launch_together(op, pairs, group, async_op=not thread.in_order)
@@ -291,7 +267,7 @@ def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGr
 
     def run() -> None:
         for out, own in pairs:
-            # What it would be if all ranks had the same values, but for the sums, which would grow without end.
+            # As if all ranks had the same values; sums are not formed, because they would grow without end.
             parts = max(1, out.numel() // max(1, own.numel()))
             out.copy_(own.repeat(parts)[: out.numel()].view_as(out))
 
@@ -302,19 +278,13 @@ def _launch(op: Callable[..., Any], pairs: Sequence[Pair], group: dist.ProcessGr
 def exchanges(wire: torch.dtype, total: torch.dtype, world: int, per_node: int) -> bool:
     """Return True if ranges are exchanged, by the bytes that leave a node; False: widened and reduced by the backend.
 
-    With M elements, W ranks and G of them on each node, an exchange sends G * M * (W - G) / W elements of the wire's
-    dtype from each node, the backend about M of the sum's dtype. For bf16, fp32 and 8 ranks a node the exchange sends
-    twice as much between 2 nodes, and nearly four times between many. With up to 2 ranks a node, and within one node,
-    it never sends more.
-
-    Args:
-        wire: dtype of the gradients.
-        total: dtype of the sums.
-        world: number of ranks.
-        per_node: ranks of the group on a node.
+    With M elements, W ranks and G of them on each node, an exchange sends G * M * (W - G) / W elements of the `wire`
+    dtype from each node, the backend about M of the sum's dtype (`total`). For bf16, fp32 and 8 ranks a node the
+    exchange sends twice as much between 2 nodes, and nearly four times between many. With up to 2 ranks a node, and
+    within one node, it never sends more.
     """
     if wire is total:
         return False
-    # The backend would round what is wider than its sum before it is added.
+    # The backend would round values of a wider dtype than its sum before the addition.
     fewer = per_node * (world - per_node) * wire.itemsize <= world * total.itemsize
     return fewer or wire.itemsize >= total.itemsize

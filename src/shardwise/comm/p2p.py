@@ -1,9 +1,9 @@
 """Authenticated point-to-point connections between the ranks of a group, outside of its process groups.
 
-The first request of a rank to another one connects them; other ranks open no connection. Each rank listens on one port,
-of the loopback interface if all ranks are on one machine, and writes its address into the store. Both sides prove
-knowledge of a random key, which rank 0 shares in a collective. Each side sends a random number, and receives it under
-the key (HMAC-SHA256) with both ranks and the direction: a proof fits one connection only.
+The first request of a rank to another one connects them. Each rank listens on one port, of the loopback interface if
+all ranks are on one machine, and writes its address into the store. Both sides prove knowledge of a random key, which
+rank 0 shares in a collective. Each side sends a random number, and receives it under the key (HMAC-SHA256) with both
+ranks and the direction: a proof fits one connection only.
 
 Invariants of the open port: data before a proof has a fixed size; a connection without a proof blocks no other one, is
 dropped after a few seconds, and their number is limited; a dropped rank may try again; one connection per rank is
@@ -35,12 +35,10 @@ from shardwise.compat import default_store
 from shardwise.errors import PeerLostError
 
 _NUMBER_BYTES = 32
-_HELLO = struct.Struct(f"<I{_NUMBER_BYTES}s{_NUMBER_BYTES}s")
-"""Rank, random number and proof of a connecting rank."""
+_HELLO = struct.Struct(f"<I{_NUMBER_BYTES}s{_NUMBER_BYTES}s")  # rank, random number and proof of a connecting rank
 _NAME_BYTES = 8
 _MOST_UNPROVEN = 64
-_UNPROVEN_S = 5.0
-"""Seconds in which a connection must prove itself."""
+_UNPROVEN_S = 5.0  # seconds in which a connection must prove itself
 _RETRY_S = 0.05
 STEP_S = 0.2
 
@@ -48,13 +46,8 @@ STEP_S = 0.2
 class P2PConnections:
     """Connections of this rank to others of a group (all ranks create it together, in one or two small collectives).
 
-    Args:
-        comm: the group.
-        selector: waits for incoming data. The data of each key is a function to be called then.
-        found: called with the rank and the connection of a rank that has connected.
-
-    Attributes:
-        name: equal on all ranks, and of no other object.
+    `selector` waits for incoming data; the data of each key is a function to be called then. `found` is called with the
+    rank and the connection of a rank that has connected.
     """
 
     def __init__(
@@ -77,7 +70,7 @@ class P2PConnections:
         self._door = _Door(self._listener, self._key, comm.rank, comm.world, selector, found)
 
     def to(self, peer: int, deadline: float) -> socket.socket:
-        """Return the connection for requests to a peer, created at first use (blocking).
+        """Return the connection for requests to a peer, created at first use (blocking, until `deadline`).
 
         Raises:
             OSError: the peer has gone, or has not answered before `time.monotonic()` reaches the deadline.
@@ -118,7 +111,7 @@ class P2PConnections:
 
     def _store(self) -> dist.Store:
         store = default_store()
-        assert store is not None  # through which the group has met
+        assert store is not None  # the group has met through it
         return store
 
 
@@ -135,12 +128,7 @@ def reaching(comm: Communicator, peer: int, what: str, begin: float) -> Iterator
 
 
 def receive(connection: socket.socket, into: memoryview, deadline: float) -> None:
-    """Fill `into` from a blocking socket.
-
-    Raises:
-        TimeoutError: `time.monotonic()` has reached the deadline.
-        OSError: the connection has ended.
-    """
+    """Fill `into` from a blocking socket; raise TimeoutError at the deadline, another OSError if it is closed."""
     while into.nbytes:
         connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         count = connection.recv_into(into)
@@ -151,7 +139,7 @@ def receive(connection: socket.socket, into: memoryview, deadline: float) -> Non
 
 def _allow_files(more: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and more > soft // 2:  # the rest is for others
+    if soft != resource.RLIM_INFINITY and more > soft // 2:  # leaves half to other users
         wanted = soft + more if hard == resource.RLIM_INFINITY else min(soft + more, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
@@ -160,7 +148,7 @@ def _listen(host: str) -> socket.socket:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        host = ""  # a name may lead to another address here than elsewhere
+        host = ""  # a name may have another address on another machine
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=2048)
 
@@ -170,20 +158,15 @@ def _proof(key: bytes, side: bytes, asking: int, answering: int, theirs: bytes, 
 
 
 def _call(address: tuple[str, int], key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
-    """Connect to a peer.
-
-    Raises:
-        OSError: the peer has gone, or has not answered before the deadline.
-    """
     while True:
         try:
             return _call_once(address, key, rank, peer, deadline)
         except ConnectionRefusedError:
-            raise  # nobody listens there any more
+            raise  # the peer listens no more
         except OSError:
             if time.monotonic() >= deadline:
                 raise
-            time.sleep(_RETRY_S)  # it was dropped among many unproven connections, or was too slow
+            time.sleep(_RETRY_S)  # dropped among many unproven connections, or too slow
 
 
 def _call_once(address: tuple[str, int], key: bytes, rank: int, peer: int, deadline: float) -> socket.socket:
@@ -219,16 +202,6 @@ class _Unproven:
 
 
 class _Door:
-    """Accepts connections of other ranks.
-
-    Args:
-        listener: the socket.
-        key: secret of the group.
-        rank, world: place of this rank.
-        selector: as in `P2PConnections`.
-        found: as in `P2PConnections`.
-    """
-
     def __init__(
         self,
         listener: socket.socket,
@@ -246,17 +219,14 @@ class _Door:
         selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def patience(self) -> float | None:
-        """Return the seconds until `expire` is due; None: after incoming data."""
         return STEP_S if self._unproven else None
 
     def expire(self) -> None:
-        """Drop connections that have not proven themselves in time."""
         for unproven in list(self._unproven.values()):
             if time.monotonic() - unproven.since > _UNPROVEN_S:
                 self._drop(unproven)
 
     def close(self) -> None:
-        """Accept no more connections."""
         for unproven in list(self._unproven.values()):
             self._drop(unproven)
         with contextlib.suppress(KeyError, ValueError):  # the selector is closed
@@ -264,7 +234,7 @@ class _Door:
         self._listener.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has gone again, or all descriptors of this process are in use
+        with contextlib.suppress(OSError):  # the caller has gone, or all descriptors of this process are in use
             connection, _ = self._listener.accept()
             try:
                 unproven = _Unproven(connection)
@@ -304,7 +274,7 @@ class _Door:
             _tune(connection)
             connection.send(_proof(self._key, b"answers", peer, self._rank, unproven.number, theirs))
         except OSError:
-            self._drop(unproven)  # it will try again
+            self._drop(unproven)  # the peer will try again
             return
         self._forget(unproven)
         self._known.add(peer)

@@ -1,4 +1,4 @@
-"""Where a rank is: which collective it waits for, and what its script does.
+"""The position of a rank: the collective that the rank waits for, and its script's activity.
 
 The ledger names the collective that each thread of the host waits for (`WAITING`). On a device the host goes on while
 collectives wait: the ledger follows an event behind each of them, which is queried once the host has launched no
@@ -42,20 +42,14 @@ from shardwise.comm.ledger import WAITING, Ledger, Record, followed, line_of
 from shardwise.comm.rendezvous import machine
 from shardwise.compat import group_named, launched_of, local_of
 
-_DEEP = 400
-"""Frames of a stack that are examined."""
+_DEEP = 400  # frames of a stack that are examined
 
 
 @dataclass(frozen=True)
 class TorchLaunch:
-    """A collective of torch that a rank has launched.
+    """A collective of torch that a rank has launched; keeps no tensor. `size`: bytes, if equal on all ranks; else 0.
 
-    Attributes:
-        name: of the collective.
-        given: arguments that identify the collective; no tensor.
-        size: bytes, if equal on all ranks; else 0.
-        turn: collectives that the rank has launched in the group, this one included; -1: unknown.
-        line: of the script.
+    `turn` is the number of collectives that the rank has launched in the group, with this one; -1: unknown.
     """
 
     name: str
@@ -83,9 +77,8 @@ def quiet_for() -> float:
 def oldest_under_way(quiet: float = 0.0) -> tuple[Record | TorchLaunch, float] | None:
     """Return the first followed collective that the device has not completed, and the time of the last launch.
 
-    Args:
-        quiet: seconds after the last launch in which the device is not queried. Because a query from another thread
-            breaks the capture of a CUDA graph, only a suspected stall causes one.
+    The device is not queried for `quiet` seconds after the last launch. Because a query from another thread breaks the
+    capture of a CUDA graph, only a suspected stall causes one.
     """
     launched = list(followed() or ())
     if not launched or time.perf_counter() - launched[-1][2] < quiet:
@@ -100,13 +93,7 @@ def turn_of(what: str) -> int:
 
 
 class Here:
-    """Finds the position of this process.
-
-    Args:
-        ledger: collectives that the process has launched.
-        thread: of the script; None: the main thread.
-        facts: returns `step` and `loader` of a position.
-    """
+    """Finds the position of this process; the script runs on `thread` (None: main), `facts` gives step and loader."""
 
     def __init__(
         self,
@@ -141,15 +128,9 @@ class Here:
         return Position(**rest)
 
     def launched_in_torch(self, kind: str, turn: int, here: Position) -> bool:
-        """Return True if this rank has launched, and left, the collective of torch that another rank waits for.
-
-        Args:
-            kind: of the other rank's position.
-            turn: of the other rank's position.
-            here: position of this rank.
-        """
+        """Return True if this rank, at `here`, has launched and left the collective of torch of another rank."""
         group = group_named(kind.removeprefix(TORCH)) if turn >= 0 else None
-        # Of two ranks that are in the same turn, each says which collective that is.
+        # Two ranks in the same turn each report their collective.
         return group is not None and launched_of(group) - (here.kind == kind) >= turn
 
     def launched(self, waits: Sequence[Place]) -> list[bool]:
@@ -188,7 +169,7 @@ class Here:
     def _wait(self, thread: int, blocked: bool, quiet: float) -> tuple[Record | TorchLaunch, float] | None:
         waits = dict(WAITING)
         found: tuple[Record | TorchLaunch, float] | None = waits.get(thread)
-        if found is None and blocked:  # another thread waits for it
+        if found is None and blocked:  # another thread waits for the collective
             of_engines = [wait for wait in waits.values() if isinstance(wait[0], Record)]
             found = min(of_engines, key=lambda wait: wait[1], default=None)
         found = found or oldest_under_way(quiet)
@@ -202,7 +183,7 @@ class Here:
 
 
 def _torch_position(launch: TorchLaunch, place: object) -> Position:
-    """Return the position of a thread in a collective of torch; `place` tells the call from others."""
+    """Return the position of a thread in a collective of torch; `place` distinguishes the call from others."""
     name, given = launch.name, launch.given
     group = _group_of(given)
     members: list[int] = []
@@ -233,8 +214,7 @@ def _torch_position(launch: TorchLaunch, place: object) -> Position:
 def _work_position(place: object) -> Position | None:
     """Return the position of a thread in `Work.wait` of an unknown collective; None: torch has launched none.
 
-    The collective is taken for the last one of the default group. Other ranks that have launched that one, too, are
-    known to take part.
+    The last collective of the default group is reported. Ranks that have also launched that one are known to take part.
     """
     default = dist.group.WORLD
     if default is None or (turn := launched_of(default)) < 1:
@@ -269,8 +249,7 @@ def _group_of(given: Mapping[str, Any]) -> dist.ProcessGroup | None:
 
 _PAIRS = ("send", "recv", "isend", "irecv")
 _WORK = "torch.distributed.Work.wait"
-_UNCOUNTED = (*_PAIRS, "monitored_barrier", "wait_tensor")
-"""Collectives of torch that do not count in their group."""
+_UNCOUNTED = (*_PAIRS, "monitored_barrier", "wait_tensor")  # collectives of torch that do not count in their group
 _SAYING_WHICH = ("op", "src", "dst", "group_src", "group_dst", "group", "tag")
 _ALIKE = {
     "all_reduce": "tensor",
@@ -287,14 +266,9 @@ _ALIKE = {
 
 @dataclass(frozen=True)
 class _Script:
-    """Facts from a stack.
+    """Facts from a stack: line, activity (as in `Position`), the collective of torch, and the innermost call.
 
-    Attributes:
-        line: of the script.
-        doing: as in `Position`.
-        torch: the collective of torch that the thread is in.
-        blocked: the thread may wait for another thread.
-        inner: innermost function, offset in the function, and identity of the call.
+    `blocked`: the thread may wait for another one. `inner`: function, offset in the function, and identity of the call.
     """
 
     line: str = ""
@@ -335,14 +309,13 @@ class _Script:
 
 
 def _script_of(thread: int) -> tuple[int, _Script]:
-    """Return the facts of a thread's stack, or of the thread that it waits for, and the number of that thread.
+    """Return the number of a thread, or of the thread that it waits for, and the facts of that thread's stack.
 
-    Because a frame keeps local variables alive, frames are held for less than a time slice of the interpreter (5 ms),
-    and only here.
+    Because a frame keeps local variables alive, frames are held for less than 5 ms (a time slice of the interpreter).
     """
     frames = sys._current_frames()
     own = threading.get_ident()
-    del frames[own]  # which has this dictionary among its locals: a cycle, collected much later
+    del frames[own]  # its locals include this dictionary: a cycle, collected much later
     script = _Script.of(sys._getframe() if thread == own else frames.get(thread))
     if script.blocked and script.torch is None and (other := _waited_for(frames.get(thread), frames)):
         within = _Script.of(frames.get(other))
@@ -413,12 +386,7 @@ def process_word() -> dict[str, Any]:
 
 
 def state_of(word: Mapping[str, Any], waited: float) -> str:
-    """Describe a process that does not answer.
-
-    Args:
-        word: its `process_word`.
-        waited: seconds without an answer.
-    """
+    """Describe a process that has not answered for `waited` seconds, by its `process_word`."""
     pid, began = word.get("pid"), word.get("began")
     begin = f"has not answered for {waited:.0f} s"
     if word.get("machine") != _machine() or not isinstance(pid, int):

@@ -4,11 +4,10 @@ torch's `TCPStore` has no password and, by default, listens on every interface. 
 on that address only here: the listening socket is created first and handed over. A taken port is therefore an error at
 once.
 
-Ranks meet before they form a process group, so that a missing rank is named: torch waits without a message for the
-whole limit of a collective, and then names a key of its store. Each rank writes its arrival. After seconds the first
-rank logs the missing ones; an error names them, too. A launcher that sees a rank end writes that into the same store,
-and the others give up at once. Only the first rank looks for the others, and writes its findings, because requests of
-all ranks for all ranks would grow with ranks squared.
+Because torch waits without a message for the whole limit of a collective, ranks meet before they form a process group.
+Each rank writes its arrival. After seconds the first rank logs the missing ones; an error names them, too. A launcher
+writes the end of a rank into the same store, and the others give up at once. Only the first rank looks for the others,
+and writes its findings: requests of all ranks for all ranks would grow with ranks squared.
 
 Invariant: every process group has keys of its own. Gloo writes addresses into the store; after a restart by an elastic
 agent that keeps the store, ranks would otherwise read the addresses of dead ranks and hang.
@@ -36,10 +35,8 @@ from shardwise.errors import DesyncError, LaunchError, ShardwiseError
 NOTICE_S = 10.0
 """Seconds after which a waiting process logs a notice; then after twice as many, and so on."""
 _POLL_S, _SLOWEST_POLL_S = 0.002, 0.25
-_LATER_S = 2.0
-"""Seconds after the limit when other ranks look themselves, because the first may have ended."""
-_ALL, _APART = "meeting/all", "meeting/apart"
-"""Keys: all ranks have come; the reason why they do not meet."""
+_LATER_S = 2.0  # seconds after the limit when other ranks look themselves, because the first may have ended
+_ALL, _APART = "meeting/all", "meeting/apart"  # keys: all ranks have come; the reason why they do not meet
 _groups_opened = itertools.count()
 _log = logging.getLogger("shardwise")
 
@@ -48,7 +45,7 @@ def serve(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     """Listen for the ranks of a job.
 
     Args:
-        host: address for the ranks. A loopback address is the only one listened on; any other name opens all
+        host: address for the ranks; a loopback address is the only one listened on, any other name opens all
             interfaces.
         port: TCP port; 0: any free one (the result's `port`).
         timeout: longest wait of a read for a key.
@@ -84,14 +81,8 @@ def serve(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
 def join(place: RankPlace, port: int, timeout: timedelta, env: Mapping[str, str] = os.environ) -> dist.Store:
     """Return the store of this process's job, with a prefix that no other process group of the job uses.
 
-    Under an elastic agent that serves the store (torchrun, `shardwise run`) every rank connects; otherwise rank 0
-    serves. A job of one process needs no port.
-
-    Args:
-        place: of this process.
-        port: of the rendezvous.
-        timeout: longest wait for rank 0, and for a key.
-        env: variables of the elastic agent.
+    Under an elastic agent that serves the store (torchrun, `shardwise run`; variables in `env`) every rank connects;
+    otherwise rank 0 serves. `timeout` limits waits for rank 0 and a key. A job of one process needs no port.
     """
     if place.world_size == 1:
         return dist.HashStore()
@@ -129,22 +120,15 @@ def _await_server(host: str, port: int, timeout: timedelta) -> None:
 
 
 def private_keys(store: dist.Store, env: Mapping[str, str] = os.environ) -> dist.Store:
-    """Return `store` under a prefix for this attempt of the job and this process group of the attempt.
-
-    All ranks call it equally often, as they create process groups.
-    """
+    """Return `store` under a prefix for this attempt and process group; all ranks call it equally often."""
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"shardwise/attempt{attempt}/group{next(_groups_opened)}", store)
 
 
 def answers(store: dist.Store, patience: float = 0.0) -> bool:
-    """Return True if the process that serves a store still runs. Because torch, asked of a dead one, prints frames of
-    C++.
+    """Return True if the process of a store still runs. Because torch prints frames of C++ if that process has ended.
 
-    Args:
-        store: any store.
-        patience: seconds to watch the connection. The kernel closes the sockets of a killed process one after the
-            other, so that the store's may still be open.
+    The connection is watched for `patience` seconds: the kernel closes the sockets of a killed process one by one.
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -152,7 +136,7 @@ def answers(store: dist.Store, patience: float = 0.0) -> bool:
         return True
     try:
         with socket.create_connection((store.host, store.port), timeout=1.0) as probe:
-            # A store says nothing as long as it is asked nothing; a lost connection ends.
+            # A store sends nothing without a request; a lost connection becomes readable.
             return not patience or not select.select([probe], [], [], patience)[0]
     except OSError:
         return False
@@ -161,7 +145,7 @@ def answers(store: dist.Store, patience: float = 0.0) -> bool:
 def machine() -> str:
     """Return a text that is equal in two processes if, and only if, they reach each other over loopback.
 
-    Containers on one machine have loopback interfaces of their own, so that its name alone is not enough.
+    Because containers on one machine have loopback interfaces of their own, the name of the machine does not suffice.
     """
     facts = [socket.gethostname()]
     with contextlib.suppress(OSError):  # Linux only
@@ -172,11 +156,7 @@ def machine() -> str:
 
 
 def node() -> str:
-    """Return a text that is equal in the processes of one node, and there only.
-
-    A launcher's number of processes per machine is right; otherwise processes that reach each other over loopback share
-    a node.
-    """
+    """Return a text that is equal in the processes of one node (by the launcher, or by loopback), and there only."""
     try:
         place = discover(os.environ)
     except LaunchError:
@@ -189,8 +169,7 @@ def node() -> str:
 def own_address() -> str:
     """Return the address of this machine for ranks on other machines.
 
-    It is the near end of the route to the machine of the default group's store, which all ranks reach; without one,
-    this machine's name.
+    Near end of the route to the default group's store, which all ranks reach; else the machine's name.
     """
     meeting = store_host()
     if meeting is None or is_loopback(meeting):
@@ -202,7 +181,7 @@ def own_address() -> str:
             near = str(probe.getsockname()[0])
         if not is_loopback(near):
             return near
-    return meeting  # this is that machine, and its own name leads it to loopback
+    return meeting  # this is that machine, and its own name is a loopback address
 
 
 def ended_key(attempt: str, rank: int) -> str:
@@ -224,15 +203,7 @@ def meet(
     attempt: str = "0",
     what: str = MEETING,
 ) -> None:
-    """Wait until all ranks have come.
-
-    Args:
-        store: with a prefix of this rendezvous only.
-        rank: of this process.
-        ranks: all that come.
-        timeout: longest wait.
-        attempt: of the job, by an elastic agent's count.
-        what: name of the rendezvous.
+    """Wait until all of `ranks` have come to `what`; `store` has a prefix of this rendezvous only.
 
     Raises:
         LaunchError: a rank has ended, or has not come in time, or the process that serves the store has gone.
@@ -261,7 +232,7 @@ def _meet(store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
         store.set(_ALL, "")
     limit = timeout.total_seconds() + (0.0 if place == 1 else _LATER_S)
     notice, pause = NOTICE_S, _POLL_S
-    # Waiting for the key would have torch print a warning whenever a part of the time is over.
+    # Because torch prints warnings while it waits for a key, the key is polled.
     while not store.check([_ALL]):
         if store.check([REFUSED]):
             raise DesyncError(f"{what}: {store.get(REFUSED).decode()}")

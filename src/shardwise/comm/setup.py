@@ -4,9 +4,9 @@ Invariant: the only process-wide changes are torch's default process group, its 
 one machine, the variable that keeps Gloo on the loopback interface. An existing process group is adopted; one of Gloo
 ends with the process, too.
 
-The end matters because, with torch 2.13, a process that ends while threads of a Gloo group run may abort after all of
-its work. A process that raises while a collective is in flight would wait for its peers, which wait for it, until the
-limit for a collective. Destroying the group is not enough, because other objects keep it (`groups.forget`).
+Because, with torch 2.13, a process that ends while threads of a Gloo group run may abort after all of its work, groups
+are destroyed at exit; `groups.forget` releases other references to them. A process that raises exits at once: with a
+collective in flight it would wait for its peers, and they for it, until the limit for a collective.
 """
 
 from __future__ import annotations
@@ -132,15 +132,14 @@ def is_initialized() -> bool:
 def local_rank(env: Mapping[str, str] = os.environ) -> int:
     """Return this process's number on its machine, which is the index of its device.
 
-    Without a launcher, in a script that starts processes and passes their ranks to init_process_group or
-    `init_distributed`, the number is LOCAL_RANK, or else the rank, as on one machine.
+    In a script that starts processes without a launcher the number is LOCAL_RANK, or else the rank, as on one machine.
 
     Raises:
         LaunchError: the place of this process is unclear or contradictory.
     """
     if not is_initialized() or env.get("RANK") or env.get("WORLD_SIZE"):
         return discover(env).local_rank
-    # Where to meet, and LOCAL_RANK, may be set without them.
+    # MASTER_ADDR, MASTER_PORT and LOCAL_RANK may be set without RANK and WORLD_SIZE.
     place = discover({name: value for name, value in env.items() if name not in TORCH_LAYOUT})
     if place.source != NO_LAUNCHER:
         return place.local_rank
@@ -171,8 +170,7 @@ def _end_with_process() -> None:
         publish_end()
     # The interpreter keeps an uncaught exception here.
     if getattr(sys, "last_value", None) is not None and dist.get_world_size() > 1:
-        # Its traceback is printed. Collectives that are in flight can only end if the peers see this process
-        # gone.
+        # The traceback is printed. Collectives in flight can only end if the peers see this process gone.
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -193,9 +191,8 @@ def timeout_from_environment(env: Mapping[str, str] = os.environ) -> timedelta:
     Raises:
         LaunchError: the variable does not hold a positive number.
 
-    Example:
-        >>> timeout_from_environment({"DEEPSPEED_TIMEOUT": "30"})
-        datetime.timedelta(seconds=1800)
+    >>> timeout_from_environment({"DEEPSPEED_TIMEOUT": "30"})
+    datetime.timedelta(seconds=1800)
     """
     for name in TIMEOUT_VARIABLES:
         text = env.get(name, "")
@@ -263,18 +260,17 @@ def _has_nccl(backend: str) -> bool:
 def _order_launches() -> None:
     """Make NCCL run kernels of several communicators in the order of the host's launches (from NCCL 2.26).
 
-    An engine has one communicator for all-gathers and one for reduce-scatters. Ranks that run different branches may
-    interleave them differently, and kernels that hold all channels of the device would wait for each other.
+    Because ranks may interleave all-gathers and reduce-scatters differently, and kernels that hold all channels of the
+    device would wait for each other.
     """
     if torch.cuda.is_available():
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 def _take_own_device(place: RankPlace) -> torch.device | None:
-    """Make this rank's device the current one, and return it; None: the script has chosen another.
+    """Make this rank's device the current one, and return it; None: the script has chosen another than device 0.
 
-    Otherwise the first CUDA tensor of every rank, and torch's barrier, would use device 0. A script that has used CUDA
-    and is on device 0 has not chosen.
+    Because the first CUDA tensor of every rank, and torch's barrier, would use device 0.
     """
     if not torch.cuda.is_available():
         return None
@@ -286,7 +282,7 @@ def _take_own_device(place: RankPlace) -> torch.device | None:
 
 
 def _check_own_device(store: dist.Store, place: RankPlace) -> None:
-    """Refuse a process whose only visible CUDA device belongs to another process of the job."""
+    """Refuse a process if its only visible CUDA device belongs to another process of the job."""
     device = torch.cuda.get_device_properties(0)
     # Not a count: a script may end its process group and start another, on a store that goes on.
     owner = store.compare_set(f"device/{socket.gethostname()}/{device.uuid}", "", str(place.rank)).decode()

@@ -1,17 +1,16 @@
 """Stall watchdog: reports the position of each rank while a collective waits too long.
 
-A thread of each process measures the waits of its collectives. A rank whose wait exceeds the limit requests the
+A thread of each process measures the waits of its collectives. A rank with a wait beyond the limit requests the
 positions of all ranks, through the store of the default group. The watchdog thread of every process answers.
 
-One rank requests at a time: the one whose claim is in the store. Each rank overwrites one short answer. If all ranks
+One rank requests at a time: the one with its claim in the store. Each rank overwrites one short answer. If all ranks
 wait, they answer again a while later. Ranks that still wait in the same collectives, each without some of its ranks,
 wait for each other: the job ends, on all ranks, with a report. Otherwise a rank is only slow: the requesting rank logs
 a report, and the job continues. A rank that does not wait reads one number of the store every few seconds.
 
 Where the host does not wait for collectives (NCCL), the device is queried after the host has launched none for a while.
-A rank that waits for a rank that has raised ends, too, earlier than with torch's watchdog.
-
-Answers are authenticated with a secret shared in a collective, because any program can reach the store.
+A rank that waits for a rank that has raised ends, too, earlier than with torch's watchdog. Because any program can
+reach the store, answers are authenticated with a secret shared in a collective.
 """
 
 from __future__ import annotations
@@ -54,29 +53,21 @@ from shardwise.utils.logging import logger
 
 EXIT_CODE = 35
 """Exit code of processes that wait for each other: EDEADLK."""
-_LOST_CODE = 1
-"""Exit code of a process that waits for one that has raised."""
+_LOST_CODE = 1  # exit code of a process that waits for one that has raised
 
-_LOOKS = 10
-"""Looks of the thread within the limit."""
+_LOOKS = 10  # looks of the thread within the limit
 _SLOWEST_S = 2.0
 """Most seconds between two looks, and between reads of the store by a rank that has waited for `_SUSPECTED`."""
 _IDLE_LOOKS, _IDLE_S = 6, 5.0
 """Reads of the store within the limit by a rank that does not wait, and the most seconds in between."""
-_SUSPECTED = 0.25
-"""Part of the limit after which a wait may be a stall."""
-_ANSWERED_S = 3.0
-"""Seconds that a process has to answer after it reads the store."""
-_LATER = 0.25
-"""Part of the limit between the two requests."""
+_SUSPECTED = 0.25  # part of the limit after which a wait may be a stall
+_ANSWERED_S = 3.0  # seconds that a process has to answer after it reads the store
+_LATER = 0.25  # part of the limit between the two requests
 _AFTER_FAILURE_S = 5.0
 """Seconds for which a rank may wait after another has raised; where the host waits, the connection breaks at once."""
-_QUIET = 0.5
-"""Part of the limit without a launch before the device is queried."""
-_SILENT_S = 10.0
-"""Seconds after which a store counts as unreachable."""
-_SHOWN = 4
-"""Ranks shown with their launches of the first differing collective."""
+_QUIET = 0.5  # part of the limit without a launch before the device is queried
+_SILENT_S = 10.0  # seconds after which a store counts as unreachable
+_SHOWN = 4  # ranks shown with their launches of the first differing collective
 
 
 @dataclass
@@ -88,10 +79,8 @@ class _Request:
         wait: number of this rank's wait.
         since: time of the request, by the watchdog's clock.
         stage: "where", "pause", "confirm" or "parting".
-        missing: ranks that have not answered.
-        answers: of the other ranks.
-        places: answers to the first request.
-        confirmed: answers to the second.
+        missing: ranks that have not answered; `answers`: of the other ranks.
+        places, confirmed: answers to the first and to the second request.
         candidates: by order, the first differing collective, and a rank for each way of launching it.
     """
 
@@ -107,7 +96,6 @@ class _Request:
 
     @property
     def name(self) -> str:
-        """Identifies the request in answers."""
         return f"{self.claim} {self.stage}"
 
 
@@ -148,14 +136,14 @@ class StallWatch:
         self._store: Any = None
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._read_at = clock()  # when the store has been read last
+        self._read_at = clock()  # time of the last read of the store
         self._last_request = 0  # number of the last request
-        self._claim = ""  # what the store holds of the rank that asks, as far as it is known
+        self._claim = ""  # last known claim in the store
         self._request: _Request | None = None
-        self._ends: tuple[str, float] | None = None  # why this rank ends, and when
+        self._ends: tuple[str, float] | None = None  # reason and time of this rank's end
         self._due: dict[int, float] = {}  # seconds at which a wait causes the next request, by its number
-        self._failed: float | None = None  # when it was first seen that a rank has raised
-        self._requested: float | None = None  # since when the store has not answered
+        self._failed: float | None = None  # time of the first sign that a rank has raised
+        self._requested: float | None = None  # time since which the store has not answered
 
     def start(self) -> None:
         """Start the threads, if there is a store."""
@@ -173,7 +161,7 @@ class StallWatch:
             self._last_request = store.add(self._key("requests"), 0)
             self._write("process", self._rank, process_word())
         except RuntimeError:
-            return False  # as that of torch's backend "fake"
+            return False  # as with torch's backend "fake"
         return True
 
     def close(self) -> None:
@@ -217,7 +205,7 @@ class StallWatch:
                 follow_devices(False)  # because only this thread reads followed collectives
 
     def _watch_store(self) -> None:
-        """Warn if the store does not answer: the rank that serves it may be stopped."""
+        """Warn if the store does not answer, because the rank that serves it may be stopped."""
         warned = False
         while not self._closed.wait(self.every):
             since = self._requested
@@ -233,11 +221,7 @@ class StallWatch:
                 )
 
     def look(self) -> None:
-        """Answer the last request, and make one if due.
-
-        Raises:
-            RuntimeError: the store has gone.
-        """
+        """Answer the last request, and make one if due; RuntimeError: the store has gone."""
         if self._ends is not None:
             if self._clock() >= self._ends[1]:
                 self._give_up(DesyncError, self._ends[0], EXIT_CODE)
@@ -266,7 +250,6 @@ class StallWatch:
     # -- answering ---------------------------------------------------------------------------------------------------
 
     def _answer(self, here: Position) -> None:
-        """Answer the last request; end with the others, if the job is stuck."""
         requests = self._store.add(self._key("requests"), 0)
         if requests == self._last_request:
             return
@@ -279,7 +262,7 @@ class StallWatch:
             self._give_up(DesyncError, request["text"], EXIT_CODE)
         elif stage == "where":
             self._write("answer", self._rank, {"to": name, "place": here.written()})
-            if here.waits:  # the report of the rank that asks is about this wait, too
+            if here.waits:  # the report of the requesting rank is about this wait, too
                 self._due = {here.number: max(2 * here.seconds, self._limit)}
         elif self._rank in request["of"] or not request["of"]:
             own = self._read("request", self._rank)
@@ -302,7 +285,6 @@ class StallWatch:
         return {"launches": {kind: self._here.launch(kind, turn) for kind, turn in requested.items()}}
 
     def _end_after_failure(self) -> None:
-        """End if this rank still waits a while after another has raised."""
         if not self._store.check([key_of(FAILED)]):
             return
         text = unsealed(self._store.get(key_of(FAILED)), self._secret, key_of(FAILED))
@@ -314,10 +296,10 @@ class StallWatch:
         if now - self._failed >= _AFTER_FAILURE_S and here.waits and here.seconds >= _AFTER_FAILURE_S:
             self._give_up(PeerLostError, f"it {here}, and {text}", _LOST_CODE)
 
-    # -- asking ------------------------------------------------------------------------------------------------------
+    # -- requesting --------------------------------------------------------------------------------------------------
 
     def _ask(self, here: Position) -> None:
-        self._due = {here.number: 2 * here.seconds}  # waits that have ended count no more
+        self._due = {here.number: 2 * here.seconds}  # drops waits that have ended
         claim = f"{self._rank} {self._last_request + 1}"
         held = self._claim = self._store.compare_set(self._key("claim"), self._claim, claim).decode()
         if held != claim and int(held.split()[1]) <= self._last_request:  # that request is over
@@ -348,7 +330,7 @@ class StallWatch:
 
     def _collect(self, request: _Request, here: Position) -> None:
         if here.number != request.wait or not here.waits:
-            self._request = None  # it has gone on
+            self._request = None  # the wait has ended
             return
         waited = self._clock() - request.since
         if request.stage == "pause":
@@ -413,14 +395,14 @@ class StallWatch:
     def _report(self, request: _Request) -> None:
         self._request = None
         if self._store.compare_set(self._key("claim"), request.claim, request.claim).decode() != request.claim:
-            return  # another rank asks, and has got the answers
+            return  # another rank requests, and has got the answers
         parting = _first_parting(request.candidates, request.answers)
         silent = self._silent(request.places)
         report = judge(request.places, self._rank, request.confirmed or None, silent, parting)
         if report.stuck:
             self._write("request", {"stage": "stuck", "name": "", "by": self._rank, "text": report.text})
             self._last_request = self._store.add(self._key("requests"), 1)
-            self._ends = report.text, self._clock() + 1.5 * self.every  # when the others have read it
+            self._ends = report.text, self._clock() + 1.5 * self.every  # the others have then read the text
         else:
             what = request.places[self._rank]
             event = {"kind": "stall", "rank": self._rank, "what": what and what.what, "ranks": list(report.absent)}
@@ -485,13 +467,7 @@ def watch(
 ) -> StallWatch:
     """Start the watchdog of this process, in place of an earlier engine's. Called from the script's thread.
 
-    Args:
-        ranks: of the job.
-        rank: of this process.
-        limit: seconds.
-        secret: shared by all ranks, unknown to other programs.
-        ledger: of the job's collectives.
-        facts: as in `shardwise.comm.rank_status.Here`.
+    `limit` is in seconds; `secret` is shared by all ranks, unknown to other programs; `facts` as in `rank_status.Here`.
     """
     while _watching:
         _watching.pop().close()

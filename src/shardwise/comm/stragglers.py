@@ -1,9 +1,7 @@
 """Stragglers: the ranks that others wait for in collectives, and the seconds of waiting and of transfer.
 
-Each rank's record of a collective has the time of launch and the seconds blocked in `wait()`. A collective cannot end
-before the last rank has launched it. Seconds blocked before that moment are waiting, caused by that rank; seconds
-blocked afterwards are transfer. A late rank costs nothing if no rank is blocked meanwhile.
-
+A collective cannot end before the last rank has launched it. Seconds blocked in `wait()` before that launch are
+waiting, caused by that rank; later ones are transfer. A late rank costs nothing if no rank is blocked meanwhile.
 Records of ranks match by the number of the collective in its order.
 """
 
@@ -28,15 +26,7 @@ Key = str
 
 
 class Part(NamedTuple):
-    """The part of one rank in a collective. Times are seconds of rank 0's clock.
-
-    Attributes:
-        key: from `key_of`.
-        op: operation.
-        launched: time of launch.
-        waited: seconds blocked.
-        finished: end of the wait.
-    """
+    """One rank's part in a collective: launch, seconds blocked, and end of the wait, in seconds of rank 0's clock."""
 
     key: Key
     op: str
@@ -47,12 +37,9 @@ class Part(NamedTuple):
 
 @dataclass
 class Shares:
-    """Seconds of one rank.
+    """Seconds of one rank, blocked until the last rank had launched (`waited`), or later (`transfer`).
 
-    Attributes:
-        waited: blocked until the last rank had launched.
-        caused: for which others were blocked until this rank had launched.
-        transfer: blocked after all ranks had launched.
+    `caused` are seconds for which others were blocked until this rank had launched.
     """
 
     waited: float = 0.0
@@ -65,8 +52,7 @@ class Stragglers:
     """Seconds for which ranks have waited for each other.
 
     Attributes:
-        ranks: of each rank.
-        by_op: the same for each operation.
+        ranks: of each rank; `by_op`: the same for each operation.
         collectives: number of compared collectives.
         uncertainty: largest error of the ranks' clocks, in seconds.
 
@@ -112,7 +98,7 @@ class Lateness(NamedTuple):
 
 
 def lateness(parts: Mapping[int, Part]) -> Lateness:
-    """Return the last rank of a collective, and the seconds for which it blocked the others."""
+    """Return the lateness of a collective from the parts of its ranks."""
     last = max(parts, key=lambda rank: parts[rank].launched)
     came = parts[last].launched
     blocked = {
@@ -124,12 +110,7 @@ def lateness(parts: Mapping[int, Part]) -> Lateness:
 
 
 def blame(parts: Mapping[int, Iterable[Part]], uncertainty: float = 0.0) -> Stragglers:
-    """Return the seconds for which ranks have waited for each other.
-
-    Args:
-        parts: of each rank; collectives that only one rank has are left out.
-        uncertainty: as in `Stragglers`.
-    """
+    """Return the seconds for which ranks have waited for each other; collectives of a single rank are left out."""
     met: dict[Key, dict[int, Part]] = defaultdict(dict)
     for rank, own in parts.items():
         for part in own:
@@ -154,12 +135,7 @@ def _of(by_op: dict[str, dict[int, Shares]], op: str, ranks: Iterable[int]) -> d
 
 
 def key_of(record: Record, members: Sequence[int]) -> Key:
-    """Return the name of a record's collective, equal on all ranks; empty without an order.
-
-    Args:
-        record: of the collective.
-        members: global ranks of its group.
-    """
+    """Return the name of a record's collective, equal on all ranks; empty without an order. `members`: global ranks."""
     if not record.kind or len(members) < 2:
         return ""
     return f"{record.kind}:{record.turn}@{record.group}:{members[0]}"
@@ -168,13 +144,7 @@ def key_of(record: Record, members: Sequence[int]) -> Key:
 def parts_of(
     records: Iterable[Record], members: Mapping[str, Sequence[int]], to_first: Callable[[float], float]
 ) -> list[Part]:
-    """Return this rank's parts in the collectives that have ended.
-
-    Args:
-        records: of the ledger.
-        members: the ranks of each group, by its name.
-        to_first: converts a time of this rank to rank 0's clock.
-    """
+    """Return this rank's parts in the collectives that have ended; `to_first` converts times to rank 0's clock."""
     parts = []
     for record in records:
         key = key_of(record, members.get(record.group, ()))
@@ -186,14 +156,10 @@ def parts_of(
 
 
 def compare(comm: Communicator, since: int = 0) -> Stragglers:
-    """Compare the newest collectives in the ledgers of all ranks (all ranks call).
+    """Compare the newest collectives in the ledgers of all ranks (all ranks call), from sequence number `since` on.
 
     The number of collectives falls with the number of ranks: 64 each with 1,024 ranks, the whole ledger with up to 16.
     Where the host does not wait for collectives (NCCL), only blocked seconds count.
-
-    Args:
-        comm: the ranks.
-        since: sequence number of the first record.
     """
     records = list(comm.ledger.records(since))
     clock: Clock = measure(comm)

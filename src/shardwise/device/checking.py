@@ -1,14 +1,11 @@
 """Race, lifetime and deadlock checks for the traces of recorded devices.
 
-*Order*: CUDA streams, events and the host must order two uses of the same bytes if one use writes. Each stream has a
-vector clock (Fidge 1988, Mattern 1989). The clock counts the stream's kernels and the latest kernel of each other
-stream that it waits for. An earlier use that is not in the clock of a later use may run concurrently.
-
-*Memory*: released memory can be reused at once by kernels of the stream that owns it. Kernels that use the new
-allocation must therefore run after all uses of memory released to that stream before.
-
-*Progress*: the checker simulates hosts and streams of all ranks together. A collective runs when each rank of its group
-has reached it. If no host or stream can proceed, the ranks are deadlocked.
+- Order: CUDA streams, events and the host must order two uses of the same bytes if one use writes. Each stream has a
+  vector clock (Fidge 1988, Mattern 1989): the count of its kernels, and the latest kernel of each other stream that it
+  waits for. An earlier use that is not in the clock of a later use may run concurrently.
+- Memory: kernels of the stream that owns released memory can reuse it at once. They must run after all uses of it.
+- Progress: the checker simulates hosts and streams of all ranks together. A collective runs when each rank of its group
+  has reached it. If no host or stream can proceed, the ranks are deadlocked.
 """
 
 from __future__ import annotations
@@ -21,18 +18,13 @@ from shardwise.device.recording import COMPUTE, Event, Span, Trace
 
 Clock = dict[str, int]
 
-_GROUP = "group "
-"""Prefix of the stream names of process groups."""
+_GROUP = "group "  # prefix of the stream names of process groups
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A defect found in traces.
-
-    Attributes:
-        kind: "race" (unordered uses), "early" (memory released before its last use), "order" (ranks launch different
-            collectives), "stuck" (deadlock).
-        rank: rank of the trace; -1: all ranks.
+    """A defect of a rank (-1: all): "race" (unordered uses), "early" (memory released before its last use), "order"
+    (ranks launch different collectives) or "stuck" (deadlock).
     """
 
     kind: str
@@ -112,7 +104,6 @@ class _Order:
                     given[use.stream] = use
 
     def clock(self, stream: str) -> Clock:
-        """Return a stream's vector clock: its kernel count, and the kernel count it waits for of each other stream."""
         return dict(self._clocks[stream])
 
     def _launch(self, stream: str) -> Clock:
@@ -171,8 +162,7 @@ def check_order(trace: Trace, rank: int = 0) -> list[Problem]:
 def overlaps(trace: Trace, chosen: Callable[[Event], bool], stream: str = COMPUTE) -> list[tuple[Event, int]]:
     """Return the selected kernels and collectives, each with the number of kernels of `stream` that may overlap it.
 
-    Overlapping kernels are ordered neither before nor after the selected one. A copy on the same stream overlaps with
-    no kernel.
+    Overlapping kernels are ordered neither before nor after the selected one. A copy on the same stream has none.
     """
     order = _Order(0)
     found: list[tuple[Event, str, int, int]] = []
@@ -198,9 +188,7 @@ def overlaps(trace: Trace, chosen: Callable[[Event], bool], stream: str = COMPUT
 
 
 class _Player:
-    """Simulates the host and the streams of one rank.
-
-    "say" events that it interprets:
+    """Simulates the host and the streams of one rank. "say" events that it interprets:
 
     - "launch" pass, place ... "launched": the all-gather at a place of a pass; helper threads may launch it earlier.
     - "want" pass, place: request to the peers for that all-gather.
@@ -355,10 +343,7 @@ def _run(player: _Player) -> bool:
 
 
 def _meet(players: Sequence[_Player]) -> Problem | bool:
-    """Run the collectives that all ranks of a group have reached.
-
-    Return True if any ran, or the problem if ranks launch different collectives.
-    """
+    """Run the collectives that all ranks of a group have reached; return True if any ran, or their difference."""
     groups = {stream for player in players for stream in player.queues if stream.startswith(_GROUP)}
     moved = False
     for group in sorted(groups):

@@ -8,20 +8,12 @@ from shardwise.errors import LaunchError
 
 
 def device_index(local_rank: int) -> int:
-    """Return the index of a process's CUDA device; the device may not exist.
-
-    Because launchers may give each process a single visible device (Slurm's `--gpus-per-task=1`, containers), the index
-    is then 0.
-    """
+    """Return the index of a process's CUDA device, which may not exist; 0 if the launcher shows only one (Slurm)."""
     return 0 if torch.cuda.device_count() == 1 else local_rank
 
 
 def choose_device(local_rank: int, index: int | None = None) -> torch.device:
-    """Return this process's CUDA device, or the CPU if CUDA is not available.
-
-    Args:
-        local_rank: rank on this machine, which is the CUDA device index if several devices are visible.
-        index: device index that overrides the local rank.
+    """Return this process's CUDA device (`index` overrides the local rank), or the CPU if CUDA is not available.
 
     Raises:
         LaunchError: the machine has fewer CUDA devices than processes.

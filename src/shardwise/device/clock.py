@@ -41,13 +41,12 @@ Interval = tuple[str, Instant, Instant]
 class Timed:
     """Context manager that appends the name, begin and end of a block to a list; `cuda` as in `now`.
 
-    Example:
-        >>> intervals: list[Interval] = []
-        >>> for _ in range(2):
-        ...     with Timed("load", intervals, cuda=False):
-        ...         pass
-        >>> len(intervals), list(add_up(intervals, {}))
-        (2, ['load'])
+    >>> intervals: list[Interval] = []
+    >>> for _ in range(2):
+    ...     with Timed("load", intervals, cuda=False):
+    ...         pass
+    >>> len(intervals), list(add_up(intervals, {}))
+    (2, ['load'])
     """
 
     __slots__ = ("_begun", "_cuda", "_into", "_name")  # because each collective of a step creates one

@@ -14,8 +14,7 @@ from shardwise.device.hostmemory import mapped
 from shardwise.device.pinned import pin, unpin
 from shardwise.device.staging import Copied
 
-_LARGER = 2
-"""A kept buffer serves a request if it is at most this many times larger."""
+_LARGER = 2  # a kept buffer serves a request if it is at most this many times larger
 
 
 _Kept = tuple[torch.Tensor, "Copied | None", int]
@@ -23,20 +22,13 @@ _Kept = tuple[torch.Tensor, "Copied | None", int]
 
 
 class HostBuffers:
-    """Buffer pool of one device.
+    """Buffer pool of one device; `keep` keeps released buffers (None: on CUDA only); `pinned`: all buffers are pinned.
 
-    Args:
-        keep: keep released buffers for later requests; None: on CUDA only.
-
-    Attributes:
-        pinned: True if all allocated buffers are pinned.
-
-    Example:
-        >>> buffers = HostBuffers(torch.device("cpu"), keep=True)
-        >>> buffer = buffers.take(100)
-        >>> buffers.give_back(buffer, None)
-        >>> buffers.take(60).numel(), buffers.take(60) is buffer
-        (100, False)
+    >>> buffers = HostBuffers(torch.device("cpu"), keep=True)
+    >>> buffer = buffers.take(100)
+    >>> buffers.give_back(buffer, None)
+    >>> buffers.take(60).numel(), buffers.take(60) is buffer
+    (100, False)
     """
 
     def __init__(self, device: torch.device, keep: bool | None = None) -> None:
@@ -50,10 +42,7 @@ class HostBuffers:
         self.pinned = self._cuda
 
     def take(self, size: int, *, real: bool = True) -> torch.Tensor:
-        """Return the smallest kept buffer of `size` bytes or slightly more, or a new one, of undefined content.
-
-        `real` is False in a dry run, which allocates no memory.
-        """
+        """Return the smallest kept buffer of `size` bytes or slightly more, or a new one (not `real`: a dry run)."""
         if not self._out:
             self._begin_round()
         self._out += 1

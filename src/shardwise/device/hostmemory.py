@@ -1,7 +1,7 @@
 """Persistent host memory of exact size, page-locked (pinned) where a CUDA device copies from it.
 
-torch's pinned-memory allocator rounds sizes up to powers of two and keeps released blocks. Because of the rounding,
-long-lived tensors on the host would take up to twice their size.
+Because torch's pinned-memory allocator rounds sizes up to powers of two and keeps released blocks, long-lived tensors
+on the host would take up to twice their size.
 """
 
 from __future__ import annotations
@@ -29,20 +29,11 @@ def mapped(size: int) -> torch.Tensor:
 
 
 class HostMemory:
-    """One block of `size` bytes (above 0) of persistent host memory.
+    """One block of `size` bytes (above 0) of persistent host memory, of undefined content; without `real`: a dry run.
 
-    Args:
-        copies: copy stream between this memory and the device.
-        locked: page-lock the memory.
-        real: False in a dry run, which allocates no memory.
-
-    Attributes:
-        bytes: the memory, of undefined content.
-
-    Example:
-        >>> memory = HostMemory(CopyStream(torch.device("cpu")), 3)
-        >>> memory.bytes.numel()
-        3
+    >>> memory = HostMemory(CopyStream(torch.device("cpu")), 3)
+    >>> memory.bytes.numel()
+    3
     """
 
     def __init__(self, copies: CopyStream, size: int, *, locked: bool = True, real: bool = True) -> None:

@@ -12,9 +12,7 @@ from shardwise.device.streams import Mark, streams_of
 
 
 def numbers_on(device: torch.device, values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers as a tensor on a device, without blocking the host.
-
-    Because `torch.tensor(values, device=...)` waits for all kernels launched there, the copy is asynchronous.
+    """Return numbers as a tensor on a device, without blocking the host, unlike `torch.tensor(values, device=...)`.
 
     >>> numbers_on(torch.device("cpu"), [1, 2], torch.int64)
     tensor([1, 2])
@@ -24,14 +22,10 @@ def numbers_on(device: torch.device, values: Sequence[float], dtype: torch.dtype
 
 
 class Later:
-    """Asynchronous copy of a small tensor to the host.
+    """Asynchronous copy of a small 1-D tensor to the host; on a CUDA device on the current stream.
 
-    Args:
-        values: 1-D. On a CUDA device the copy is enqueued on the current stream.
-
-    Example:
-        >>> Later(torch.tensor([1.0, 2.0])).read()
-        [1.0, 2.0]
+    >>> Later(torch.tensor([1.0, 2.0])).read()
+    [1.0, 2.0]
     """
 
     def __init__(self, values: torch.Tensor) -> None:

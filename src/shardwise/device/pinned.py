@@ -9,10 +9,7 @@ import torch
 
 
 def pin(address: int, size: int) -> bool:
-    """Pin mapped memory of this process; return True on success.
-
-    Pinning needs an initialized CUDA device and a sufficient locked-memory limit.
-    """
+    """Pin mapped memory of this process (needs CUDA and a sufficient locked-memory limit); return True on success."""
     if not torch.cuda.is_available():
         return False
     return _succeeds(torch.cuda.cudart().cudaHostRegister, address, size, 0)

@@ -36,21 +36,17 @@ _changing = threading.Lock()
 
 
 def named(what: str, unit: str = "", size: int = 0) -> AbstractContextManager[Any]:
-    """Return a profiler range; a null context if no profiler or listener is active.
+    """Return a profiler range; a null context if no profiler or listener is active. `size`: bytes, if not the unit's.
 
-    Args:
-        what: "forward", "backward", "step", "boundary"; "gather", "wait for gather", "reduce", "wait for reduction";
-            "lend", "wait for loan", "store", "wait for store", "copy".
-        unit: unit of the parameters or gradients.
-        size: bytes, if they differ from the unit's.
+    Names: "forward", "backward", "step", "boundary"; "gather", "wait for gather", "reduce", "wait for reduction";
+    "lend", "wait for loan", "store", "wait for store", "copy".
 
-    Example:
-        >>> with torch.profiler.profile() as profile, named("gather", "layers.0"):
-        ...     pass
-        >>> profile.events()[0].name
-        'shardwise::gather layers.0'
-        >>> named("gather", "layers.0")
-        <contextlib.nullcontext object at ...>
+    >>> with torch.profiler.profile() as profile, named("gather", "layers.0"):
+    ...     pass
+    >>> profile.events()[0].name
+    'shardwise::gather layers.0'
+    >>> named("gather", "layers.0")
+    <contextlib.nullcontext object at ...>
     """
     if profiler_active():
         shown = torch.profiler.record_function(f"shardwise::{what} {unit}".rstrip())
@@ -90,11 +86,11 @@ def watched() -> bool:
 
 
 def _landed() -> None:
-    """Do nothing."""
+    pass
 
 
 def launched(what: str, unit: str = "", size: int = 0) -> Callable[[], None]:
-    """Report an asynchronous "bring" or "take" to listeners; return the callback for its end, callable on any thread.
+    """Report an asynchronous "bring" or "take" to listeners; return the callback for its end, for any thread.
 
     Because the ranges of profilers belong to threads, profilers do not show it.
     """
@@ -112,14 +108,13 @@ def launched(what: str, unit: str = "", size: int = 0) -> Callable[[], None]:
 class Stretches:
     """Consecutive ranges, one a unit, each ending where the next begins.
 
-    Example:
-        >>> stretches = Stretches("backward")
-        >>> with torch.profiler.profile() as profile:
-        ...     for unit in ("layers.1", "layers.0"):
-        ...         stretches.begin(unit)
-        ...     stretches.end()
-        >>> [event.name for event in profile.events()]
-        ['shardwise::backward layers.1', 'shardwise::backward layers.0']
+    >>> stretches = Stretches("backward")
+    >>> with torch.profiler.profile() as profile:
+    ...     for unit in ("layers.1", "layers.0"):
+    ...         stretches.begin(unit)
+    ...     stretches.end()
+    >>> [event.name for event in profile.events()]
+    ['shardwise::backward layers.1', 'shardwise::backward layers.0']
     """
 
     def __init__(self, what: str) -> None:
@@ -142,10 +137,7 @@ class Stretches:
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Register a listener inside the block, on all threads: a device's backward pass has its own thread.
-
-    Blocks may be nested and may end in any order.
-    """
+    """Register a listener inside the block, on all threads; blocks may be nested and may end in any order."""
     global _listeners
     with _changing:
         _listeners = (*_listeners, listener)

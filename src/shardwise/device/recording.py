@@ -2,13 +2,8 @@
 
 The engine runs as on a GPU, on CPU tensors of any size. Each kernel, collective, wait, allocation and release becomes
 an event of a trace. Because each operation runs at once, results do not reveal missing waits; the trace does
-(`shardwise.device.checking`). One process records one of several simulated ranks: collectives return the result for
-equal values on all ranks.
-
-    with recording() as recorder:
-        engine, *_ = shardwise.initialize(...)   # in a process group of torch's "fake" backend
-        ...
-    problems = check([recorder.trace, ...])
+(`shardwise.device.checking`). One process records one of several simulated ranks, in a process group of torch's "fake"
+backend: collectives return the result for equal values on all ranks.
 """
 
 from __future__ import annotations
@@ -59,17 +54,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Event:
-    """One action of the host.
+    """One action of the host; `name`: operation, or annotation with further `numbers`.
 
-    Attributes:
-        kind: "kernel" or "collective" (launched on a stream); "mark" (a CUDA event recorded on a stream), "wait" (of a
-            stream, for a mark), "arrive" (of a stream, for a collective), "block" (of the host, for a mark), "poll" (of
-            a mark by the host) and "read" (of the host, for all of a stream); "take" and "give" (allocation and release
-            of memory, on its owner stream); "say" (an annotation for the checker).
-        name: operation, or annotation.
-        number: number of a mark, of a collective (in the order of its group), or of an allocation.
-        group: process group of a collective.
-        numbers: further numbers of an annotation.
+    `kind` is "kernel" or "collective" (launched on a stream); "mark" (a CUDA event recorded on a stream), "wait" (of a
+    stream, for a mark), "arrive" (of a stream, for a collective), "block" (of the host, for a mark), "poll" (of a mark
+    by the host) and "read" (of the host, for all of a stream); "take" and "give" (allocation and release of memory, on
+    its owner stream); "say" (an annotation for the checker). `number` is of a mark, of a collective (in the order of
+    its group), or of an allocation.
     """
 
     kind: str
@@ -131,11 +122,7 @@ class _Launched:
 
 
 class Recorder(Streams):
-    """The streams of a recorded device (`shardwise.device.streams.Streams`), and its trace.
-
-    Attributes:
-        kept: `id` of each storage whose release waits for streams other than its owner.
-    """
+    """The streams of a recorded device, and its trace; `kept`: `id` of storages with a release outside of the trace."""
 
     beside = True
 
@@ -233,12 +220,9 @@ class Recorder(Streams):
     def collective(
         self, name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: str, run: Callable[[], Any]
     ) -> _Launched:
-        """Record the launch of a collective.
+        """Record the launch of a collective on (output, input) pairs; `run` computes its results.
 
-        Args:
-            pairs: (output, input) tensors.
-            group: its process group; the n-th collective of a group matches the n-th of the other ranks.
-            run: computes its results.
+        The n-th collective of a process group matches the n-th of the other ranks.
         """
         self._counts[group] = self._counts.get(group, -1) + 1
         writes, reads = tuple(self.span(o) for o, _ in pairs), tuple(self.span(i) for _, i in pairs)

@@ -19,11 +19,10 @@ _GROW = "expandable_segments:True"
 
 
 def let_segments_grow(device: torch.device, env: Mapping[str, str] = os.environ) -> bool:
-    """Enable expandable segments for memory allocated from now on; return True if enabled.
+    """Enable expandable segments for memory allocated from now on, unless the user has set the allocator; log it.
 
-    The setting holds for the whole process and is logged. Without it, each large tensor that fits no free block gets a
-    segment of its size. With inputs of different lengths, free memory fragments and the process reserves more and more.
-    The function does nothing if the user set the allocator by variable or call, or if torch lacks the setting.
+    Because each large tensor that fits no free block otherwise gets a segment of its size, inputs of different lengths
+    fragment free memory. The setting holds for the whole process. Returns False if nothing is set.
 
     >>> let_segments_grow(torch.device("cpu"))
     False

@@ -1,10 +1,8 @@
 """Double-buffered copies between a device and the host, through two buffers of pinned memory.
 
 While the host works on one buffer (writes a file, reads the next bytes), a copy stream copies the other. Copies from
-and to unpinned memory pass through a buffer of the driver, at a fraction of the speed, and block the host.
-
-On the CPU there are no streams and only necessary copies. (Tests simulate the order of streams and buffers; it has not
-been run on CUDA.)
+and to unpinned memory pass through a buffer of the driver, at a fraction of the speed, and block the host. On the CPU
+copies run only where necessary. (Tests simulate the order of streams and buffers; it has not been run on CUDA.)
 """
 
 from __future__ import annotations
@@ -22,12 +20,10 @@ from shardwise.device.streams import Mark, Stream, Streams, streams_of
 MOST = 64 << 20
 """Maximum bytes of a buffer: enough for full bus bandwidth and to hide the gaps between copies."""
 
-_ALIGNMENT = 64
-"""Alignment of buffer sizes in bytes, so that buffers hold whole elements of any dtype."""
+_ALIGNMENT = 64  # alignment of buffer sizes in bytes, because buffers must hold whole elements of any dtype
 
 
-_FOREVER = timedelta.max
-"""Time limit of host waits for copies, which depend on no other rank."""
+_FOREVER = timedelta.max  # time limit of host waits for copies, which depend on no other rank
 
 
 class Copied:
@@ -107,10 +103,7 @@ class CopyStream:
         return self._streams.current()
 
     def lend(self, tensor: torch.Tensor) -> None:
-        """Delay the reuse of released device memory until the current stream has finished with it.
-
-        On the stream that allocated the memory this costs nothing.
-        """
+        """Delay the reuse of released device memory until the current stream has finished (if another stream's)."""
         if tensor.device.type == "cuda" and has_values(tensor):
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
@@ -135,16 +128,11 @@ def copy_stream(device: torch.device) -> CopyStream:
 
 
 class Staging:
-    """Double buffer between a device and the host.
+    """Double buffer of at most `most` bytes each between a device and the host; `room` are all bytes to transfer.
 
-    Args:
-        room: total bytes to transfer, which also bounds the buffer size.
-        most: maximum bytes of a buffer.
-
-    Example:
-        >>> staging = Staging(torch.device("cpu"), room=256, most=64)
-        >>> [part.view(torch.float32).sum().item() for part in staging.to_host([torch.ones(10), torch.ones(10)])]
-        [16.0, 4.0]
+    >>> staging = Staging(torch.device("cpu"), room=256, most=64)
+    >>> [part.view(torch.float32).sum().item() for part in staging.to_host([torch.ones(10), torch.ones(10)])]
+    [16.0, 4.0]
     """
 
     def __init__(self, device: torch.device, room: int, most: int = MOST) -> None:
@@ -155,10 +143,9 @@ class Staging:
         self._turn = 1
 
     def to_host(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the bytes of tensors in order, as 1-D tensors on the host.
+        """Yield the bytes of tensors, which must not change before the end, in order, as 1-D tensors on the host.
 
-        A yielded tensor is valid until the next iteration; the next buffer is copied meanwhile. The tensors must not
-        change before the end.
+        A yielded tensor is valid until the next iteration; the next buffer is copied meanwhile.
         """
         pieces = self._cut(tensors)
         under_way = self._fetch(pieces, self._buffers[0])
@@ -198,12 +185,10 @@ class Staging:
         return _Fetch(buffer[:filled], sources, self._stream.mark())
 
     def to_device(self, out: torch.Tensor, fill: Callable[[torch.Tensor, int], None]) -> None:
-        """Fill a tensor on the device; all streams see its values on return.
+        """Fill a 1-D, contiguous tensor on the device; all streams see its values on return.
 
-        Args:
-            out: 1-D, contiguous.
-            fill: called with host memory in the dtype of `out` and the first element of `out` to fill. Earlier values
-                are copied meanwhile.
+        `fill` gets host memory in the dtype of `out` and its first element in `out`; earlier values are copied
+        meanwhile.
         """
         step = self._size // out.dtype.itemsize
         try:
@@ -216,7 +201,7 @@ class Staging:
             self.drain()
 
     def free(self) -> torch.Tensor:
-        """Return the buffer whose last copy is the older one, as bytes, for the host to fill."""
+        """Return the buffer with the older last copy, as bytes, for the host to fill."""
         self._turn = 1 - self._turn
         before, self._sent[self._turn] = self._sent[self._turn], None
         if before is not None:

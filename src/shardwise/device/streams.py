@@ -4,10 +4,8 @@ Kernels of one stream run in order, concurrently with other streams. The host la
 event recorded on a stream: a stream or host that waits for it sees the results of all kernels launched there before.
 
 Memory belongs to the stream on which it was allocated. It may be released while kernels that use it are pending,
-because only later kernels of that stream reuse it. Memory that another stream uses must not be released before
-the owner stream, or the host, has waited for that stream.
-
-On the CPU each operation has run when the call returns, and all of this does nothing.
+because only later kernels of that stream reuse it. Memory that another stream uses must not be released before the
+owner stream, or the host, has waited for that stream. On the CPU, which runs synchronously, all of this does nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +24,7 @@ from typing_extensions import override
 
 _log = logging.getLogger("shardwise")
 
-_POLL_S = 2e-5
-"""Seconds between polls of an event by the host: less than the duration of a large kernel."""
+_POLL_S = 2e-5  # seconds between polls of an event by the host: less than the duration of a large kernel
 
 
 class Mark(Protocol):
@@ -51,23 +48,14 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    """The streams of one device.
-
-    Attributes:
-        beside: True if the device runs asynchronously to the host.
-    """
+    """The streams of one device; `beside` is True if the device runs asynchronously to the host."""
 
     beside: bool
 
     def make(self, name: str, *, urgent: bool = True) -> Stream:
-        """Return a new stream.
+        """Return a new stream; `urgent` for short work that other streams wait for.
 
-        torch assigns streams from a small pool of each priority, round-robin. Because streams may share a queue,
-        streams that must not wait have another priority than streams created often.
-
-        Args:
-            name: purpose of the stream.
-            urgent: True for short work that other streams wait for.
+        Because streams of one priority come from a small pool and may share a queue, copy streams have another one.
         """
 
     def current(self) -> Stream:
@@ -88,7 +76,7 @@ class Streams(Protocol):
 
 class _There:
     def wait(self) -> None:
-        """Do nothing."""
+        pass
 
     def reached(self) -> bool:
         return True
@@ -99,7 +87,7 @@ class _Host:
         return _NOTHING
 
     def wait(self, mark: Mark) -> None:
-        """Do nothing."""
+        pass
 
 
 _NOTHING, _THERE, _HOST = contextlib.nullcontext(), _There(), _Host()
@@ -190,7 +178,7 @@ class CudaStreams(Streams):
         return _CudaMark(torch.cuda.current_stream(self._device))
 
     def block(self, mark: Mark, limit: timedelta) -> bool:
-        """Block the host until an event, with the GIL released; return True if it is reached within the limit."""
+        """Block the host, with the GIL released, until an event; return True if it is reached within the limit."""
         if limit == timedelta.max:
             assert isinstance(mark, _CudaMark)
             mark.synchronize()
@@ -227,12 +215,11 @@ _instead: dict[str, Streams] = {}
 def streams_of(device: torch.device) -> Streams:
     """Return the streams of a device.
 
-    Example:
-        >>> streams = streams_of(torch.device("cpu"))
-        >>> with streams.make("gather").use():
-        ...     mark = streams.mark()
-        >>> mark.reached()
-        True
+    >>> streams = streams_of(torch.device("cpu"))
+    >>> with streams.make("gather").use():
+    ...     mark = streams.mark()
+    >>> mark.reached()
+    True
     """
     if device.type in _instead:
         return _instead[device.type]
@@ -241,7 +228,7 @@ def streams_of(device: torch.device) -> Streams:
 
 @contextlib.contextmanager
 def standing_in(kind: str, streams: Streams) -> Iterator[None]:
-    """Replace the streams of a device type inside the block (see `shardwise.device.recording`)."""
+    """Replace the streams of a device type inside the block."""
     _instead[kind] = streams
     try:
         yield

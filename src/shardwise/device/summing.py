@@ -9,13 +9,7 @@ CHUNK = 1 << 18
 
 
 def sum_rows(out: torch.Tensor, rows: torch.Tensor, *, accumulate: bool) -> None:
-    """Sum 2-D `rows` from first to last into the 1-D `out`, in the dtype of `out`; `rows` must not overlap `out`.
-
-    Args:
-        out: 1-D, of S elements.
-        rows: 2-D, of S elements each; they do not overlap `out`, and the sum may be formed in the first one.
-        accumulate: add to `out` instead of replacing it.
-    """
+    """Sum 2-D `rows` from first to last into (or add to) 1-D `out`, in its dtype; may overwrite the first row."""
     size = CHUNK if out.device.type == "cpu" else max(1, out.numel())
     for target, *parts in zip(out.split(size), *(row.split(size) for row in rows.unbind()), strict=True):
         first, *others = parts

@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 
 class Activations(StepObserver):
-    """Applies the sections `activation_offload` and `activation_checkpointing`.
-
-    Args:
-        module: model of the forward passes; its buffers are not offloaded.
-        step: counts the steps after which times are logged; None: no logging.
-    """
+    """Applies the sections `activation_offload` (not to buffers of `module`) and `activation_checkpointing`."""
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ def warn_of_memory_format(model: nn.Module) -> None:
 
 
 def warn_of_clipping(parameters: list[torch.Tensor]) -> None:
-    """Warn of `clip_grad_norm_` on an engine's parameters, whose gradients are not in `.grad`."""
+    """Warn of `clip_grad_norm_` on an engine's parameters, because `.grad` does not hold their gradients."""
     own = [parameter for parameter in parameters if released.owner_of(parameter) is not None]
     if own and all(parameter.grad is None for parameter in own):
         warn_once(
@@ -105,14 +105,7 @@ def warn_of_clipping(parameters: list[torch.Tensor]) -> None:
 
 
 def explain_dtype(error: Exception, inputs: Any, dtype: torch.dtype | None, module: nn.Module) -> str | None:
-    """Return a hint where a forward pass has failed on tensors of another floating dtype than the parameters'.
-
-    Args:
-        error: what it has raised.
-        inputs: tensors that it was given.
-        dtype: of the parameters; None: they keep their own.
-        module: the model, whose buffers keep their dtype.
-    """
+    """Return a hint where a forward pass has failed on tensors of another floating dtype than the parameters'."""
     if dtype not in (torch.bfloat16, torch.float16) or not _DTYPES.search(str(error)):
         return None
     section = "bf16" if dtype is torch.bfloat16 else "fp16"

@@ -26,15 +26,14 @@ GRADIENT_ADVICE = (
 
 @dataclass(frozen=True)
 class Anomaly:
-    """An anomaly of a step; the same on every rank.
+    """An anomaly of a step; the same on every rank. A "rewind" is the reaction to another one.
 
     Attributes:
-        kind: "non_finite", "loss_spike", "grad_norm_spike", or "rewind" (the reaction to one of these).
-        step: number of the step (`engine.global_steps` before it).
+        step: `engine.global_steps` before the step.
         action: "warn", "skip", "stop" or "rewind".
         ranks: ranks with non-finite values.
         module: module of origin; None if unknown.
-        parameters: first and last parameter with a non-finite gradient, or parameters whose gradients have grown most.
+        parameters: first and last parameter with a non-finite gradient, or parameters with the most grown gradients.
         phase: "forward", "backward", "reduce" or "gradients" (see `OverflowReport`).
         line: `file:line` that called the module.
         value: loss or norm; of a rewind, the restored step.

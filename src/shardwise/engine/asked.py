@@ -33,15 +33,13 @@ _MPU = "initialize(mpu=...)"
 
 @dataclass(frozen=True)
 class RequestedParallelism:
-    """Parallelism requested by arguments of `initialize`.
+    """Parallelism requested by arguments of `initialize`; None: as configured.
 
     Attributes:
-        size: ranks of a sequence-parallel group; None: as configured.
+        size, tensor: ranks of a sequence-parallel group, and of a tensor-parallel group.
         where: source of the request, for messages.
         lines: sequence-parallel groups, by ranks in the job; None: consecutive ranks.
-        own: global ranks of this rank's sequence-parallel group, if only these are known.
-        tensor: ranks of a tensor-parallel group; None: as configured.
-        own_tensor: their global ranks, if the caller has made the groups; None: consecutive ranks.
+        own, own_tensor: global ranks of this rank's groups, if the caller has made them.
         replicas: number of HSDP replicas, from a mesh with further dimensions.
         meshed: a mesh has been read.
     """
@@ -58,15 +56,8 @@ class RequestedParallelism:
 
 
 def asked_by(mpu: Any, mesh: Any, model: nn.Module, members: Sequence[int]) -> RequestedParallelism | None:
-    """Return the parallelism that `initialize(mpu=..., mesh_param=..., model=...)` requests; None: none.
-
-    Args:
-        mesh: a DeviceMesh, numbers (data, sequence) or (data, sequence, tensor), or None.
-        model: may consist of DTensors, or be tensor-parallel already.
-
-    Raises:
-        ConflictError: numbers do not fit the ranks, or contradict each other.
-        UsageError: the mesh has unsupported dimensions, or an unsupported order of ranks.
+    """Return the parallelism that arguments of `initialize` and the model's DTensors or layers request; None: none.
+    `mesh`: a DeviceMesh, or sizes (data, sequence) or (data, sequence, tensor).
     """
     found = _of_arguments(mpu, mesh, members)
     line = line_of(model)
@@ -144,7 +135,7 @@ def _of_mesh(mesh: DeviceMesh, members: Sequence[int]) -> RequestedParallelism:
 
 
 def _of_tensor_mesh(mesh: DeviceMesh, members: Sequence[int]) -> RequestedParallelism:
-    """Read a mesh with a tensor-parallel dimension, whose ranks must be consecutive."""
+    """Read a mesh with a tensor-parallel dimension, which must have consecutive ranks."""
     names, what = list(mesh.mesh_dim_names or ()), _described(mesh)
     kinds = [next((kind for kind, known in NAMES.items() if name in known), None) for name in names]
     if None in kinds or len(set(kinds)) < len(kinds):
@@ -199,12 +190,7 @@ _PIPELINE = ("get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_
 
 
 def model_parallel_size(mpu: Any) -> int:
-    """Return the number of ranks of an mpu's tensor-parallel group.
-
-    Raises:
-        NotBuiltError: the mpu has pipeline stages.
-        UsageError: the mpu does not return the groups.
-    """
+    """Return the number of ranks of an mpu's tensor-parallel group; a NotBuiltError for pipeline stages."""
     for name in _PIPELINE if mpu is not None else ():
         size = getattr(mpu, name, lambda: 1)()
         if size > 1:
@@ -244,15 +230,7 @@ def group_of(mpu: Any) -> Any:
 
 
 def told_lines(job: Communicator, own: Sequence[int], where: str, what: str) -> list[list[int]]:
-    """Exchange each rank's group; return all groups by ranks in the job, ordered by first rank.
-
-    Args:
-        own: global ranks of this rank's group.
-        what: purpose of the group, for messages.
-
-    Raises:
-        UsageError: the groups differ in size, or do not contain each rank once.
-    """
+    """Exchange each rank's group `own` (global ranks); return all groups by ranks in the job, ordered by first rank."""
     numbers = {rank: number for number, rank in enumerate(job.members)}
     told = job.exchange(coded([numbers.get(rank, -1) for rank in own]), "groups_of_ranks")
     lines = sorted(decoded(code) for code in {repr(code): code for code in told}.values())
@@ -267,15 +245,7 @@ def told_lines(job: Communicator, own: Sequence[int], where: str, what: str) -> 
 def tensor_lines(
     job: Communicator, size: int, sequence: int, asked: RequestedParallelism | None, mpu: Any
 ) -> list[list[int]] | int:
-    """Return the tensor-parallel groups if the caller has made them, otherwise their size.
-
-    Args:
-        asked: the caller's request; None: only the configuration.
-        mpu: the caller's unit; its data-parallel ranks must have the same index in all tensor-parallel groups.
-
-    Raises:
-        UsageError: the groups contradict each other.
-    """
+    """Return the tensor-parallel groups if the caller has made them, otherwise their size."""
     if size == 1 or asked is None or asked.own_tensor is None:
         return size
     neighbours = [list(range(first, first + size)) for first in range(0, job.world, size)]

@@ -13,8 +13,7 @@ Arguments = ParamSpec("Arguments")
 def of_part(
     part: str, method: Callable[Concatenate[Any, Arguments], Value]
 ) -> Callable[Concatenate[Any, Arguments], Value]:
-    """Return an engine method that calls a method of the part in attribute `part`, with its signature and
-    documentation."""
+    """Return an engine method that calls a part's method, with its signature and documentation."""
 
     @functools.wraps(method)
     def call(engine: Any, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
@@ -43,10 +42,7 @@ class Held(Generic[Value]):
 
 
 class OfOptimizer:
-    """Attribute delegated to the optimizer, unless the module has one of this name.
-
-    It has no setter, because a script may set its own attribute.
-    """
+    """Attribute delegated to the optimizer, unless the module has one; no setter, because a script may set its own."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

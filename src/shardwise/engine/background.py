@@ -73,13 +73,7 @@ class BackgroundSaves:
         return waited
 
     def start(self, request: SaveRequest, state: TrainingState, begun: float, waited: float) -> None:
-        """Copy the state to a snapshot, and start writing it.
-
-        Args:
-            state: state besides parameters and optimizer.
-            begun: time at which the save began (`time.monotonic`).
-            waited: seconds that the save waited for the previous one.
-        """
+        """Copy the state to a snapshot and start writing it; `begun` is of `time.monotonic`, `waited` in seconds."""
         if self.saving is None:
             ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or self._job.world
             told = _tell if self._job.rank == 0 and self.shows_statistics else None
@@ -118,14 +112,13 @@ class BackgroundSaves:
         return failure
 
     def snapshot_bytes(self, state: int) -> int:
-        """Return the planned size of the snapshot; 0 without asynchronous saves. `state`: bytes of this rank's
-        optimizer state."""
+        """Return the planned bytes of the snapshot, or 0; `state`: bytes of this rank's optimizer state."""
         held = 0 if self.saving is None else self.saving.size
         return held if held or not self._config.checkpoint.in_background else saved_bytes(self._sharded, state)
 
 
 def saved_bytes(sharded: ShardedModel, state: int) -> int:
-    """Return the planned bytes of this rank's part of a checkpoint. `state`: bytes of this rank's optimizer state."""
+    """Return the planned bytes of this rank's part of a checkpoint; `state`: bytes of its optimizer state."""
     values, ranges = sharded.state.value_runs(), sharded.state.owned_ranges()
     size = trained = saved = 0
     for tensor in sharded.registry:

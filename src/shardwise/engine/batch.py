@@ -18,26 +18,13 @@ ROUTES = ("train", "eval", "predict")
 
 
 def accumulated(config: Config, steps: int) -> int:
-    """Return the number of micro-batches for a memory plan.
-
-    With `managed_gradient_accumulation` false at least two, because gradients are always accumulated.
-    """
+    """Return the number of micro-batches for a memory plan; at least two if each backward pass accumulates."""
     return steps if config.managed_gradient_accumulation else max(2, steps)
 
 
 class Batches:
-    """Batch sizes, which may change between windows, and the training dataloader.
-
-    train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel ranks, always.
-
-    Args:
-        data: the data-parallel group.
-        device: batches are pinned for it.
-
-    Attributes:
-        micro: samples of one rank in a forward pass.
-        steps: micro-batches in a step.
-        training_dataloader: its position is saved in checkpoints; None without one.
+    """Batch sizes, which may change between windows, and the training dataloader. train_batch_size =
+    train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel ranks, always.
     """
 
     def __init__(self, config: Config, data: Communicator, device: torch.device) -> None:

@@ -1,8 +1,7 @@
 """Memory preflight: planned memory of each tier against its limits, before weights are sharded.
 
-One rank of each machine and parameter layout makes a dry run; every rank reads its limits. Ranks exchange both, so that
-all come to the same result. The preflight runs if state is offloaded and not tiny, or a limit is set. A dry run takes
-about 30 ms for each unit.
+One rank of each machine and parameter layout makes a dry run (about 30 ms a unit); every rank reads its limits. Ranks
+exchange both, and so come to the same result. The preflight runs if state is offloaded and not tiny, or a limit is set.
 """
 
 from __future__ import annotations
@@ -70,14 +69,8 @@ _NEAR_TIERS = (Tier.DEVICE, Tier.HOST)
 
 @dataclass(frozen=True)
 class Claim:
-    """Memory that one rank needs of a limited resource.
-
-    Attributes:
-        key: identifies the resource among ranks that share it.
-        tiers: names of the tiers that count.
-        freed: bytes that this rank holds now, and frees when its model is sharded.
-        needed: peak bytes.
-        directories: of the files that count, on disks; empty: all.
+    """Peak bytes that one rank needs of a limited resource; `key` identifies it among ranks that share it. `tiers`,
+    `directories` (empty: all): those that count. `freed`: bytes that this rank frees when its model is sharded.
     """
 
     key: str
@@ -91,14 +84,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Check:
-    """Memory that all ranks together need of a limited resource.
-
-    Attributes:
-        tiers: names of the tiers that count.
-        needed: their peak bytes.
-        there: available bytes.
-        directories: of the files that count, on disks.
-    """
+    """Peak bytes that all ranks together need of a limited resource, and the bytes that are there."""
 
     limit: str
     tiers: tuple[str, ...]
@@ -122,13 +108,8 @@ class Check:
 
 @dataclass(frozen=True)
 class Budget:
-    """Result of the memory preflight.
-
-    Attributes:
-        checks: compared limits.
-        planned: bytes by tier of each rank; empty for ranks without a plan.
-        node: ranks on this machine.
-        traffic: offload traffic of a step, if it takes noticeable time.
+    """Result of the memory preflight. `planned`: bytes by tier of each rank; empty for ranks without a plan. `node`:
+    ranks on this machine.
     """
 
     checks: tuple[Check, ...]
@@ -144,11 +125,7 @@ def wanted(config: Config, places: Iterable[str]) -> bool:
 
 
 def make(subject: PlanningTarget, job: Communicator) -> Budget:
-    """Plan memory before sharding, and compare it with the limits (all ranks call).
-
-    Raises:
-        OutOfMemoryError: on all ranks, if any limit is too small.
-    """
+    """Plan memory before sharding (all ranks call); an OutOfMemoryError on all ranks, if any limit is too small."""
     config = subject.resolution.config
     numel = sum(parameter.numel() for parameter in subject.module.parameters())
     nodes = job.nodes()
@@ -187,9 +164,8 @@ def make(subject: PlanningTarget, job: Communicator) -> Budget:
 def _planned(
     subject: PlanningTarget, planner: Planner, job: Communicator, nodes: Sequence[str]
 ) -> tuple[MemoryPlan | None, str]:
-    """Return the plan of this rank, or the reason for its absence (all ranks call).
-
-    Among ranks of a machine with equal parameters, one makes the dry run, which keeps all cores busy for seconds.
+    """Return the plan of this rank, or the reason for its absence (all ranks call). Among ranks of a machine with equal
+    parameters one makes the dry run, because it keeps all cores busy for seconds.
     """
     parts = job.fingerprints(_parts(subject, job.rank), "budget.parts")
     first = next(r for r, node in enumerate(nodes) if (node, parts[r]) == (nodes[job.rank], parts[job.rank]))
@@ -206,7 +182,6 @@ def _planned(
 
 
 def _parts(subject: PlanningTarget, rank: int) -> str:
-    """Return a key that is equal on ranks with equal plans."""
     groups = {id(p): number for number, group in enumerate(subject.groups) for p in group}
     sizes = [
         (tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad, groups.get(id(parameter)))
@@ -236,10 +211,7 @@ def watches(config: Config, places: Iterable[str]) -> bool:
 
 
 class Watched:
-    """Memory watchdog of this machine, on its first rank, while an engine lives.
-
-    `checkpoint` returns the newest checkpoint, or None.
-    """
+    """Memory watchdog of this machine, on its first rank; `checkpoint` returns the newest checkpoint, or None."""
 
     def __init__(self, budget: Budget, rank: int, accountant: Accountant) -> None:
         self.checkpoint: Callable[[], str | None] = lambda: None
@@ -436,7 +408,6 @@ def _traffic(
     moved: Sequence[dict[str, tuple[int, ...]]],
     plan: MemoryPlan | None,
 ) -> tuple[Traffic, ...]:
-    """Measure disk and copy speeds on all ranks at once, and return the time that offload adds to a step."""
     found = []
     for tier in (Tier.DISK, *((Tier.HOST,) if device.type == "cuda" else ())):
         sizes = [each.get(tier.value, (0, 0)) for each in moved]

@@ -1,7 +1,4 @@
-"""Composition root: builds an engine from the arguments of `initialize`.
-
-`_build` reads from top to bottom; comments give the reason for each position.
-"""
+"""Composition root: builds an engine from the arguments of `initialize`. Comments give the reason for each position."""
 
 from __future__ import annotations
 
@@ -151,12 +148,9 @@ def initialize(
 
     Example:
         >>> import shardwise, torch
-        >>> engine, *_ = shardwise.initialize(
-        ...     model=torch.nn.Linear(4, 1),
-        ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
-        ... )
-        >>> loss = engine(torch.ones(2, 4)).mean()
-        >>> _ = engine.backward(loss)
+        >>> config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+        >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config=config)
+        >>> _ = engine.backward(engine(torch.ones(2, 4)).mean())
         >>> engine.step()
         >>> engine.global_steps
         1
@@ -187,7 +181,7 @@ def initialize(
                 mesh_param,
                 config_params,
             )
-            undo.pop_all()  # the engine ends what has been made
+            undo.pop_all()  # the engine closes them from now on
     except ConfigError as error:
         # The mistake is in the configuration: frames of its checks would only hide the message.
         raise error.with_traceback(None)  # noqa: B904
@@ -210,7 +204,6 @@ def _build(
     mesh_param: Any,
     config_params: Any,
 ) -> EngineParts:
-    """Build an engine from the arguments of `initialize`; `undo` collects cleanup for a failure."""
     with refusing(mpu):
         check_unwrapped(model)
         check_lazy(model)
@@ -433,7 +426,6 @@ def refusing(mpu: Any) -> Iterator[None]:
 def _resolve(
     source: Any, ranks: Sequence[int], client_optimizer: Any, asked: RequestedParallelism | None
 ) -> Resolution:
-    """Read the configuration, and log its warnings at the configured level."""
     groups = client_optimizer.param_groups if isinstance(client_optimizer, torch.optim.Optimizer) else []
     lr = groups[0].get("lr") if groups else None
     facts = Facts(
@@ -473,10 +465,6 @@ def _communicator(settings: Any, group: Any, device: torch.device) -> Communicat
 
 
 def _plan(settings: Any, domain: Domain, model: nn.Module) -> Plan:
-    """Return the ZeRO plan, and warn of keys without effect.
-
-    Raises a ConflictError if the model was built under zero.Init for another kind of all-gather.
-    """
     zero = settings.zero_optimization
     plan = Plan.of(zero, domain)
     if zero.optimizer_over_replicas and REPLICATE not in domain.names:

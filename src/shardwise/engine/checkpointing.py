@@ -1,8 +1,4 @@
-"""Checkpoints of an engine: collects and restores the state of its parts.
-
-The state is counters, schedule, loss scaler, dataloader position and random number generators. Files are written and
-read by `shardwise.checkpoint`.
-"""
+"""Checkpoints of an engine: collects and restores the state of its parts; `shardwise.checkpoint` has the files."""
 
 from __future__ import annotations
 
@@ -44,13 +40,7 @@ _WINDOW = "gradient_accumulation_steps"
 
 
 class Checkpoints:
-    """Saves and loads an engine's training state. Methods are collective unless noted.
-
-    Attributes:
-        background: asynchronous saves.
-        numbers: sequence numbers of this engine's saved states.
-        last_load: report of the last `load_checkpoint`; None before.
-    """
+    """Saves and loads an engine's training state. Methods are collective unless noted."""
 
     def __init__(
         self, sharded: ShardedModel, resolution: Resolution, job: Communicator, step: TrainStep, batches: Batches
@@ -80,8 +70,7 @@ class Checkpoints:
         """Save the complete training state to `<save_dir>/<tag>/`.
 
         Contents: master weights, optimizer state, buffers, schedule, loss scaler, counters, dataloader position, and
-        each rank's random number generators. The directory is published atomically, also where it replaces one of the
-        same name.
+        each rank's random number generators. The directory is published atomically, also where it replaces another.
 
         Infinite or NaN values are logged, and the checkpoint is marked. `resume` prefers the last checkpoint without
         such values, and `checkpoint.keep_last` does not remove that one. With `non_finite` "skip", "stop" or "rewind",
@@ -90,16 +79,16 @@ class Checkpoints:
         Gradients of an unfinished accumulation window are not saved, which is logged. Training resumed from such a
         checkpoint restarts the window with the micro-batches that follow.
 
-        An asynchronous save returns when the state has been copied; another process writes it (`wait_for_checkpoint`).
-        It first waits for the previous save. On CUDA the device continues to copy, and the next `step()` is ordered
-        after the copies. Until then only this library may change master weights and optimizer state
+        An asynchronous save waits for the previous one, and returns when the state has been copied; another process
+        writes it (`wait_for_checkpoint`). On CUDA the device continues to copy, and the next `step()` is ordered after
+        the copies. Until then only this library may change master weights and optimizer state
         (`safe_set_full_fp32_param` and similar); parameters may be changed.
 
         Args:
             save_dir: directory of the run's checkpoints, on a file system that all ranks share. Rank 0's value is used.
             tag: name of this checkpoint; `global_step<N>` if None.
             client_state: the script's state; rank 0's is saved. Nested collections of numbers, strings, tensors,
-                arrays, dates, paths, enumerations, dataclasses, and classes registered with
+                arrays, dates, paths, enumerations, dataclasses, and classes given to
                 `shardwise.checkpoint.register_type`.
             save_latest: let the file `latest` name this checkpoint.
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
@@ -111,17 +100,14 @@ class Checkpoints:
         Raises:
             CheckpointPathError: `save_dir` or `tag` cannot be used (a ValueError).
             UsageError: ranks differ in `asynchronous`, or the engine does not span all processes.
-            CheckpointError: `client_state` cannot be saved, or writing failed on some rank; raised on all ranks.
-                Earlier checkpoints are unchanged, unless the message says that this one is complete and only `latest`
-                could not be written. Also raised if the previous asynchronous save failed, which the message names;
-                this save has not begun then, and can be repeated.
+            CheckpointError: on all ranks: `client_state` cannot be saved, or writing failed. Earlier checkpoints are
+                unchanged, unless the message says that this one is complete and only `latest` could not be written.
+                Also for a failed previous asynchronous save, which the message names; this save can be repeated.
 
         Example:
             >>> import shardwise, tempfile
-            >>> engine, *_ = shardwise.initialize(
-            ...     model=torch.nn.Linear(4, 1),
-            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
-            ... )
+            >>> config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+            >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config=config)
             >>> directory = tempfile.mkdtemp()
             >>> engine.save_checkpoint(directory, client_state={"epoch": 3})
             True
@@ -171,27 +157,19 @@ class Checkpoints:
         return True
 
     def wait_for_checkpoint(self) -> str | None:
-        """Wait until the pending asynchronous save has been published (all ranks call).
-
-        Returns:
-            Path of the checkpoint; None without a pending save.
+        """Wait until the pending asynchronous save is published; return its path, or None without one (all ranks call).
 
         Raises:
-            CheckpointError: writing failed, or made no progress for most of a collective's timeout (a stopped process,
-                a disk that hangs); raised on all ranks. Earlier checkpoints are unchanged, unless the message says that
+            CheckpointError: on all ranks: writing failed, or made no progress for most of a collective's timeout (a
+                stopped process, a disk that hangs). Earlier checkpoints are unchanged, unless the message says that
                 this one is complete. Each failure is raised once: here, by the next `save_checkpoint`, or by `destroy`.
             UsageError: the engine has been destroyed.
 
         Example:
             >>> import shardwise, tempfile
-            >>> engine, *_ = shardwise.initialize(
-            ...     model=torch.nn.Linear(4, 1),
-            ...     config={
-            ...         "train_batch_size": 2,
-            ...         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            ...         "checkpoint": {"async_save": True},
-            ...     },
-            ... )
+            >>> config = {"train_batch_size": 2, "checkpoint": {"async_save": True}}
+            >>> config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2}}
+            >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config=config)
             >>> directory = tempfile.mkdtemp()
             >>> engine.save_checkpoint(directory)
             True
@@ -223,7 +201,7 @@ class Checkpoints:
         rename: Rename | None = None,
         load_param_groups: bool = True,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint that was saved with any ZeRO stage and any number of ranks.
+        """Load a checkpoint that was saved with any ZeRO stage and any number of ranks; see `save_checkpoint`.
 
         With the same layout, training continues bit-identically. Checksums are verified before any state changes.
         `engine.last_load` (`shardwise.checkpoint.LoadReport`) lists loaded and differing entries; differences are
@@ -233,8 +211,8 @@ class Checkpoints:
             load_dir: directory of the run's checkpoints.
             tag: name of the checkpoint. None: the newest complete one, which is the one that `latest` names, unless a
                 later one was completed. Skipped checkpoints are logged with the reason.
-            load_module_strict: require equal names of parameters and buffers in model and checkpoint, and a match for
-                each pattern and rule. False: load the names that both have. Shapes must match in any case.
+            load_module_strict: require equal names in model and checkpoint, and a match for each pattern and rule.
+                False: load the names that both have. Shapes must match in any case.
             load_optimizer_states: also load optimizer state, settings of parameter groups, and the loss scale.
             load_lr_scheduler_states: also load the schedule.
             load_module_only: load parameters and buffers only.
@@ -246,18 +224,16 @@ class Checkpoints:
             rename: maps names of the model to names of the checkpoint: a dictionary; a list of (regular expression,
                 replacement), applied one after another; or a function of the name.
             load_param_groups: with optimizer state, also load the settings of parameter groups (lr, weight_decay, ...),
-                which requires unchanged groups. False: keep this engine's settings; parameters may be in any groups.
+                which requires unchanged groups. False: keep this engine's; parameters may be in any groups.
 
         Returns:
             (path of the checkpoint, client_state), or (None, None) if `tag` is None and no checkpoint exists.
 
         Raises:
             CheckpointPathError: `load_dir` or `tag` cannot be used.
-            CheckpointError: the checkpoint is missing, incomplete, damaged, or of another format or model. If names or
-                shapes differ, its attribute `report` lists them all.
+            CheckpointError: the checkpoint is missing, incomplete, damaged, or of another format or model. Its
+                attribute `report` lists all names and shapes that differ.
             UsageError: an argument is invalid, or differs between ranks.
-
-        See `save_checkpoint` for an example.
         """
         self._sharded.check_there("engine.load_checkpoint()")
         if self.background.saving is not None:
@@ -292,9 +268,8 @@ class Checkpoints:
         custom_load_fn: CustomLoad | None = None,
         going_back: bool = False,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint as `load_checkpoint` does, from checked arguments.
-
-        With `going_back` (a rewind within a run) the dataloader position and the record of known checkpoints stay.
+        """Load a checkpoint, from checked arguments. With `going_back` (a rewind within a run) the dataloader position
+        and the record of known checkpoints stay.
         """
 
         def check(saved: Checkpoint) -> None:
@@ -370,7 +345,7 @@ class Checkpoints:
         return frozenset(tensor.index for tensor, parameter in pairs if frozen and not parameter.requires_grad)
 
     def layout(self) -> dict[str, Any]:
-        """Return the manifest's entries for the engine: ZeRO stage, dtype, and the schedule's class, if any."""
+        """Return the manifest's entries for the engine."""
         compute = self._sharded.policy.compute_dtype or torch.float32
         schedule = schedule_name(self._step.lr_scheduler)
         named = {} if schedule is None else {"scheduler": schedule}
@@ -407,7 +382,6 @@ class Checkpoints:
         )
 
     def _take_rank_state(self, loaded: Loaded) -> None:
-        """Load the optimizer's per-rank state; requires the same number of ranks and the same layout."""
         same = loaded.first is None
         own = None if loaded.rank is None else loaded.rank.get("optimizer")
         if own is None and (same or loaded.first.get("optimizer") is None):
@@ -464,21 +438,16 @@ class Checkpoints:
 
     @property
     def _method(self) -> str:
-        """Name of the lossy gradient reduction: `compression.type`, or the key of the ZeRO++ method."""
         return self._resolution.config.compression.type or "zero_quantized_gradients"
 
     def _kept(self) -> dict[str, Any] | None:
-        """Return the residuals of this rank's lossy reductions, with the method and layout that they depend on."""
         compressor = self._sharded.compressor
         if compressor is None:
             return None
         return {"method": self._method, "layout": self._sharded.reduced_layout(), "kept": compressor.state_dict()}
 
     def _take_kept(self, saved: dict[str, Any] | None, loaded: Loaded) -> None:
-        """Load the residuals of lossy reductions, if method, number of ranks and layout are unchanged.
-
-        The decision is the same on all ranks.
-        """
+        """Load the residuals if method, ranks and layout are unchanged; the decision is the same on all ranks."""
         compressor = self._sharded.compressor
         if compressor is not None:
             compressor.steps = self._step.global_steps
@@ -505,10 +474,7 @@ class Checkpoints:
 
 
 def _one_directory(given: Sequence[str], rank: int) -> str:
-    """Return rank 0's save directory, and warn on rank 0 if other ranks were given another one.
-
-    Because scripts put the time of day into the name, ranks that start in different seconds differ.
-    """
+    """Return rank 0's save directory; ranks differ if scripts put the time of day into the name."""
     other = next((number for number, path in enumerate(given) if path != given[0]), None)
     if other is not None and rank == 0:
         warn_once(

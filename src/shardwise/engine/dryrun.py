@@ -1,7 +1,6 @@
 """Dry run: one accumulation window of an engine on fake tensors and a fake communicator gives the memory plan.
 
-The engine's own code runs the passes and the step, and the accountant is read. The first window allocates the optimizer
-state and records the order of units; the second one counts.
+The first window allocates the optimizer state and records the order of units; the second one counts.
 """
 
 from __future__ import annotations
@@ -56,17 +55,11 @@ further one; and the last, which reduces if that has not been done."""
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Planned bytes of one rank in a window.
+    """Planned bytes of one rank in a window: peaks by category (activations only with a batch) and tier.
 
-    Attributes:
-        peaks: peak of each category; activations only with a batch.
-        total: peak of the sum on the device.
-        floor: minimum of each category.
-        least: sum of minima at the time of the peak.
-        elsewhere: peak of each tier except the device.
-        near: peak of device and host together.
-        moved: bytes moved between each tier and its users in a window.
-        files: bytes of the file in each directory on a disk.
+    `total`: peak of the sum on the device; `near`: of device and host together. `floor`: minimum of each category;
+    `least`: sum of minima at the time of the peak. `moved`: bytes moved between each tier and its users. `files`: by
+    directory on a disk.
     """
 
     peaks: dict[Category, int]
@@ -122,15 +115,10 @@ class MemoryPlan:
 
 
 class DryRunEngine:
-    """A model's engine on fake tensors.
+    """A model's engine on fake tensors; copies module and optimizer without values and state.
 
-    Args:
-        module: copied without its values.
-        optimizer: copied without its state; None: the model is only evaluated.
-        groups: parameters of the module in each of the optimizer's groups.
-        config: validated, for the same number of ranks.
-        like: communicator of a running engine with the same number of ranks; None: ranks may span machines.
-        grid: arrangement of ranks; None: as configured.
+    `optimizer` None: the model is only evaluated. `groups`: parameters in each of the optimizer's groups. `like`:
+    communicator of a running engine with as many ranks; None: ranks may span machines.
     """
 
     def __init__(
@@ -205,16 +193,13 @@ class DryRunEngine:
         *,
         masks: bool = False,
     ) -> MemoryPlan:
-        """Return the memory plan of a window; to be called once.
+        """Return the memory plan of a window; to be called once. Raises any error of the module on fake tensors.
 
         Args:
-            batch: of one pass, real tensors or shapes; its own memory is not counted. None: modules only use their
-                parameters, and activations are left out.
+            batch: of one pass, real tensors or shapes, not counted. None: without activations; modules use parameters
+                only.
             loss: returns a scalar from the module's output; None: `shardwise.memory.dryrun.loss_of`.
             masks: the batch may contain attention masks (`shardwise.memory.dryrun.has_masks`).
-
-        Raises:
-            Exception: any error of the module on fake tensors.
         """
         given = None if batch is None else fake_values(batch, self._mode, self._device)
         found = None
@@ -303,7 +288,7 @@ class DryRunEngine:
 
 
 class _Use(torch.autograd.Function):
-    """Uses parameters and allocates their gradients, like a module; without computing values."""
+    """Uses parameters and allocates their gradients, without computing values."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, *parameters: nn.Parameter) -> torch.Tensor:
@@ -317,7 +302,6 @@ class _Use(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _using_parameters(sharded: ShardedModel) -> Iterator[None]:
-    """Replace the forward of each module that owns a unit by one that only uses the unit's parameters."""
     root = sharded.module
     used: dict[nn.Module, list[nn.Parameter]] = {root: []}
     homes: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in root.modules()}

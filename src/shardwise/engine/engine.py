@@ -1,8 +1,4 @@
-"""The engine: the object that a training script calls (forward, backward, step, save, load).
-
-Each method delegates to one part: step, batches, checkpoints, weights, faults, memory. `shardwise.engine.build`
-constructs the parts; sharding, offload and reduction are in `shardwise.zero`.
-"""
+"""The engine: the object that a training script calls. Its methods delegate to parts (`shardwise.engine.build`)."""
 
 from __future__ import annotations
 
@@ -62,8 +58,8 @@ class Engine(ConfigGetters, StateGetters):
 
     Attributes:
         module: the user's model; also looked up for unknown attributes of the engine.
-        optimizer: the optimizer (the client's instance, if one was given); its groups have this rank's shards.
-        lr_scheduler: stepped after each applied update; may be set to None to step it in the script.
+        optimizer: the client's instance, if one was given; its groups have this rank's shards.
+        lr_scheduler: stepped after each applied update; set it to None to step it in the script.
         loss_scaler: fp16 loss scaler; None without fp16.
         training_dataloader: made from `training_data`, or None.
         config: the dictionary that the user passed.
@@ -74,16 +70,12 @@ class Engine(ConfigGetters, StateGetters):
         skipped_steps: steps skipped because of an overflow or a spike.
         global_samples: samples of all ranks used in steps.
         last_step: `StepReport` of the last `step()` at a boundary.
-        last_load: `LoadReport` of the last `load_checkpoint`; None before.
-        resumed: result of the last `resume`; None before.
+        last_load, resumed: reports of the last `load_checkpoint` and `resume`; None before.
         accountant: bytes held, by category.
         ledger: flight recorder of this engine's collectives.
-        monitor: writes to the services that the configuration enables (`shardwise.monitor.Monitor`).
+        monitor: writes to the configured services (`shardwise.monitor.Monitor`).
         run_log: log of this rank's steps (`shardwise.monitor.runlog.RunLog`); None if disabled.
-        param_groups: the optimizer's. With `defaults` and `state`, frameworks can step the engine as an optimizer
-            (Lightning Fabric reads these before `engine.step()`).
-        defaults: the optimizer's.
-        state: the optimizer's.
+        param_groups, defaults, state: the optimizer's. Frameworks step the engine as an optimizer (Lightning Fabric).
     """
 
     pipeline_parallelism = False
@@ -173,7 +165,7 @@ class Engine(ConfigGetters, StateGetters):
                 ) from None
 
     def _like(self, name: str) -> str:
-        """Return a suggestion for a missing attribute. Cached, because scripts probe with `hasattr` repeatedly."""
+        """Cached, because scripts probe with `hasattr` repeatedly."""
         if name not in _LIKE:
             known = {*dir(type(self)), *self.__dict__, *self.__dict__.get("_modules", {})}
             near = difflib.get_close_matches(name, [n for n in known if not n.startswith("_")], n=1, cutoff=0.75)
@@ -200,11 +192,7 @@ class Engine(ConfigGetters, StateGetters):
         self._batches.set_total(train_batch_size)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size and keep the number of accumulation steps.
-
-        Raises:
-            BatchSizeError: the size is not positive.
-        """
+        """Change the micro-batch size and keep the number of accumulation steps; a BatchSizeError unless positive."""
         self._batches.set_micro(micro_batch_size)
 
     deepspeed_io = of_part("_batches", Batches.loader)
@@ -219,8 +207,7 @@ class Engine(ConfigGetters, StateGetters):
 
         Raises:
             UsageError: the engine has been destroyed, or the model's parameters have changed.
-            OutOfMemoryError: out of memory; the message names a setting that would fit. `backward` and `step` raise the
-                same error.
+            OutOfMemoryError: the message names a setting that would fit. `backward` and `step` raise it, too.
         """
         self.sharded.check_there("the engine's forward()", values=True)
         # Transforms of torch.func differentiate by themselves and accumulate no gradients.
@@ -277,25 +264,22 @@ class Engine(ConfigGetters, StateGetters):
     ) -> torch.Tensor:
         """Compute the gradients of `loss`, reduce them by the ZeRO plan, and reshard parameters.
 
-        Gradients are averaged over accumulation steps and ranks in `step()`. With `scale_wrt_gas=False` the loss counts
-        as already divided by the number of accumulation steps.
+        `step()` averages gradients over accumulation steps and ranks. With `scale_wrt_gas=False` the loss counts as
+        already divided by the number of accumulation steps.
 
-        With weights the step's gradient is sum_i w_i grad_i / sum_i w_i, over all backward passes of the window on all
-        ranks. If each loss is the mean over w_i tokens, this is the gradient of the mean over all tokens. Weights may
-        differ between ranks and micro-batches; their sum is `engine.last_step.weight`. If the sum is zero, the gradient
-        is zero.
+        With weights the step's gradient is sum_i w_i grad_i / sum_i w_i (zero if the sum is), over all backward passes
+        of the window on all ranks. If each loss is the mean over w_i tokens, this is the gradient of the mean over all
+        tokens. Weights may differ between ranks and micro-batches; their sum is `engine.last_step.weight`.
 
         Args:
             loss: scalar tensor.
             retain_graph: as in `torch.Tensor.backward`.
             scale_wrt_gas: see above; ignored for weighted losses.
-            weight: finite number >= 0, or a tensor with one element. The tensor's value is unchecked where reading it
-                would wait for the device. A loss with weight 0 adds zeros to all gradients, and may be NaN (the mean
-                over no tokens).
+            weight: finite number >= 0, or a tensor with one element, unchecked where reading it would wait for the
+                device. A loss with weight 0 adds zeros to all gradients, and may be NaN (the mean over no tokens).
 
         Returns:
-            The loss divided by the number of accumulation steps, with its graph, for logging. A weighted loss is
-            returned unchanged.
+            The loss, divided by the number of accumulation steps unless weighted, with its graph, for logging.
 
         Raises:
             NotScalarError: the loss is not a scalar.
@@ -322,12 +306,7 @@ class Engine(ConfigGetters, StateGetters):
         return loss / steps if scale_wrt_gas and steps > 1 and weight is None else loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss for a manual `backward()`: unchanged, because the loss scale is applied at the model's
-        outputs.
-
-        Raises:
-            NotScalarError: the loss is not a scalar.
-        """
+        """Return `loss` unchanged, because model outputs apply the loss scale; a NotScalarError for no scalar."""
         _check_scalar(loss, "engine.scale(loss)")
         return loss
 
@@ -345,9 +324,8 @@ class Engine(ConfigGetters, StateGetters):
 
         With `managed_gradient_accumulation` false every call is a boundary.
 
-        A call without work changes no parameter, counter or schedule, and is logged once: the second of two calls
-        without a forward or backward pass between them, and the end of a window in which no rank ran a backward pass. A
-        micro-batch without its backward pass counts.
+        A call without work changes nothing and is logged once: the second of two calls without a pass between them, and
+        the end of a window in which no rank ran a backward pass. A micro-batch without its backward pass counts.
 
         Args:
             lr_kwargs: arguments of the scheduler's `step`.
@@ -355,9 +333,9 @@ class Engine(ConfigGetters, StateGetters):
         Raises:
             UsageError: the engine has no optimizer, or has been destroyed, or `lr_kwargs` is a closure.
             SyncError: inside `no_sync()`.
-            NonFiniteError: a gradient is not finite, and `non_finite` is "stop", or "rewind" too often. Parameters,
-                optimizer and schedule are as they were; the window's gradients are dropped.
-            AnomalyError: so for what `anomaly_watch` says; also if there is no copy in memory to go back to.
+            NonFiniteError: a gradient is not finite, and `non_finite` is "stop", or "rewind" too often. Only the
+                window's gradients are dropped.
+            AnomalyError: the same for actions of `anomaly_watch`; also if no in-memory copy exists for a rewind.
             OffloadError: a disk with state has failed. The engine refuses to go on.
         """
         self.sharded.check_there("engine.step()")
@@ -410,7 +388,6 @@ class Engine(ConfigGetters, StateGetters):
     # -- the module ----------------------------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Engine:
-        """Apply `to`, `half`, `cuda` and similar calls to buffers; parameters stay as they are."""
         if self.sharded.closed:
             super()._apply(fn, recurse)
         else:
@@ -418,11 +395,7 @@ class Engine(ConfigGetters, StateGetters):
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Engine:
-        """Allocate parameters and buffers without values, once the engine has been destroyed.
-
-        Raises:
-            UsageError: the engine has not been destroyed.
-        """
+        """Allocate parameters and buffers without values; a UsageError before `destroy()`."""
         if not self.sharded.closed:
             raise UsageError(
                 "engine.to_empty(): the engine's parameters and buffers have values, which would be lost. Call it on "
@@ -432,14 +405,10 @@ class Engine(ConfigGetters, StateGetters):
         return self
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which all parameters are unsharded on every rank.
+        """Return a context in which all parameters are unsharded on every rank; it needs memory for the whole model.
 
-        Forward passes inside need no communication. So ranks may run different numbers of passes (generation,
-        evaluation sets of unequal size). Every rank must enter and leave the context. It needs memory for the whole
-        model.
-
-        Raises:
-            UsageError: the engine has been destroyed.
+        Forward passes inside need no communication, so ranks may run different numbers of them (generation,
+        evaluation). Every rank must enter and leave the context. Raises a UsageError after `destroy()`.
         """
         self.sharded.check_there("engine.gathered()", values=True)
         return self.sharded.owner.whole()
@@ -454,15 +423,8 @@ class Engine(ConfigGetters, StateGetters):
     ) -> None:
         """Compile the engine's forward in place with `torch.compile`; a second call does nothing.
 
-        Args:
-            backend: of `torch.compile`.
-            compile_kwargs: further arguments of `torch.compile`.
-            schedule: compiler passes by step; not supported.
-            compiled_autograd_enabled: not supported.
-            options: further arguments of `torch.compile`.
-
-        Raises:
-            UsageError: `schedule` or `compiled_autograd_enabled` is set.
+        `backend`, `compile_kwargs` and `options` are those of `torch.compile`. Raises a UsageError for `schedule`
+        (compiler passes by step) and `compiled_autograd_enabled`, which are not supported.
         """
         if schedule:
             raise UsageError(f"engine.compile(schedule=...): {COMPILER}; leave it out")
@@ -472,10 +434,7 @@ class Engine(ConfigGetters, StateGetters):
             super().compile(backend=backend, **{**(compile_kwargs or {}), **options})
 
     def empty_partition_cache(self) -> None:
-        """Reshard the units that are unsharded on this rank, such as the last unit of a forward pass.
-
-        A backward pass after this call unshards that unit again, outside the prefetch order.
-        """
+        """Reshard units that are still unsharded; a backward pass unshards them again, outside the prefetch order."""
         self.sharded.hooks.settle()
         for unit in self.sharded.units:
             unit.reshard()
@@ -537,9 +496,9 @@ class Engine(ConfigGetters, StateGetters):
     def destroy(self) -> None:
         """Remove hooks from model and optimizer and free the engine's memory (all ranks call).
 
-        Parameters become plain, unsharded and up to date, in the module's compute dtype. The optimizer has them in its
-        groups, without state; save a checkpoint first if needed. Later calls that compute or save raise. Destroying an
-        engine twice does nothing.
+        Parameters become plain, unsharded and up to date, in the module's compute dtype. The optimizer keeps them in
+        its groups without state; save a checkpoint first if needed. Later calls that compute or save raise. A second
+        call does nothing.
 
         Raises:
             CheckpointError: the pending asynchronous save has failed. The engine is destroyed nevertheless.

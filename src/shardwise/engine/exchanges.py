@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 def exchanges_in_backward(model: nn.Module, lines: RankGrid) -> bool:
-    """Return True if other ranks wait for gradients from this rank's backward pass (after tensors and experts are
-    sharded)."""
+    """Return True if other ranks wait for gradients from this rank's backward pass (after sharding)."""
     if len(lines.sequence[0]) > 1 or any(part_of(parameter).ranks is not None for parameter in model.parameters()):
         return True
     return any(

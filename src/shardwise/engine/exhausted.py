@@ -1,6 +1,6 @@
 """The out-of-memory error: requested bytes, limit, held bytes, and how to find a setting that fits.
 
-It uses local information only. No collective, because no rank may wait for one that is about to exit.
+No collective, because no rank may wait for one that is about to exit.
 """
 
 from __future__ import annotations
@@ -47,14 +47,8 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class OomContext:
-    """Context of an out-of-memory error.
-
-    Attributes:
-        where: the user's call.
-        batch: shapes of the current micro-batch; None without one.
-        graph: the full autograd graph may be held.
-        stepping: optimizer state may have been allocated but not counted yet.
-        report: returns the engine's memory report; None before the engine exists.
+    """Context of an out-of-memory error in the user's call `where`; `batch`: shapes of the micro-batch, or None.
+    `graph`: the full autograd graph may be held. `stepping`: optimizer state may be uncounted yet.
     """
 
     where: str
@@ -140,10 +134,8 @@ def _processes(at: OomContext) -> int:
 
 
 def room_for(at: OomContext, planner: Planner) -> tuple[MemoryLimit | None, int | None]:
-    """Return this process's memory limit, and the bytes of it available to engine and activations.
-
-    The rest belongs to the process itself: its usage before the engine, or, if larger now, its usage beyond all known
-    engine memory.
+    """Return this process's memory limit, and the bytes of it available to engine and activations: all but the usage
+    before the engine or, if larger, beyond all known engine memory.
     """
     setting, accountant = at.subject.setting, at.accountant
     limit = memory_limit(at.subject.device, _processes(at))

@@ -23,19 +23,8 @@ if TYPE_CHECKING:
 
 
 def divide_experts(model: nn.Module, config: Config, comm: Communicator, lines: RankGrid) -> dict[int, ExpertGroup]:
-    """Create the expert-parallel groups and declare each rank's experts (all ranks call).
-
-    Args:
-        model: its mixture-of-experts layers are bound to the groups. Layers of transformers models are converted if
-            `expert_parallel` is enabled.
-        lines: rank grid; ranks with the same index in their tensor-parallel groups share experts among themselves.
-
-    Returns:
-        The groups, by number of ranks.
-
-    Raises:
-        UsageError: ranks and layers do not fit.
-        ConfigError: the model has no layer that the section names.
+    """Create the expert-parallel groups, by size, and declare each rank's experts (all ranks call). Ranks with the same
+    index in their tensor-parallel groups share experts.
     """
     if config.expert_parallel.enabled:
         convert(model, config.expert_parallel)

@@ -104,13 +104,8 @@ def facts_of_values(model: nn.Module) -> dict[str, str]:
 
 
 def agree_on_arguments(job: Communicator, model: nn.Module, facts: Mapping[str, str]) -> bool:
-    """Compare `facts_of_arguments` between ranks in one small exchange, before groups are made (all ranks call).
-
-    Returns:
-        Whether rank 0 has values of all parameters, and another rank has some on the meta device.
-
-    Raises:
-        DesyncError: on every rank, if arguments differ, or rank 0 lacks values that another rank has.
+    """Compare `facts_of_arguments` between ranks before groups are made; a DesyncError on all ranks (all ranks call).
+    Returns whether rank 0 has values of all parameters, and another rank has some on the meta device.
     """
     if job.world == 1 or job.imagined:
         return False
@@ -144,7 +139,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _value(value: Any) -> str:
-    """Return a setting as text; for objects only the type, because a `repr` may hold an address."""
+    """Name only the type of an object, because its `repr` may hold an address."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return repr(value.item())
     if value is None or isinstance(value, (bool, int, float, str)):

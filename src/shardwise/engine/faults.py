@@ -1,8 +1,4 @@
-"""Fault tolerance: checkpoints on signals, in-memory checkpoints, and resuming from the newest complete state.
-
-The engine calls `after_boundary` at the end of each accumulation window. There all ranks agree to act on signals and to
-copy their state into memory.
-"""
+"""Fault tolerance: checkpoints on signals, in-memory checkpoints, and resuming from the newest complete state."""
 
 from __future__ import annotations
 
@@ -56,12 +52,7 @@ _engines = count()
 
 
 class FaultTolerance:
-    """Saves on signals, copies state into memory, and resumes. Methods are collective unless noted.
-
-    Attributes:
-        resumed: result of the last `resume`; None before.
-        copies: in-memory checkpoints; None if not configured.
-    """
+    """Saves on signals, copies state into memory, and resumes. Methods are collective unless noted."""
 
     def __init__(
         self,
@@ -144,9 +135,8 @@ class FaultTolerance:
     def provide_client_state(self, function: Callable[[], Mapping[str, Any]] | None) -> None:
         """Set the function that returns the script's state for saves by the engine: on signals and in memory.
 
-        Args:
-            function: called on every rank at the end of a `step()`; counters and dataloader position are those of the
-                next step. Returns the `client_state` of `save_checkpoint`. None: no state.
+        It is called on every rank at the end of a `step()` (counters and dataloader position are those of the next
+        step) and returns the `client_state` of `save_checkpoint`. None: no state.
         """
         if function is not None and not callable(function):
             raise UsageError(
@@ -166,12 +156,11 @@ class FaultTolerance:
         exit_on: Iterable[str] = ("SIGTERM",),
         save_on: Iterable[str] = ("SIGUSR1",),
     ) -> None:
-        """Save a checkpoint when any rank receives a signal.
+        """Save a checkpoint when any rank receives a signal; also configured by the section `checkpoint.on_signal`.
 
-        All ranks save together at the end of the step in which the signal arrives (on a GPU: of that or the next step).
-        Signals are exchanged in the all-reduce that every step makes. After `exit_on` every rank raises SystemExit with
-        code 128 + signal (143 for SIGTERM), which `shardwise run` does not count as a failure. The configuration keys
-        `checkpoint.on_signal` do the same.
+        All ranks save together at the end of the step in which the signal arrives (on a GPU: of that or the next step);
+        every step's all-reduce exchanges the signals. After `exit_on` every rank raises SystemExit with code 128 +
+        signal (143 for SIGTERM), which `shardwise run` does not count as a failure.
 
         Args:
             save_dir: as for `save_checkpoint`.
@@ -185,10 +174,8 @@ class FaultTolerance:
 
         Example:
             >>> import os, signal, shardwise, tempfile
-            >>> engine, *_ = shardwise.initialize(
-            ...     model=torch.nn.Linear(4, 1),
-            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
-            ... )
+            >>> config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+            >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config=config)
             >>> runs = tempfile.mkdtemp()
             >>> engine.checkpoint_on_signal(runs)
             >>> os.kill(os.getpid(), signal.SIGUSR1)  # as a scheduler would
@@ -219,11 +206,7 @@ class FaultTolerance:
         self._save_on_signal_to = parent
 
     def check_signals(self) -> None:
-        """Act on signals now, during long phases without steps such as an evaluation; a small collective.
-
-        Raises:
-            SystemExit: a rank has received a signal that ends the job.
-        """
+        """Act on signals now, in phases without steps; a small collective. Raises SystemExit if the job ends."""
         self._sharded.check_there("engine.check_signals()")
         facts = self._signals.facts(self._job.rank)
         if facts:
@@ -329,7 +312,7 @@ class FaultTolerance:
     # -- at the end of each step -------------------------------------------------------------------------------------
 
     def after_boundary(self) -> None:
-        """Act on signals, and copy the state into memory when due. Called after each accumulation window."""
+        """Act on signals, and copy the state into memory when due."""
         if self._first_step.awaited:
             if self._sharded.device.type == "cuda":
                 torch.cuda.synchronize(self._sharded.device)
@@ -352,10 +335,8 @@ class FaultTolerance:
                 logger.error("no copy in memory at step %d; training goes on: %s", self._step.global_steps, error)
 
     def rewind(self) -> None:
-        """Undo the step by loading the newest in-memory copy; the dataloader position stays.
-
-        Raises:
-            AnomalyError: no complete copy exists; the step was not taken.
+        """Undo the step by loading the newest in-memory copy; an AnomalyError without one. The dataloader position
+        stays.
         """
         step, why = self._step, self._step.rewinding
         assert why is not None
@@ -388,8 +369,7 @@ class FaultTolerance:
         )
 
     def end(self) -> None:
-        """Restore signal handlers, and remove copies that only this engine removes, unless an exception is being
-        handled."""
+        """Restore signal handlers; remove copies in a configured directory, unless an exception is being handled."""
         self._signals.close()
         if sys.exc_info()[0] is None:
             self._remove_copies()
@@ -429,10 +409,8 @@ class FaultTolerance:
 
         Example:
             >>> import shardwise, tempfile
-            >>> engine, *_ = shardwise.initialize(
-            ...     model=torch.nn.Linear(4, 1),
-            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
-            ... )
+            >>> config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+            >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config=config)
             >>> runs = tempfile.mkdtemp()
             >>> state = engine.resume(runs) or {"epoch": 0}  # nothing there yet
             >>> engine.save_checkpoint(runs, client_state={"epoch": 3})
@@ -508,13 +486,8 @@ class FaultTolerance:
 
 
 def in_turn(versions: Sequence[Version], heads: Sequence[Head]) -> list[int | tuple[str, ...]]:
-    """Return the order in which states are tried: the index of an in-memory copy, or tags of checkpoints.
-
+    """Return the order of trial: indices of in-memory copies (newest first), or tags of checkpoints (`heads`).
     Of equally new states, the in-memory copy comes first.
-
-    Args:
-        versions: in-memory copies, newest first.
-        heads: checkpoints, in the order in which they are tried.
     """
     turns: list[int | tuple[str, ...]] = []
     waiting = list(range(len(versions)))

@@ -29,10 +29,7 @@ if TYPE_CHECKING:
 
 
 def log_of(config: Config, job: Communicator, step: TrainStep) -> tuple[RunLog, list[Any]] | None:
-    """Return this rank's run log, and host and process of each rank (all ranks call); None if disabled.
-
-    The directory is the same on all ranks.
-    """
+    """Return this rank's run log, and host and process of each rank (all ranks call); None if disabled."""
     section = config.run_log
     if not section.enabled:
         return None
@@ -105,10 +102,7 @@ def _planned(report: MemoryReport) -> dict[str, Any] | None:
 
 
 def shown_as(config: Config) -> Mode:
-    """Return the mode of rank 0's progress display.
-
-    Scripts written for DeepSpeed, and frameworks that call it, print their own progress.
-    """
+    """Return the mode of rank 0's progress display: scripts and frameworks for DeepSpeed print their own progress."""
     return mode_of(
         config.progress.mode,
         os.environ.get(PROGRESS, ""),

@@ -1,7 +1,4 @@
-"""Step log: values of each step for the run log and the progress display.
-
-If both are disabled, no hook is installed and a step does no extra work.
-"""
+"""Step log: values of each step for the run log and the progress display."""
 
 from __future__ import annotations
 
@@ -31,13 +28,7 @@ _UNITS = 8
 
 
 class Following(StepObserver):
-    """Records each step for the run log and the progress display.
-
-    Args:
-        ranks: number of ranks of the job; each has the same number of tokens.
-        every: steps between rows of the log.
-        limit: most bytes that the device may hold; None if unknown.
-    """
+    """Records each step for the run log (every `every` steps) and the progress display (`limit`: of device bytes)."""
 
     def __init__(
         self,
@@ -203,8 +194,6 @@ class Following(StepObserver):
 
 
 class _Waits:
-    """Adds up the time that any thread has waited for collectives."""
-
     _MOST = 4096
     """Collectives that are kept before they are added up."""
 

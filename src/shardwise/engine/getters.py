@@ -1,7 +1,6 @@
-"""Engine methods that each return one configuration value, under the names that existing scripts call.
+"""Engine methods that each return one configuration value, under the names that existing scripts call (`GETTERS`).
 
-The table `GETTERS` defines them. New code reads `config.zero_optimization` and so on. Values of the running engine
-(batch sizes, learning rates, ranks) are in `state_getters`.
+New code reads `config.zero_optimization` and so on. Values of the running engine are in `state_getters`.
 """
 
 from __future__ import annotations
@@ -62,8 +61,6 @@ def _offloads_to_disk(config: Config) -> bool:
 
 
 def _offload(name: str, default: Any) -> Callable[[Config], Any]:
-    """Return a reader of a key of offload_optimizer, with a default for an absent section."""
-
     def read(config: Config) -> Any:
         found = config.zero_optimization.offload_optimizer
         return default if found is None else getattr(found, name)

@@ -1,7 +1,7 @@
 """Loads DeepSpeed checkpoints into an engine (`engine.load_checkpoint`).
 
 Their files do not record the optimizer's class, and sometimes neither parameter names (stage 0) nor the split over
-model-parallel ranks. The engine's optimizer and model decide these. Mismatches are refused before any state changes.
+model-parallel ranks: the engine decides. Mismatches are refused before any state changes.
 """
 
 from __future__ import annotations
@@ -55,12 +55,7 @@ def _target(model: ShardedModel) -> Target | None:
 
 
 def check_schedule(saved: Checkpoint, scheduler: Any) -> None:
-    """Check that a schedule can continue from the saved state.
-
-    Raises:
-        CheckpointError: the state is of another schedule class; or, if another library has saved it without the class,
-            has other entries; or has an impossible number of steps.
-    """
+    """Raise a CheckpointError for another schedule (by class, or by entries without it) or impossible step numbers."""
     state, own = saved.manifest.scheduler, schedule_name(scheduler)
     recorded = saved.manifest.layout.get("scheduler")
     if state is not None and recorded is not None and recorded != own:

@@ -44,7 +44,7 @@ class SameInputs:
         self._digest *= 1 + int.from_bytes(found.digest(), "little") % _LARGEST
 
     def facts(self) -> list[float]:
-        """Return numbers whose sums over ranks show whether all digests are equal."""
+        """Return numbers that show, summed over ranks, whether all digests are equal."""
         digest = self._digest or 0
         return [float(digest), float(digest**2)]
 

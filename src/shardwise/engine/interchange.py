@@ -1,7 +1,4 @@
-"""Export and import of an engine's unsharded weights.
-
-Files are written and read by `shardwise.checkpoint`; training checkpoints are in `shardwise.engine.checkpointing`.
-"""
+"""Export and import of an engine's unsharded weights; `shardwise.checkpoint` writes and reads the files."""
 
 from __future__ import annotations
 
@@ -49,18 +46,15 @@ class Interchange:
     ) -> None:
         """Write unsharded weights for other programs, like `shardwise export` does from a checkpoint.
 
-        Values are those that the optimizer steps: master weights, if any. Rank 0 writes; other ranks send their shards
-        in chunks of 8 MiB. So no rank needs memory for the model. The files are published once all are complete. For a
-        model of transformers, format `hf` also writes `config.json` and `generation_config.json`, so that
-        `from_pretrained(directory)` works.
+        Values are master weights, if any. Rank 0 writes; other ranks send their shards in chunks of 8 MiB, so no rank
+        needs memory for the model. The files are published once all are complete. For a model of transformers, format
+        `hf` also writes `config.json` and `generation_config.json`, for `from_pretrained(directory)`.
 
         Args:
-            directory: directory of the files, on rank 0; created if needed.
-            format: `hf` (safetensors, for Hugging Face's `from_pretrained`) or `pt` (a state dict of tensors, as
-                `torch.save` writes it).
+            directory: on rank 0; created if needed.
+            format: `hf` (safetensors) or `pt` (a state dict of tensors, as `torch.save` writes it).
             dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for the dtype of the values.
-            max_shard_size: maximum size of a file, as "5GB" or a number of bytes. None: 5GB for `hf`, one file for
-                `pt`.
+            max_shard_size: maximum size of a file, in bytes or as "5GB". None: 5GB for `hf`, one file for `pt`.
             exclude_frozen_parameters: leave out parameters that do not require a gradient, and the configuration.
             all_names: `hf`: write a tied tensor under each of its names instead of once.
             overwrite: replace weights in `directory`. A configuration is always replaced.
@@ -102,7 +96,7 @@ class Interchange:
         Args:
             path: Hugging Face weights (a directory, or a file .safetensors, .index.json, .bin, .pt), a
                 torch.distributed.checkpoint directory, or a checkpoint; the same on every rank.
-            strict: require a file entry for every parameter and buffer, and a parameter or buffer for every file entry.
+            strict: require equal names in model and files.
             rename: name in the files -> name in the model, as a mapping (missing names stay) or a function; None as a
                 name skips the tensor.
             tag: checkpoint to load from a directory of checkpoints.
@@ -136,11 +130,11 @@ class Interchange:
         exclude_frozen_parameters: bool = False,
         max_shard_size: int | str | None = None,
     ) -> bool:
-        """Write unsharded weights in the compute dtype to a file that plain PyTorch can load.
+        """Write unsharded weights in the compute dtype to a file that plain PyTorch can load; return True.
 
         Rank 0 writes while units are gathered one after another; no rank holds more than one unsharded unit. Tied
-        parameters are written under all their names. `export` writes master weights instead, and tied parameters as
-        Hugging Face does.
+        parameters are written under all their names. `export` writes master weights, and tied parameters as Hugging
+        Face does.
 
         Args:
             save_dir: directory; created if needed.
@@ -149,17 +143,9 @@ class Interchange:
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
             max_shard_size: maximum size of each of several files, in bytes or as "5GB", with an index. None: one file.
 
-        Returns:
-            True.
-
         Raises:
             CheckpointPathError: the directory or the name cannot be used.
             CheckpointError: `max_shard_size` is not a size, or writing failed; raised on all ranks.
-
-        Example:
-            >>> engine.save_16bit_model("out")  # doctest: +SKIP
-            True
-            >>> model.load_state_dict(safetensors.torch.load_file("out/model.safetensors"))  # doctest: +SKIP
         """
         self._sharded.check_there("engine.save_16bit_model()", values=True)
         parent = check_directory(save_dir, "save_dir")
@@ -184,11 +170,8 @@ class Interchange:
         Args:
             destination: dictionary to add to; a new one if None.
             prefix: prefix of every name.
-            keep_vars: must be False, because values are copies.
+            keep_vars: must be False, because values are copies; a UsageError otherwise.
             exclude_frozen_parameters: leave out parameters that do not require a gradient.
-
-        Raises:
-            UsageError: `keep_vars` is set.
         """
         self._sharded.check_there("engine.module_state_dict()", values=True)
         if keep_vars:

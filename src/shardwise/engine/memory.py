@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 
 
 class MemoryReporting(StepObserver):
-    """Plans, measures and reports an engine's memory, also for other settings and when memory runs out.
-
-    `budget` is the plan made when the engine was built; None without one.
-    """
+    """Plans, measures and reports memory; `budget` is the plan made when the engine was built, or None."""
 
     def __init__(
         self,
@@ -83,18 +80,16 @@ class MemoryReporting(StepObserver):
         `shardwise.memory.track_activations(engine.accountant)`, and planned if a sample batch is given.
 
         Args:
-            sample_batch: one micro-batch, to plan activations. A mapping is passed to the module as keyword arguments,
-                a tuple or list as positional arguments, any other value as the only argument.
+            sample_batch: one micro-batch. A mapping is passed to the module as keyword arguments, a tuple or list as
+                positional arguments, any other value as the only argument.
             loss: returns a scalar from the module's output, as the training loop does. Default: the output's `loss`,
                 the output itself, or the sum of its tensors.
 
         Example:
             >>> import shardwise
             >>> from shardwise.memory import Category
-            >>> engine, *_ = shardwise.initialize(
-            ...     model=torch.nn.Linear(512, 512, bias=False),
-            ...     config={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
-            ... )
+            >>> config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+            >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(512, 512, bias=False), config=config)
             >>> report = engine.memory_report(torch.ones(4, 512))
             >>> report.row(Category.PARAMETERS).planned == 512 * 512 * 4
             True
@@ -178,7 +173,7 @@ class MemoryReporting(StepObserver):
     ) -> MemoryPlans:
         """Return the planned memory of one rank under other settings with the same global batch. Not a collective.
 
-        Each setting is planned with the engine's own code on fake tensors and a fake communicator.
+        The engine's own code runs on fake tensors and a fake communicator.
 
         Args:
             sample_batch: micro-batch of the current size, to plan activations; see `memory_report`. Tensors with the
@@ -193,10 +188,8 @@ class MemoryReporting(StepObserver):
 
         Example:
             >>> import shardwise
-            >>> engine, *_ = shardwise.initialize(
-            ...     model=torch.nn.Linear(512, 512, bias=False),
-            ...     config={"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
-            ... )
+            >>> config = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+            >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(512, 512, bias=False), config=config)
             >>> plans = engine.memory_plans(torch.ones(8, 512), stages=[1, 3], ranks=[8])
             >>> [plan.peaks["gradients"] * 8 == 512 * 512 * 4 for plan in plans.plans]
             [True, True]
@@ -231,11 +224,7 @@ class MemoryReporting(StepObserver):
         return MemoryPlans(tuple(planner.plan(setting, rooms) for setting in settings), room, tuple(notes))
 
     def after_step(self) -> None:
-        """Compare the peak device memory with `memory_limits.device`.
-
-        Raises:
-            OutOfMemoryError: the limit is exceeded (`shardwise.engine.exhausted.over_limit`).
-        """
+        """Raise an OutOfMemoryError if the peak device memory exceeds `memory_limits.device`."""
         if self._communicators is not None:
             self._communicators.after_step()
         limit = self._resolution.config.memory_limits.device

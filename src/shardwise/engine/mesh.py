@@ -24,15 +24,7 @@ if TYPE_CHECKING:
 
 
 def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = None) -> Domain:
-    """Return the domain of an engine's parameters (all ranks call).
-
-    Args:
-        mesh: the client's; None: as configured.
-
-    Raises:
-        ConfigError: groups and nodes do not fit.
-        ConflictError: a key cannot be combined with the client's mesh.
-    """
+    """Return the domain of an engine's parameters (all ranks call); `mesh`: the client's, None: as configured."""
     zero = config.zero_optimization
     shard = int(zero.mics_shard_size)
     if mesh is not None:
@@ -59,15 +51,7 @@ def domain_of(config: Config, comm: Communicator, mesh: Arrangement | None = Non
 
 
 def domains_of(model: nn.Module, domain: Domain) -> Domains:
-    """Return the domains of all parameters, including parameters shared by some ranks only (all ranks call).
-
-    Args:
-        model: its parameters may be declared as parts of tensors.
-
-    Raises:
-        UsageError: the declarations of ranks contradict each other.
-        ConfigError: a plan is made for other ranks than those declared.
-    """
+    """Return the domains of all parameters, including parameters shared by some ranks only (all ranks call)."""
     comm = domain.ranks
     keys: dict[DomainKey, None] = {}
     for name, parameter in model.named_parameters():
@@ -111,14 +95,8 @@ def domains_of(model: nn.Module, domain: Domain) -> Domains:
 
 
 def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Arrangement | None:
-    """Return the arrangement of a client's mesh; None for one dimension, over which all state is sharded.
-
-    Args:
-        mesh: a DeviceMesh with one dimension (shard) or two (replicate, shard), as for torch's `fully_shard`.
-        members: the engine's ranks, as numbered by the mesh.
-
-    Raises:
-        UsageError: the mesh is invalid, or contradicts the configuration.
+    """Return the arrangement of a DeviceMesh with the dimensions (shard) or (replicate, shard), as for `fully_shard`.
+    None for one dimension, over which all state is sharded. `members`: the engine's ranks, as numbered by the mesh.
     """
     if not isinstance(mesh, DeviceMesh):
         raise UsageError(
@@ -149,10 +127,7 @@ def arrangement_of(mesh: object, zero: ZeroConfig, members: Sequence[int]) -> Ar
 
 
 def replicas_of(asked: RequestedParallelism, zero: ZeroConfig, world: int) -> Arrangement | None:
-    """Return the HSDP arrangement of a parsed mesh (`shardwise.engine.asked`); None without replicas.
-
-    Raises a UsageError if it contradicts the configuration.
-    """
+    """Return the HSDP arrangement of a parsed mesh (`shardwise.engine.asked`); None without replicas."""
     if asked.replicas == 1:
         return None
     _check_size(asked.where, world // asked.replicas, zero)

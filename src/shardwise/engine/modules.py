@@ -35,7 +35,7 @@ def check_lazy(model: nn.Module) -> None:
 
 
 def check_one_device(model: nn.Module) -> None:
-    """Raise a UsageError if layers are on several devices, with a parameter on each, or Hugging Face's `device_map`."""
+    """Raise a UsageError if layers are on several devices, or by Hugging Face's `device_map`."""
     placed = dict.fromkeys(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters():
@@ -76,11 +76,7 @@ def fill_meta_parameters(model: nn.Module, domains: Domains) -> None:
 def place_buffers(
     model: nn.Module, device: torch.device, dtype: torch.dtype | None, keep: Any, accountant: Accountant
 ) -> None:
-    """Move module buffers to the device; parameters follow unit by unit.
-
-    Floating buffers are cast to `dtype`, if set, except in modules whose name contains one of `keep` ("auto": the
-    model's `_keep_in_fp32_modules`).
-    """
+    """Move buffers to the device; cast floating ones to `dtype`, if set, except in modules named in `keep`."""
     kept = (getattr(model, "_keep_in_fp32_modules", None) or []) if keep == "auto" else keep
     moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # shared buffers stay shared
     for path, module in model.named_modules():
@@ -124,14 +120,7 @@ def leaves_of(model: nn.Module, section: Any) -> list[nn.Module]:
 def convert_buffers(
     module: nn.Module, parameters: Iterable[nn.Parameter], fn: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Convert the buffers of an engine's module; parameters keep their dtype and device.
-
-    Args:
-        fn: converts a tensor, as `nn.Module._apply` passes it.
-
-    Raises:
-        UsageError: `fn` would change the dtype or device of a parameter, whose memory belongs to the engine.
-    """
+    """Convert buffers with `fn`; a UsageError if it would convert parameters, because the engine owns their memory."""
     for dtype, device in sorted({(p.dtype, p.device) for p in parameters}, key=str):
         made = fn(torch.empty(0, dtype=dtype, device=device))
         if (made.dtype, made.device) != (dtype, device):

@@ -25,10 +25,8 @@ _TIMES = {
 
 
 class StepEvents(StepObserver):
-    """Writes loss, learning rates, loss scale, gradient norm, speed and anomalies, by global samples.
-
-    The host never waits: device values are read once they have arrived. Times are host times between the ends of two
-    steps, including the script's own work.
+    """Writes loss, learning rates, loss scale, gradient norm, speed and anomalies, by global samples. The host never
+    waits: device values are read once they have arrived. Times include the script's own work.
     """
 
     def __init__(self, monitor: Monitor, step: TrainStep) -> None:

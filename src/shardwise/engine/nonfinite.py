@@ -1,7 +1,7 @@
 """Handles non-finite gradients without a searched loss scale: reports their origin and applies `non_finite`.
 
-The flag is reduced in the step's all-reduce. A CPU knows it at once; for a CUDA device it is read at the next step,
-without a host wait. Only then all ranks search for the origin together.
+The step's all-reduce includes the flag, read at once on a CPU, and at the next step on CUDA, without a host wait. Only
+then all ranks search for the origin together.
 """
 
 from __future__ import annotations
@@ -26,12 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evidence:
-    """State of a step, kept until its gradients are known to be finite.
-
-    Attributes:
-        factor: scale from gradient sums to the gradient.
-        of_parameters: a number for each parameter, non-finite if its gradient is; None if unchecked.
-        summed: the numbers are summed over all ranks; otherwise they are of this rank.
+    """State of a step, kept until its gradients are known to be finite; `factor`: scale from sums to gradients.
+    `of_parameters`: a number for each parameter, non-finite if its gradient is (None: unchecked), `summed` over ranks.
     """
 
     step: int
@@ -42,13 +38,8 @@ class Evidence:
 
 
 class NonFinite:
-    """Applies the policy for non-finite gradients.
-
-    Args:
-        policy: "skip" where skipped steps search a loss scale; otherwise the key `non_finite`.
-
-    Attributes:
-        since: first step of the current series with non-finite gradients; None if the last known step was finite.
+    """Applies the policy for non-finite gradients: the key `non_finite`, or "skip" where a loss scale is searched.
+    `since`: first step of the current series with non-finite gradients, or None.
     """
 
     def __init__(
@@ -67,12 +58,7 @@ class NonFinite:
         return torch.isfinite(values).all().logical_not().double()
 
     def hear(self, wrong: bool, evidence: Evidence, *, late: bool) -> None:
-        """Log where a series of non-finite steps begins and ends (all ranks call, with the same `wrong`).
-
-        Args:
-            wrong: the step's gradients are not finite.
-            late: the next step has begun, and the gradients are gone.
-        """
+        """Log where a series of non-finite steps begins and ends (all ranks call). `late`: the gradients are gone."""
         first = self._job.rank == 0
         if not wrong:
             if self.since is not None and first:

@@ -15,10 +15,7 @@ NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class StepObserver:
-    """Observes the passes and steps of one engine. Subclasses override the methods they need.
-
-    `active` False: disabled by the configuration; the engine calls no method.
-    """
+    """Observes the passes and steps of one engine; `active` False: disabled, the engine calls no method."""
 
     active = True
 

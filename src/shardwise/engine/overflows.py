@@ -19,13 +19,8 @@ if TYPE_CHECKING:
 def explain_overflow(
     sharded: ShardedModel, job: Communicator, sums: torch.Tensor, factor: float, loss_scale: float, lost: bool
 ) -> OverflowReport:
-    """Return the origin of a window's non-finite gradients; all ranks call and get the same.
-
-    Args:
-        sharded: its accumulators hold the window's reduced sums.
-        sums: sum of squares of each parameter's gradient over all ranks.
-        factor: scale from the sums to the gradient.
-        lost: a loss of this rank was not finite.
+    """Return the origin of a window's non-finite gradients; all ranks call and get the same. `sums`: squared gradient
+    norm of each parameter. `factor`: scale from sums to the gradient. `lost`: a loss was not finite.
     """
     assert sharded.reducer is not None
     place = first_not_finite(sums)
@@ -48,13 +43,7 @@ def explain_overflow(
 
 
 def explain_late(sharded: ShardedModel, job: Communicator, sums: torch.Tensor, lost: bool) -> OverflowReport:
-    """Return the remaining information on the previous window's gradients; all ranks call and get the same.
-
-    Args:
-        sharded: its accumulators already hold the current window.
-        sums: a number for each parameter, non-finite if its gradient was; the same on all ranks.
-        lost: a loss of this rank was not finite.
-    """
+    """Return the remaining information, once accumulators hold the next window; all ranks call and get the same."""
     assert sharded.reducer is not None
     place = first_not_finite(sums)
     index = sharded.numbering.index(place)
@@ -71,13 +60,8 @@ def _known(sharded: ShardedModel, index: int | None) -> tuple[str | None, int]:
 def _report(
     sharded: ShardedModel, place: int | None, sums: torch.Tensor, told: Sequence[Sequence[Any]]
 ) -> OverflowReport:
-    """Return phase, ranks and tensor of the first non-finite values.
-
-    Args:
-        place: index of the first tensor with a non-finite gradient; None if only the global norm is non-finite.
-        sums: a number for each tensor, non-finite if its gradient is.
-        told: of each rank: a loss was not finite; gradients of the unit were finite (None: unknown); the result of
-            `_known`; and more.
+    """`place`: index of the first tensor with a non-finite gradient; None if only the global norm is non-finite.
+    `told`: of each rank: a loss was not finite; gradients of the unit were finite (None: unknown); `_known`; more.
     """
     without_loss = tuple(rank for rank, fact in enumerate(told) if fact[0])
     local = tuple(rank for rank, fact in enumerate(told) if fact[1] is False)

@@ -1,7 +1,4 @@
-"""Memory plans of other settings: ZeRO stages, micro-batch sizes, numbers of ranks.
-
-Each plan is a dry run of a window (`shardwise.engine.dryrun`), without a collective.
-"""
+"""Memory plans of other settings: ZeRO stages, micro-batch sizes, numbers of ranks. No collective is called."""
 
 from __future__ import annotations
 
@@ -42,13 +39,7 @@ changing buffers), and temporaries of a few kilobytes."""
 
 @dataclass(frozen=True)
 class Offload:
-    """Tiers of state: `offload_optimizer.device` and `offload_param.device`.
-
-    Attributes:
-        optimizer: none, cpu or nvme.
-        parameters: the same. On nvme no parameter stays on the host (`max_in_cpu` 0).
-        path: directory for nvme.
-    """
+    """Tiers of state: `offload_optimizer.device` and `offload_param.device` (none, cpu, nvme), and nvme's directory."""
 
     optimizer: str = "none"
     parameters: str = "none"
@@ -93,20 +84,14 @@ class Offload:
 
 
 def offloads(path: str = UNNAMED) -> list[Offload]:
-    """Return the offload settings to be tried, from the fastest to the slowest; `path` is a directory on a disk."""
+    """Return the offload settings to be tried, from the fastest to the slowest."""
     ways = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none"), ("nvme", "cpu"), ("nvme", "nvme"))
     return [Offload(optimizer, parameters, path) for optimizer, parameters in ways]
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes available to one rank.
-
-    Attributes:
-        tiers: counted together.
-        size: bytes.
-        directories: of the files that count, on disks; empty: all.
-    """
+    """Bytes available to one rank in tiers that count together; `directories`: the counted ones (empty: all)."""
 
     tiers: tuple[Tier, ...]
     size: int
@@ -128,9 +113,7 @@ class Room:
 @dataclass(frozen=True)
 class Setting:
     """Settings that leave training unchanged: the global batch is micro_batch * accumulation * ranks.
-
-    `sequence` and `tensor` are the sizes of the sequence-parallel and tensor-parallel groups. `offload` None: as
-    configured.
+    `sequence`, `tensor`: sizes of sequence-parallel and tensor-parallel groups. `offload` None: as configured.
     """
 
     stage: int
@@ -143,10 +126,9 @@ class Setting:
 
     @property
     def cost(self) -> tuple[int, int, int, int, int]:
-        """Sort key: ranks, tiers of state, communication of a step, passes of a step, stage.
-
-        Communication is counted in model sizes: a reduction (one, or one for each micro-batch if gradients are sharded)
-        and all-gathers (one, or two for each micro-batch if parameters are sharded).
+        """Sort key: ranks, tiers of state, communication of a step, passes of a step, stage. Communication is in model
+        sizes: one reduction (one a micro-batch if gradients are sharded), and one all-gather (two a micro-batch if
+        parameters are sharded).
         """
         row = TABLE[self.stage]
         reductions = self.accumulation if row.gradients else 1
@@ -176,11 +158,8 @@ class Setting:
         return f"stage {self.stage}, micro-batch {self.micro_batch} x {self.accumulation}, {ranks}{where}"
 
     def moved(self, ways: Sequence[Offload], now: Offload | None = None) -> list[Setting]:
-        """Return settings with the same batches and ranks, other tiers and higher stages; cheapest first.
-
-        Args:
-            ways: offload settings to be tried.
-            now: configured offload setting, which is skipped at the current stage.
+        """Return settings of the same batches and ranks with other tiers and higher stages, cheapest first.
+        The configured tiers `now` are skipped at the current stage.
         """
         found = []
         for way in ways:
@@ -221,12 +200,7 @@ class SettingPlan:
 
 @dataclass(frozen=True)
 class MemoryPlans:
-    """Plans of several settings.
-
-    Attributes:
-        plans: cheapest first.
-        room: bytes available to the engine on this rank; None if unknown.
-    """
+    """Plans of several settings, cheapest first; `room`: bytes available to the engine here, None if unknown."""
 
     plans: tuple[SettingPlan, ...]
     room: int | None
@@ -288,14 +262,8 @@ def _places(offload: Offload | None) -> str:
 
 @dataclass(frozen=True)
 class PlanningTarget:
-    """Model, optimizer and configuration to be planned.
-
-    Attributes:
-        module: the user's; unchanged.
-        optimizer: the engine's or the client's, or None; unchanged.
-        groups: parameters of each optimizer group before sharding.
-        setting: the current setting.
-        grid: arrangement of ranks; settings with other numbers of ranks use the configured one.
+    """Model, optimizer and configuration to be planned, unchanged. `groups`: of parameters before sharding.
+    `grid`: arrangement for the current number of ranks.
     """
 
     module: nn.Module
@@ -329,13 +297,7 @@ class PlanningTarget:
 
 
 class Planner:
-    """Makes memory plans of a target; caches shared results.
-
-    Args:
-        batch: a micro-batch of the current setting, to plan activations: real tensors, or shapes on the meta device.
-            None: without activations.
-        loss: returns a scalar from the module's output; see `shardwise.memory.dryrun.loss_of`.
-    """
+    """Makes and caches memory plans. `batch`: a micro-batch, real or on the meta device; None: without activations."""
 
     def __init__(
         self, subject: PlanningTarget, batch: Any = None, loss: Callable[[Any], torch.Tensor] | None = None
@@ -432,7 +394,7 @@ def _merged(raw: dict[str, Any], setting: Setting) -> dict[str, Any]:
             }
     own["zero_optimization"] = {**given, **own["zero_optimization"]}
     if raw.get("managed_gradient_accumulation") is False:
-        own["managed_gradient_accumulation"] = True  # memory does not depend on who counts micro-batches
+        own["managed_gradient_accumulation"] = True  # memory does not depend on this key
     return {**raw, **own}
 
 
@@ -460,14 +422,12 @@ def plan_model(
 ) -> MemoryPlans:
     """Return the planned memory of one rank without a process group, a device, or memory for the model.
 
+    The configuration's micro-batch size and accumulation hold for each stage. Raises a ConfigError if it is wrong.
+
     Args:
         model: parameters may be on the meta device.
-        config: its micro-batch size and accumulation hold for each stage.
         batch: a micro-batch, real or on the meta device, for activations; the loss is found in the output.
         rooms: bytes available to one rank.
-
-    Raises:
-        ConfigError: the configuration is wrong.
 
     Example:
         >>> with torch.device("meta"):
@@ -493,15 +453,7 @@ def plan_model(
 def search(
     planner: Planner, settings: Sequence[Setting], rooms: Sequence[Room], seconds: float
 ) -> tuple[list[SettingPlan], bool]:
-    """Plan settings until one fits.
-
-    Args:
-        planner: of the target that does not fit.
-        settings: in the order of trial.
-
-    Returns:
-        The plans made, and whether the search was completed within the time limit.
-    """
+    """Plan settings in order until one fits; return the plans, and whether the time limit allowed a complete search."""
     deadline = time.monotonic() + seconds
     plans: list[SettingPlan] = []
     for setting in settings:

@@ -1,7 +1,4 @@
-"""Profiler of rank 0: FLOPs, times, memory and throughput of training steps.
-
-Other ranks do nothing. If disabled, no hook is installed and a step does no extra work.
-"""
+"""Profiler of rank 0: FLOPs, times, memory and throughput of training steps."""
 
 from __future__ import annotations
 
@@ -41,13 +38,7 @@ _AFTER = {FORWARD: phases.FORWARD, BACKWARD: phases.BACKWARD, STEP: phases.STEP}
 
 class Profiling(StepObserver):
     """Serves the sections `flops_profiler` and `timers`, and the keys `wall_clock_breakdown` and `memory_breakdown`.
-
-    Args:
-        job: all ranks; the first one reports.
-
-    Attributes:
-        profile: of the profiled step; None before.
-        count: FLOP counter during the profiled step: modules are then called by `counted`.
+    `profile`: of the profiled step, or None. `count`: its FLOP counter; modules are then called by `counted`.
     """
 
     def __init__(
@@ -106,12 +97,10 @@ class Profiling(StepObserver):
 
     @property
     def _held_now(self) -> MemoryPhases | None:
-        """Memory phases of the current step, if it is to be reported."""
         return None if self._held is None or (self._steps.global_steps + 1) % self._interval else self._held
 
     @contextlib.contextmanager
     def _part(self, part: str) -> Iterator[None]:
-        """Time a phase of a reported step, and read memory before the first phase and after each."""
         held = self._held_now
         assert held is not None
         if part == FORWARD:
@@ -122,10 +111,7 @@ class Profiling(StepObserver):
 
     @never_compiled
     def counted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the module, and count FLOPs in a training pass.
-
-        The call is excluded from `torch.compile`, because operators can be counted only in eager mode.
-        """
+        """Call the module and count FLOPs; not compiled, because operators are counted only in eager mode."""
         assert self.count is not None
         with self.count.counting() if torch.is_grad_enabled() else NOTHING:
             return self._sharded.module(*args, **kwargs)

@@ -20,9 +20,8 @@ from shardwise.parallel.sequence import across
 class RankGrid:
     """Groups of each mesh dimension, by ranks in the job.
 
-    Example:
-        >>> RankGrid.of(4, tensor=2).data
-        [[0, 2], [1, 3]]
+    >>> RankGrid.of(4, tensor=2).data
+    [[0, 2], [1, 3]]
     """
 
     tensor: list[list[int]]
@@ -33,13 +32,7 @@ class RankGrid:
     def of(
         cls, world: int, *, tensor: Sequence[Sequence[int]] | int = 1, sequence: Sequence[Sequence[int]] | int = 1
     ) -> RankGrid:
-        """Return the grid of `world` ranks.
-
-        Args:
-            world: a multiple of the sizes.
-            tensor: size of the tensor-parallel groups, or, without sequence parallelism, the groups.
-            sequence: size of the sequence-parallel groups, or, without tensor parallelism, the groups.
-        """
+        """Return the grid of `world` ranks from the sizes, which divide it, or from one dimension's groups."""
         alone = [[rank] for rank in range(world)]
         if not isinstance(tensor, int):
             return cls([list(line) for line in tensor], alone, across(tensor))

@@ -24,13 +24,7 @@ def note_ready() -> None:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Result of `engine.resume()`.
-
-    Attributes:
-        source: "memory" or "disk".
-        path: directory of the in-memory copies or of the checkpoint.
-        steps: `global_steps` of the state.
-    """
+    """Result of `engine.resume()`; `path`: directory of the in-memory copies or of the checkpoint."""
 
     source: Literal["memory", "disk"]
     path: str

@@ -12,10 +12,7 @@ RESERVE = 400_000_000
 
 
 class CommunicatorMemory:
-    """Counts the device memory of communicators under `Category.COMMUNICATORS`; 0 on a CPU.
-
-    With `planned` (a dry run) nothing is measured.
-    """
+    """Counts device memory under `Category.COMMUNICATORS`; 0 on a CPU. `planned` (a dry run): without measurement."""
 
     def __init__(self, accountant: Accountant, device: torch.device, world: int, *, planned: bool = False) -> None:
         self._accountant, self._device = accountant, device

@@ -1,11 +1,8 @@
-"""Loss scaling, also for a plain `loss.backward()`, and gradient scales.
+"""Loss scaling, by `engine.backward(loss)` or at the model's outputs for a plain `loss.backward()`; gradient scales.
 
-`engine.backward(loss)` scales the loss. For a plain `loss.backward()` the scale is applied at the model's outputs.
-These are returned as aliases with a scaling backward. Gradients between outputs inside the model do not pass through
-the aliases, and so are not scaled twice.
-
-A loss computed without these outputs cannot be scaled. The engine detects at the end of the pass that no alias has run,
-and stepping raises.
+For a plain `loss.backward()` the model returns its outputs as aliases with a scaling backward. Gradients between
+outputs inside the model do not pass through the aliases, so they are not scaled twice. If no alias has run in a pass,
+its loss was not scaled, and stepping raises.
 """
 
 from __future__ import annotations
@@ -88,9 +85,8 @@ def prescale_of(config: Config, ranks: int) -> float:
 
 
 def plain_gradients(config: Config, plan: Plan) -> bool | None:
-    """Return whether an engine without an optimizer leaves means over ranks (True) or sums in `.grad`.
-
-    None: it drops gradients, because parameters are sharded, or the loss scale would stay in the gradients.
+    """Return whether `.grad` without an optimizer holds means over ranks (True) or sums (False).
+    None: it is dropped, because parameters are sharded, or the loss scale would stay in it.
     """
     if plan.shard_optimizer or plan.reduces_micro_batches or plan.releases or scales_loss(config):
         return None

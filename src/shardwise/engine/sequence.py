@@ -19,16 +19,7 @@ from shardwise.zero.passes.modulehook import ModuleHook, weakly
 
 
 class SharedSequences:
-    """The sequence-parallel group of an engine, while it is open.
-
-    Args:
-        lines: sequence-parallel groups, by ranks in the job.
-        data: data-parallel group of this rank, with the same index in all sequence-parallel groups.
-        asked: the caller's request; None: only the configuration.
-
-    Raises:
-        ConflictError: this process already has a group of other ranks.
-    """
+    """The sequence-parallel group of an engine, while it is open; one of a process at a time."""
 
     def __init__(
         self,
@@ -75,10 +66,7 @@ class SharedSequences:
             )
 
     def compare(self, model: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Compare the model's outputs with a run on unsharded sequences, before its first training pass (all ranks).
-
-        Raises a UsageError on all ranks, if outputs differ on any of them.
-        """
+        """Compare outputs before the first training pass with a run on unsharded sequences; raises on all ranks."""
         if self._compared or not model.training or not all(has_values(x) for x in tensors_in((args, kwargs))):
             return
         self._compared = True
@@ -104,10 +92,7 @@ class SharedSequences:
 
 
 class OwnSequences:
-    """Group of one rank, without sequence parallelism.
-
-    Because dataloaders and layers find a group, a script is unchanged when `sequence_parallel_size` becomes 1.
-    """
+    """Group of one rank: dataloaders and layers find a group without sequence parallelism, too."""
 
     def __init__(self, job: Communicator, data: Communicator) -> None:
         self.group = SequenceGroup(Communicator(None, job.ledger, job.device, name=NAME, alone=True), data)
@@ -127,11 +112,7 @@ class OwnSequences:
 def sequence_lines(
     job: Communicator, size: int, tensor: int, asked: RequestedParallelism | None
 ) -> list[list[int]] | int:
-    """Return the sequence-parallel groups if a caller has named them, otherwise their size (all ranks call).
-
-    Raises:
-        UsageError: the groups differ in size, or have an unsupported order of ranks.
-    """
+    """Return the sequence-parallel groups if a caller has named them, otherwise their size (all ranks call)."""
     if size == 1 or asked is None or (asked.lines is None and asked.own is None):
         return size
     lines = asked.lines

@@ -1,7 +1,6 @@
 """Signals that request a checkpoint: recorded by the handler, agreed upon at the end of a step.
 
-A signal may reach only one rank, at any moment. So the handler only records it. The next step's all-reduce exchanges
-the records. Then all ranks act at the same step.
+A signal may reach only one rank, at any moment. So the next step's all-reduce exchanges the records.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ WARN_AFTER_S = 5.0
 
 
 def signal_named(name: str) -> signal.Signals:
-    """Return the signal of a name such as "SIGTERM".
-
-    Raises:
-        UsageError: the name is unknown, or the signal cannot be handled.
+    """Return the signal of a name; a UsageError if it is unknown, or cannot be handled.
 
     >>> int(signal_named("SIGTERM"))
     15
@@ -57,11 +53,7 @@ class SignalWatch:
         self._waiting: tuple[signal.Signals, float] | None = None
 
     def listen(self, signals: Iterable[signal.Signals]) -> None:
-        """Handle exactly these signals from now on; the same on all ranks.
-
-        Raises:
-            UsageError: this is not the main thread, in which Python handles signals.
-        """
+        """Handle exactly these signals from now on; the same on all ranks. A UsageError outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "checkpoint on a signal: signals are handled by the main thread, and this is another one; call "

@@ -1,11 +1,8 @@
 """Spike detection for losses and gradient norms, by median and median absolute deviation.
 
 A value is compared with the median of the last values, in units of their median absolute deviation (MAD), which is
-robust to a few outliers (Hampel, 1974; *modified z-score*, Iglewicz and Hoaglin, 1993). 1.4826 MAD is the standard
-deviation of normally distributed values. Norms are compared by logarithm, because they vary over orders of magnitude.
-The deviation of nearly constant values is at least `FLOOR` of the median.
-
-All ranks compute from equal numbers, and so decide alike.
+robust to a few outliers (Hampel, 1974; *modified z-score*, Iglewicz and Hoaglin, 1993). Norms are compared by
+logarithm, because they vary over orders of magnitude. All ranks compute from equal numbers, and so decide alike.
 """
 
 from __future__ import annotations
@@ -23,13 +20,13 @@ if TYPE_CHECKING:
     from shardwise.config.schema.watch import AnomalyWatch
 
 HISTORY = 1000
-"""Values that are kept for display."""
+"""Values kept for display."""
 
 FLOOR = 0.01
-"""Smallest deviation: as a fraction of the median of losses, and as a logarithm of norms."""
+"""Smallest deviation (of nearly constant values): a fraction of the median of losses, a logarithm of norms."""
 
 NORMAL = 1.4826
-"""Standard deviation over median absolute deviation, of normally distributed values."""
+"""Standard deviation over MAD, of normally distributed values."""
 
 SHARE = 0.05
 """Weight of the last step in the moving average of a parameter's squared gradient."""
@@ -43,14 +40,8 @@ Action = Literal["warn", "skip", "stop", "rewind", "ignore"]
 
 @dataclass(frozen=True)
 class Spike:
-    """A loss or gradient norm far above the last values; the same on all ranks.
-
-    Attributes:
-        kind: "loss_spike" or "grad_norm_spike".
-        value: loss or norm.
-        usual: median of the last values.
-        deviations: distance from the median, in standard deviations.
-        grown: parameters whose gradients have grown most, and by which factor.
+    """A loss or gradient norm, by `deviations` standard deviations above `usual`, the median of the last values; the
+    same on all ranks. `grown`: parameters with the most grown gradients, and by which factor.
     """
 
     kind: Kind
@@ -61,7 +52,7 @@ class Spike:
     grown: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
-        """Return it in words.
+        """Describe the spike.
 
         >>> print(Spike("loss_spike", 9.5, 2.25, 31.0, grown=(("blocks.1.up.weight", 80.0),)))
         the mean loss of all ranks is 9.5, where it was about 2.25: 31 deviations above. Gradients have grown most in \
@@ -75,12 +66,9 @@ class Spike:
 
 
 class History:
-    """Last values of one number, and detection of values far above them.
+    """Last values of one number, and detection of values above the median by more than `threshold` deviations.
 
-    Args:
-        window: number of values that a new one is compared with.
-        threshold: deviations above the median from which a value is a spike.
-        least: values before the first judgement.
+    A new value is compared with the last `window` values, of which at least `least` must exist.
 
     >>> history = History(window=10, threshold=8.0, least=3)
     >>> [history.judge(step, value) for step, value in enumerate([2.0, 2.1, 1.9, 2.05])]
@@ -147,15 +135,7 @@ def _middle(ordered: Sequence[float]) -> tuple[float, float]:
 
 
 class SpikeWatch:
-    """Detects spikes in the steps of one engine.
-
-    Args:
-        names: of the parameters, by index.
-
-    Attributes:
-        losses: mean losses of all ranks.
-        norms: gradient norms.
-    """
+    """Detects spikes in the mean losses of all ranks and the gradient norms of one engine's steps."""
 
     def __init__(self, options: AnomalyWatch, names: Sequence[str]) -> None:
         arguments = options.window, options.threshold, options.min_steps
@@ -181,13 +161,8 @@ class SpikeWatch:
         sums: torch.Tensor | None,
         factor: float | torch.Tensor,
     ) -> list[Spike]:
-        """Add a step, and return its spikes.
-
-        Args:
-            loss: mean of all ranks; None if unknown.
-            norm: of the gradients; None if not computed.
-            sums: squared gradient norm of each parameter; None if not computed.
-            factor: scale from gradient sums to the gradient.
+        """Add a step, and return its spikes; loss or norm may be unknown. `sums`: squared gradient norm of each
+        parameter, before the scale `factor` from gradient sums to the gradient.
         """
         found: list[Spike] = []
         kinds: tuple[tuple[Kind, History, float | None], ...] = (

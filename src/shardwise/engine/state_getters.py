@@ -275,9 +275,8 @@ class StateGetters(nn.Module):
 
     @property
     def anomalies(self) -> tuple[Anomaly, ...]:
-        """Last anomalies (non-finite gradients, spikes, rewinds), oldest first; the same on all ranks.
-
-        Spikes are detected with `anomaly_watch`. On a GPU a warning appears one step later.
+        """Last anomalies (non-finite gradients, spikes, rewinds), oldest first; the same on all ranks. Spikes are
+        detected with `anomaly_watch`. On a GPU a warning appears one step later.
         """
         return tuple(self._step.anomalies.noted)
 
@@ -308,10 +307,8 @@ class StateGetters(nn.Module):
 
     @property
     def checkpoint_pending(self) -> bool:
-        """Whether this rank's asynchronous save is still being written; does not block.
-
-        Ranks may see the end of a save in different steps. So collective decisions must not depend on this flag. On
-        rank 0 it becomes False once the checkpoint is published.
+        """Whether this rank's asynchronous save is being written; on rank 0, whether it is unpublished. Does not block.
+        Collective decisions must not depend on it, because ranks see the end of a save in different steps.
         """
         return self._checkpoints.background.pending
 
@@ -333,9 +330,8 @@ class StateGetters(nn.Module):
 
     @property
     def memory_budget(self) -> Budget | None:
-        """Planned and available memory of each tier when the engine was built, and offload traffic of a step.
-
-        None if all state is on the device and `memory_limits` sets no limit.
+        """Planned and available memory, and offload traffic of a step, when the engine was built. None if all state is
+        on the device and `memory_limits` sets no limit.
         """
         return self._memory.budget
 
@@ -343,10 +339,7 @@ class StateGetters(nn.Module):
         """Return totals of this rank's collectives in a step: by operation, then by unit or purpose.
 
         They are read from the ledger, which keeps the newest 4096 collectives; earlier ones are missing. An all-gather
-        of updated parameters counts for the step that launches it.
-
-        Args:
-            step: number of the step, from 0; None: the last step.
+        of updated parameters counts for the step that launches it. `step` counts from 0; None: the last step.
 
         Example:
             >>> import shardwise, torch

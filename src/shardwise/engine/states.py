@@ -57,8 +57,7 @@ def offload_states(
 
     `reload_states` restores every bit. Until then, calls that need offloaded state raise: forward passes, evaluation
     and `save_16bit_model` need the parameters; backward passes, steps and checkpoints need all state. Every rank calls
-    with the same arguments. State that was moved before, or that lives on the host or a disk by configuration
-    (`offload_optimizer`, `offload_param`), stays there.
+    with the same arguments. State that is on the host or a disk already stays there.
 
     References to the memory of unsharded parameters (a `state_dict()`, a view) keep memory and values. Other memory is
     freed by force: tensors of `engine.optimizer` must not be read meanwhile. Residuals of lossy gradient reduction and
@@ -75,16 +74,14 @@ def offload_states(
             other processes until `torch.cuda.empty_cache()`.
 
     Raises:
-        UsageError: the call is inside a pass, or inside a block that gathers parameters; the optimizer is of the 1-bit
-            family, whose state cannot leave the device; or an argument is invalid.
+        UsageError: inside a pass or a block that gathers parameters; the optimizer is of the 1-bit family, whose state
+            cannot leave the device; or an argument is invalid.
 
     Example:
         >>> import shardwise
         >>> from shardwise.memory import Tier
-        >>> engine, *_ = shardwise.initialize(
-        ...     model=torch.nn.Linear(512, 512, bias=False),
-        ...     config={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
-        ... )
+        >>> config = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(512, 512, bias=False), config=config)
         >>> engine.offload_states()
         >>> sum(engine.accountant.live_in(Tier.DEVICE).values()) < 1000
         True
@@ -99,13 +96,8 @@ def offload_states(
 
 
 def reload_states(engine: Moving, non_blocking: bool = False) -> None:
-    """Move the state offloaded by `offload_states` back, if any. Every rank calls it.
-
-    Args:
-        non_blocking: return at once; later work on the current stream is ordered after the copies.
-
-    Raises:
-        UsageError: the engine has been destroyed.
+    """Move the state offloaded by `offload_states` back, if any (all ranks call). A UsageError after `destroy()`.
+    `non_blocking`: return at once; later work on the current stream is ordered after the copies.
     """
     engine.sharded.check_open("engine.reload_states()")
     engine.sharded.moving.reload(wait=not non_blocking)
@@ -132,15 +124,8 @@ def take_methods(optimizer: torch.optim.Optimizer) -> None:
 
 
 def get_state_devices(model: Moving, state: OffloadStateTypeEnum | str) -> set[torch.device]:
-    """Return the devices that hold an engine's state of a kind; the CPU stands for host memory.
-
-    State on a disk, or state that does not exist, has no device.
-
-    Args:
-        state: a kind of state, or its name.
-
-    Raises:
-        UsageError: the kind is unknown.
+    """Return the devices that hold an engine's state of a kind (CPU: host memory; none: a disk, or no such state).
+    Raises a UsageError for an unknown kind.
     """
     (kind,) = kinds_of([state])
     devices = {Tier.DEVICE: model.device, Tier.HOST: torch.device("cpu")}

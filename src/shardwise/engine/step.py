@@ -1,8 +1,4 @@
-"""The training step: from the micro-batches of an accumulation window to an update of the parameters.
-
-A `TrainStep` counts micro-batches and scales and weights losses. At the end of the window it computes the norm, finds
-overflows, clips, steps and reports.
-"""
+"""The training step: from the micro-batches of an accumulation window to an update of the parameters."""
 
 from __future__ import annotations
 
@@ -45,27 +41,26 @@ _AHEAD, _LOSS = FACTS + 2, FACTS + 3
 
 
 _FEW, _MANY = 4, 64
-"""Micro-batches without a step before a warning: with gradient accumulation, and without (scripts may add up losses or
-micro-batches themselves). `_FEW` is also the number of steps with a schedule stepped twice before a warning."""
+"""Micro-batches without a step before a warning: with gradient accumulation, and without (scripts may add up losses).
+`_FEW` is also the number of steps with a schedule stepped twice before a warning."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Report of the last `step()` at a boundary.
+    """Report of the last `step()` at a boundary. Tensors are 0-D; norms, weight and loss are fp64.
 
     Attributes:
         applied: parameters were updated (False: skipped because of an overflow or a spike).
-        grad_norm: global L2 norm of the gradients before clipping (0-D fp64 tensor), or None if not computed.
-        clip_coefficient: factor by which clipping reduced the gradients (0-D tensor), or None without clipping.
+        grad_norm: global L2 norm of the gradients before clipping, or None if not computed.
+        clip_coefficient: factor by which clipping reduced the gradients, or None without clipping.
         lr: learning rate of each parameter group in this step.
-        clipped_norm: grad_norm times clip_coefficient. None if the norm was not computed, or the step was skipped.
-        weight: sum of the weights of the window's micro-batches over all ranks (0-D fp64 tensor), or None without.
+        clipped_norm: grad_norm times clip_coefficient. None without a norm, or if the step was skipped.
+        weight: sum of the weights of the window's micro-batches over all ranks, or None without.
         overflow: non-finite gradients for which the step was skipped, or None. The same on all ranks.
-        spike: spike (`anomaly_watch`) known before the update, or None; the reason if the step was not applied. The
-            same on all ranks.
+        spike: spike (`anomaly_watch`) known before the update, or None; the reason of a skip. The same on all ranks.
         samples: samples of all ranks in the step.
-        loss: weighted mean of the losses that all ranks passed to `engine.backward()` (0-D fp64 tensor). None if
-            neither a monitor nor `anomaly_watch` needs it, or this rank has passed none.
+        loss: weighted mean of the losses of all ranks' `engine.backward()`. None if neither a monitor nor
+            `anomaly_watch` needs it, or this rank has passed none.
     """
 
     applied: bool
@@ -83,13 +78,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A window whose gradients are ready for the optimizer.
-
-    Attributes:
-        report: what is known of them, but for learning rates.
-        passes: number of backward passes that they come from.
-        factor: what they have to be multiplied by.
-    """
+    """A window with gradients ready for the optimizer, once multiplied by `factor`; `report` lacks learning rates."""
 
     report: StepReport
     passes: int
@@ -98,11 +87,7 @@ class _Prepared:
 
 @dataclass(frozen=True)
 class _Heard:
-    """Result of the step's all-reduce.
-
-    Attributes:
-        complained: a rank reported an error that ends the step.
-    """
+    """Result of the step's all-reduce; `complained`: a rank reported an error that ends the step."""
 
     complained: bool = False
     finite: bool = True
@@ -112,26 +97,11 @@ class _Heard:
 class TrainStep:
     """Steps one engine; driven by the model's passes (`shardwise.zero.passes.driver.Driver`).
 
-    Args:
-        scheduler: stepped after every applied update, or None.
-        signals: signals of this rank, exchanged in each step.
-        shows_loss: steps report the loss (the same on all ranks).
-
     Attributes:
-        watch: detects spikes of losses and gradient norms, or None.
         rewinding: reason for a pending rewind to an in-memory copy, or None.
-        lr_scheduler: may be changed.
-        loss_scaler: may be changed.
-        global_steps: boundaries passed, skipped steps included.
-        micro_steps: calls of `take`, without calls that had nothing to do.
-        skipped_steps: steps skipped because of an overflow or a spike.
-        global_samples: samples of all ranks used in steps.
         window_began: `micro_steps` at the beginning of the accumulation window.
         new_micro_batch: the model has run a training pass since the last step.
-        inside_no_sync_ctxt: gradients are accumulated without reduction.
-        exchanges: other ranks wait for gradients in this rank's backward pass, so a loss of weight 0 is differentiated
-            too.
-        last_step: report of the last step at a boundary.
+        exchanges: other ranks wait for this rank's backward pass, so losses of weight 0 are differentiated, too.
         applied: the last call of `take` updated the parameters.
     """
 
@@ -220,15 +190,7 @@ class TrainStep:
     def passing(
         self, loss: torch.Tensor, weight: Any = None, scale_wrt_gas: bool = True
     ) -> Iterator[list[torch.Tensor]]:
-        """Yield the scaled losses for the backward pass of a micro-batch.
-
-        Args:
-            weight: see `Engine.backward`.
-            scale_wrt_gas: see `Engine.backward`.
-
-        Raises:
-            UsageError: `weight` is invalid, or given where gradients are summed over ranks.
-        """
+        """Yield the scaled losses for a micro-batch's backward pass; arguments and errors as in `Engine.backward`."""
         counted = None if weight is None else self._weight_of(weight, scale_wrt_gas)
         self._sharded.hooks.settle()
         self._agree_on_reference(counted)
@@ -294,10 +256,7 @@ class TrainStep:
         return (self.loss_scaler.reference_weight if self.loss_scaler is not None else None) or 1.0
 
     def _agree_on_reference(self, weight: Weight | None) -> None:
-        """Agree on the unit of weights before the first backward pass, under loss scaling.
-
-        All ranks take part in every backward pass, so all call this, with or without a weight.
-        """
+        """Agree on the unit of weights under loss scaling: a collective, because all ranks take part in every pass."""
         if self.loss_scaler is None or self._reference_asked:
             return
         self._reference_asked = True
@@ -338,26 +297,22 @@ class TrainStep:
                 plain.paused = before
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one before an update.
-
-        With `managed_gradient_accumulation` false every `step()` is a boundary, so True unless declared otherwise for
-        the window.
+        """Whether the current micro-batch is the last one before an update. With `managed_gradient_accumulation` false:
+        True, unless declared otherwise for the window.
         """
         if self._boundary is not None:
             return self._boundary
         return not self._managed or self._place_in_window() + 1 == self._batches.steps
 
     def _place_in_window(self) -> int:
-        """Return the number of ended micro-batches of the window.
-
-        Counted from the beginning of the window, because its length may change and scripts may declare boundaries. If a
+        """Count from the window's beginning, because its length may change and scripts may declare boundaries. If a
         script has set `micro_steps`, windows begin at multiples of their length.
         """
         place, steps = self.micro_steps - self.window_began, self._batches.steps
         return place if 0 <= place < steps else self.micro_steps % steps
 
     def check_between_windows(self, what: str) -> None:
-        """Raise a BatchSizeError, with the number of micro-batches, in the middle of an accumulation window."""
+        """Raise a BatchSizeError in the middle of an accumulation window."""
         had = max(self._window.passes, self.micro_steps - self.window_began if self._managed else 0)
         if had:
             raise BatchSizeError(
@@ -368,8 +323,8 @@ class TrainStep:
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Declare whether the current micro-batch is a boundary; holds until changed. None returns to counting.
 
-        With `managed_gradient_accumulation` false it marks the next backward pass as the last one before `step()`, so
-        gradients are reduced during it (stages 0 and 1). It then holds until that step.
+        With `managed_gradient_accumulation` false, True marks the next backward pass as the last one before `step()`,
+        so it reduces gradients (stages 0 and 1). It holds until that step.
         """
         self._boundary = is_boundary
 
@@ -385,7 +340,6 @@ class TrainStep:
 
     @property
     def _managed(self) -> bool:
-        """Whether the engine counts micro-batches, not the script."""
         return bool(self._config.managed_gradient_accumulation)
 
     def reduces_now(self) -> bool:
@@ -395,10 +349,7 @@ class TrainStep:
         return self.is_gradient_accumulation_boundary() if self._managed else self._boundary is True
 
     def begins_window(self) -> bool:
-        """Whether no rank has had a micro-batch of this window.
-
-        A rank may have left out its backward pass. False where the script counts micro-batches, because it is unknown.
-        """
+        """Whether no rank has had a micro-batch of this window; False where the script counts micro-batches."""
         return self._managed and self.micro_steps == self.window_began
 
     def _new_window(self) -> Window:
@@ -420,10 +371,8 @@ class TrainStep:
     # -- the step ----------------------------------------------------------------------------------------------------
 
     def take(self, lr_kwargs: dict[str, Any] | None = None) -> bool:
-        """End a micro-batch; at a boundary update parameters, loss scale and schedule (all ranks call).
-
-        Raises as `Engine.step`. Returns whether a window has ended: False, without any change, if no rank has run a
-        backward pass.
+        """End a micro-batch; at a boundary update parameters, loss scale and schedule (all ranks call). Returns whether
+        a window has ended; if no rank has run a backward pass, nothing changes.
         """
         if self.inside_no_sync_ctxt:
             raise SyncError("engine.step() inside no_sync() would step gradients that no other rank has seen")
@@ -455,7 +404,6 @@ class TrainStep:
             )
 
     def _update(self, lr_kwargs: dict[str, Any] | None) -> bool:
-        """Step at the end of a window; return False without any change if no rank has run a backward pass."""
         sharded = self._sharded
         sharded.check_can_step()
         prepared = self._prepared = self._prepared or self._prepare()
@@ -510,10 +458,7 @@ class TrainStep:
         self._scheduled = epoch + 1 if isinstance(epoch, int) else object()
 
     def _decide(self, report: StepReport) -> None:
-        """Act on a step's overflow or spike before its update: mark a rewind, or raise an AnomalyError on all ranks.
-
-        The error drops only the window's gradients.
-        """
+        """Mark a rewind, or raise an AnomalyError on all ranks, before the update; only the gradients are lost."""
         overflow, spike = report.overflow, report.spike
         key, action, cause = "", "warn", ""
         if spike is not None:
@@ -538,7 +483,6 @@ class TrainStep:
         )
 
     def _tell_skipped(self, report: StepReport, overflow: OverflowReport, searched: bool) -> None:
-        """Log a skipped step with non-finite gradients; `searched`: part of the search for a loss scale."""
         before, now = report.loss_scale, self.scale
         change = f"stays at {now:g}" if before == now else f"goes from {before:g} to {now:g}"
         message = "step %d is skipped: overflow in %s%s"
@@ -574,10 +518,8 @@ class TrainStep:
             vars(self._optimizer).pop("overflow", None)
 
     def _prepare(self) -> _Prepared | None:
-        """Complete the window's gradients, and compute norm and factor.
-
-        Runs once a window: if the optimizer then raises, the next `take` continues here. None if no rank has run a
-        backward pass in the window.
+        """Complete the window's gradients, and compute norm and factor; None if no rank has run a backward pass. Runs
+        once a window: if the optimizer then raises, the next `take` continues here.
         """
         config, sharded = self._config, self._sharded
         reducer = sharded.reducer
@@ -656,7 +598,7 @@ class TrainStep:
         return _Prepared(report, reducer.passes, multiplier)
 
     def _formed(self) -> torch.Tensor | None:
-        """Return what is known of this rank's gradients alone: squares, or what shows whether they are finite."""
+        """Return this rank's squared norms, or a probe that is finite if its gradients are, or None if not needed."""
         sums, reducer = self._sharded.sums, self._sharded.reducer
         assert sums is not None and reducer is not None
         reducer.zero_absent()
@@ -669,10 +611,7 @@ class TrainStep:
     def _listen(
         self, told: torch.Tensor, evidence: Evidence | None, *, now: bool, checked: torch.Tensor | None = None
     ) -> _Heard:
-        """Read the step's all-reduce: now, or at the next step if only weights, signals and a warning depend on it.
-
-        `checked` is a further number to read.
-        """
+        """Read the step's all-reduce and `checked`: now, or at the next step if no decision depends on them."""
         self.hear_before()
         values = Later(told if checked is None else torch.cat([told, checked.reshape(1)]))
         if evidence is not None and not now:
@@ -731,11 +670,7 @@ class TrainStep:
         return max(found, key=lambda spike: order.index(spike.action), default=None)
 
     def _refuse(self, unused: list[str]) -> None:
-        """Raise on every rank what is wrong with the window's gradients on some rank.
-
-        Args:
-            unused: names of parameters without a gradient on this rank.
-        """
+        """Raise the same error on every rank; `unused`: names of parameters without a gradient on this rank."""
         everyone = self._job.exchange((self._unscaled, unused), "step")
         unscaled = [rank for rank, (found, _) in enumerate(everyone) if found]
         if unscaled:
@@ -759,7 +694,6 @@ class TrainStep:
         return self._config.gradient_allreduce_op == "mean"
 
     def _factor(self, weight: torch.Tensor | None) -> float | torch.Tensor:
-        """Return the scale from accumulated sums to the gradient: mean or weighted mean, and inverse loss scale."""
         if weight is not None:
             # If all weights are 0, sums and gradient are zero.
             return self._reference / (torch.where(weight > 0, weight, 1.0) * self._scale_of_sums())
@@ -770,15 +704,14 @@ class TrainStep:
         return prescale * self.scale
 
     def reduction_scale(self) -> float:
-        """Return the divisor of sums over ranks and micro-batches for their mean (or sum, as configured).
-
-        Weights of micro-batches are excluded: residuals of lossy reductions keep their own.
+        """Return the divisor of sums over ranks and micro-batches for their mean (or sum, as configured), without
+        weights, because residuals of lossy reductions keep their own.
         """
         ranks = self._sharded.domain.world if self._averages else 1
         return ranks * self._batches.steps * self._scale_of_sums()
 
     def gradient_factor(self) -> float | torch.Tensor:
-        """Return what turns the sums held now into the gradient of the micro-batches so far (all ranks call)."""
+        """Return the scale from the current sums to the gradient of the micro-batches so far (all ranks call)."""
         assert self._sharded.sums is not None and self._sharded.reducer is not None
         window, passes = self._window, self._sharded.reducer.passes
         if window.agreed is None or window.agreed[0] != passes:

@@ -28,14 +28,8 @@ def make_optimizer(
     device: torch.device,
     dtype: torch.dtype | None,
 ) -> torch.optim.Optimizer | None:
-    """Return the client's optimizer or the configured one; frozen parameters are left out. None without trainable ones.
-
-    Args:
-        client: an optimizer, or a callable of the parameters; None: as configured.
-        dtype: compute dtype of the parameters; None: their own.
-
-    Raises:
-        UsageError: the client's object is no optimizer.
+    """Return the optimizer of the client (an instance, or a callable of the parameters) or of the configuration; None
+    without trainable parameters. `dtype`: compute dtype; None: the parameters' own.
     """
     if isinstance(client, torch.optim.Optimizer):
         return client
@@ -63,10 +57,7 @@ def make_optimizer(
 
 
 def stepping_of(optimizer: torch.optim.Optimizer | None) -> Stepping:
-    """Return how the optimizer can be sharded: elementwise, with norms, or with unsharded tensors.
-
-    Raises a ConfigError with the reason, if it cannot be sharded.
-    """
+    """Return how the optimizer can be sharded; a ConfigError with the reason, if it cannot be sharded."""
     if optimizer is None:
         return Stepping()
     kinds = group_shardings(optimizer)
@@ -79,14 +70,7 @@ def stepping_of(optimizer: torch.optim.Optimizer | None) -> Stepping:
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer | None, resolution: Resolution, *, masters: bool) -> Stepping:
-    """Check an optimizer against the configuration, prepare its step, and return how it can be sharded.
-
-    Args:
-        masters: it steps fp32 master weights of 16-bit parameters.
-
-    Raises:
-        ConfigError: it cannot be sharded, or cannot step 16-bit parameters as configured.
-    """
+    """Check an optimizer, prepare its step, and return how it can be sharded; a ConfigError if it is unusable."""
     stepping = stepping_of(optimizer)
     if optimizer is not None:
         _check_momentum(resolution.config, optimizer)
@@ -96,7 +80,6 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer | None, resolution: Resol
 
 
 def _step_parameters(optimizer: torch.optim.Optimizer, resolution: Resolution, stepping: Stepping) -> None:
-    """Prepare an optimizer to step 16-bit parameters directly; raise a ConfigError if it cannot."""
     fp16, bf16 = resolution.config.fp16.enabled, resolution.config.bf16
     name = type(optimizer).__name__
     rounding: str = "nearest" if fp16 else bf16.rounding or "nearest"
@@ -146,10 +129,7 @@ def _check_momentum(settings: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_scheduler(settings: Any, client: Any, optimizer: torch.optim.Optimizer | None) -> Any:
-    """Return the client's scheduler or the configured one; None without one.
-
-    Raises a UsageError if the client's object is no scheduler, or belongs to another optimizer.
-    """
+    """Return the client's scheduler or the configured one, or None; a UsageError for an unusable object."""
     if client is not None:
         return _given_scheduler(client, optimizer)
     section = settings.scheduler

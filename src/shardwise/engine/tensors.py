@@ -29,16 +29,8 @@ if TYPE_CHECKING:
 
 
 class SharedTensors:
-    """The tensor-parallel group of an engine, while it is open (all ranks call).
-
-    Args:
-        lines: tensor-parallel groups, by ranks in the job.
-        model: its layers are sharded, unless they already are.
-        client: the client has sharded the layers, which communicate by themselves; parameters are marked.
-
-    Raises:
-        UsageError: no layer can be sharded, or the model is sharded over other ranks.
-        ConfigError: the configuration names missing modules.
+    """The tensor-parallel group of an engine, while it is open (all ranks call). Shards the model's layers. `client`:
+    the client has sharded the layers, which communicate by themselves; parameters are marked.
     """
 
     def __init__(
@@ -96,10 +88,7 @@ class SharedTensors:
         self.compare_inputs(model, args, kwargs)
 
     def compare_inputs(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Compare the inputs of the first training pass over the tensor-parallel group (all ranks of it call).
-
-        Raises a DesyncError on all ranks, if they differ.
-        """
+        """Compare the inputs of the first training pass (all ranks of the group call); a DesyncError if they differ."""
         if self._compared or not model.training:
             return
         self._compared = True
@@ -115,10 +104,7 @@ class SharedTensors:
             )
 
     def check_gradients(self, loss: torch.Tensor | None = None) -> None:
-        """Compare gradients of unsharded parameters and the loss once (all ranks of the tensor-parallel group call).
-
-        Raises a ConfigError if one differs between the ranks.
-        """
+        """Compare the loss and unsharded gradients once (all ranks of the group call); a ConfigError if one differs."""
         if self._gradients is not None:
             self._gradients.check(loss)
 
@@ -129,7 +115,7 @@ class SharedTensors:
             self._regions.settle()
 
     def named(self, error: Exception, model: nn.Module) -> ConfigError | None:
-        """Return an error that names the module with sharded layers whose first pass has failed."""
+        """Return an error that names the module with sharded layers that has failed in the first pass."""
         if isinstance(error, ShardwiseError) or self._client or self._gradients is None or self._gradients.ended:
             return None
         paths = {id(module): path for path, module in model.named_modules()}

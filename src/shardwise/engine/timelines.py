@@ -1,8 +1,7 @@
-"""Timelines of training steps, and stragglers: section `timeline`, `engine.record_timeline`, `engine.stragglers`.
+"""Timelines of training steps, and stragglers.
 
-Ranks compare clocks before the first recorded step and after the last one, never inside a step. Each rank writes its
-own file. A recording that ends early (destroyed engine, exception) is written without the other ranks. Hooks are
-installed only while recording.
+Ranks compare clocks before the first recorded step and after the last one, never inside a step. A recording that ends
+early (destroyed engine, exception) is written without the other ranks.
 """
 
 from __future__ import annotations
@@ -31,16 +30,7 @@ if TYPE_CHECKING:
 
 
 class _Recording:
-    """A timeline that is being recorded.
-
-    Attributes:
-        recorder: recorded events; None on ranks that record nothing.
-        file: output file.
-        clock: clock comparison at the beginning.
-        first: number of the first step.
-        left: steps still to record; None: until the block ends.
-        installed: removes the hooks when closed.
-    """
+    """A timeline being recorded. `recorder` None: not on this rank. `left` None: until the block ends."""
 
     def __init__(self, recorder: Recorder | None, file: Path, clock: Clock, first: int, left: int | None) -> None:
         self.recorder = recorder
@@ -108,10 +98,8 @@ class Timelines(StepObserver):
 
         Example:
             >>> import os, shardwise, tempfile, torch
-            >>> engine, *_ = shardwise.initialize(
-            ...     model=torch.nn.Linear(4, 1),
-            ...     config={"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}},
-            ... )
+            >>> config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+            >>> engine, *_ = shardwise.initialize(model=torch.nn.Linear(4, 1), config=config)
             >>> with tempfile.TemporaryDirectory() as directory:
             ...     with engine.record_timeline(directory):
             ...         _ = engine.backward(engine(torch.ones(2, 4)).mean())
@@ -139,15 +127,9 @@ class Timelines(StepObserver):
     def stragglers(self, since: int = 0) -> Stragglers:
         """Return which rank waited for which in the last collectives (all ranks call, between steps).
 
-        It reads the ledger, which is always enabled. `print(found.table())` shows a table; `found.as_dict()` returns
-        JSON values. On NCCL the host does not wait for collectives; record a timeline instead.
-
-        Args:
-            since: sequence number of the first collective to count, from `engine.ledger.sequence`. The ledger keeps the
-                newest 4096.
-
-        Raises:
-            UsageError: the engine has been destroyed.
+        It reads the ledger, which keeps the newest 4096; `since`: the first sequence number to count, from
+        `engine.ledger.sequence`. `print(found.table())` shows a table; `found.as_dict()` returns JSON values. On NCCL
+        the host does not wait for collectives; record a timeline instead. Raises a UsageError after `destroy()`.
         """
         self._sharded.check_open("engine.stragglers()")
         return compare(self._job, since)

@@ -1,16 +1,13 @@
 """Traces the module that produced the first non-finite values, with hooks that record value ranges.
 
 Each module call records minimum and maximum of its inputs, parameters and outputs, and of their gradients: one pass
-over memory each (`torch.aminmax`, which shows NaN and infinity). Both numbers stay on the device, without a host wait.
-They are read only after a step with non-finite gradients. The first non-finite record names the module: the one whose
-output was recorded, or its parent, between whose submodules the value was made.
+over memory each (`torch.aminmax`, which shows NaN and infinity). Both stay on the device, without a host wait, until a
+step has non-finite gradients. The first non-finite record names the module of an output, or the parent module that made
+the value between its submodules. A module's contribution to the summed gradient of a shared tensor is recorded at its
+own autograd nodes, found by a walk from outputs to inputs. The graph is unchanged: gradients are bit-identical.
 
-A tensor used by several modules has one summed gradient. A module's contribution is recorded at the module's own
-autograd nodes. A walk from its outputs to its inputs, skipping nodes of submodules, finds them after the call. The
-graph is unchanged, so gradients are bit-identical.
-
-Expected infinities are ignored: an input without a gradient whose only such values are minus infinity (a mask), and
-minus infinity that the module turns into finite values (a softmax).
+Expected infinities are ignored: minus infinity in an input without a gradient (a mask), and minus infinity that the
+module turns into finite values (a softmax).
 """
 
 from __future__ import annotations
@@ -44,16 +41,8 @@ _FAR = 4096
 
 
 class Call:
-    """A call of a module.
-
-    Attributes:
-        name: of the module; "" is the model.
-        around: the enclosing call; None if the script made it.
-        went_in: records of its inputs.
-        came_out: records of its outputs.
-        gradients: records of its outputs' gradients.
-        begins: autograd nodes of its inputs.
-        inside: autograd nodes of submodule outputs, each with the nodes of the inputs.
+    """A call of a module: `name` ("" is the model), enclosing call (None: the script), records and autograd nodes.
+    `begins`: nodes of its inputs. `inside`: nodes of submodule outputs, each with the nodes of the inputs.
     """
 
     __slots__ = ("around", "begins", "came_out", "gradients", "inside", "micro_batch", "name", "of_class", "went_in")
@@ -71,14 +60,7 @@ class Call:
 
 
 class Look:
-    """Record of the smallest and largest of some values, on their device.
-
-    Attributes:
-        what: "input", "parameter" or "output" of the call, or the gradient of an output or input.
-        range: minimum and maximum.
-        differentiable: the values require a gradient.
-        parameter: its name, for a parameter.
-    """
+    """Smallest and largest of some values, on their device: of an input, parameter or output, or a gradient."""
 
     __slots__ = ("call", "differentiable", "parameter", "range", "what")
 
@@ -95,14 +77,7 @@ Trace = list[Look]
 
 
 class Tracer:
-    """Traces the modules of one engine.
-
-    Args:
-        mode: "off", "always", or "after" (for some steps after one with non-finite gradients).
-
-    Attributes:
-        micro_batch: returns the index of the micro-batch in its window.
-    """
+    """Traces the modules of one engine: never, always, or after a step with non-finite gradients (`steps` steps)."""
 
     def __init__(self, root: nn.Module, mode: Literal["off", "after", "always"], steps: int) -> None:
         self.micro_batch: Callable[[], int] = int
@@ -134,10 +109,7 @@ class Tracer:
         return self._trace if self.watching else None
 
     def arm(self, step: int) -> int | None:
-        """Start tracing from the next window on, after non-finite gradients (all ranks call).
-
-        Returns the number of traced steps, if tracing was off.
-        """
+        """Start tracing from the next window on (all ranks call). Returns the number of traced steps, if it was off."""
         if self._mode != "after":
             return None
         new = not self.watching
@@ -230,8 +202,7 @@ class Tracer:
         return None
 
     def _follow(self, call: Call, made: set[Node]) -> None:
-        """Record the gradients that a module's own autograd nodes pass to its inputs; `made` are the nodes of its
-        outputs."""
+        """Record the gradients that a module's own autograd nodes pass to its inputs; `made`: nodes of its outputs."""
         newest = max(number_of(node) for node in call.begins)
         pending, seen = list(made), set(made)
         while pending and len(seen) < _FAR:
@@ -270,7 +241,6 @@ class Tracer:
         return look
 
     def _look(self, what: str, call: Call, values: torch.Tensor, parameter: str | None = None) -> Look | None:
-        """Record values, unless they are recorded and unchanged."""
         known = self._known(values)
         if known is not None and known[0] is not None:
             return known[0]
@@ -295,10 +265,7 @@ class Tracer:
     def explained(
         self, report: OverflowReport, trace: Trace | None, losses: list[torch.Tensor] | None, job: Communicator
     ) -> Origin | None:
-        """Return the origin of non-finite values; None if untraced or unseen. All ranks call and get the same.
-
-        `trace` is None on all ranks or on none.
-        """
+        """Return the origin of non-finite values; None if untraced or unseen. All ranks call and get the same."""
         if trace is None:
             return None
         told = job.exchange(self._own(trace, losses or []), "origin")
@@ -322,7 +289,6 @@ class Tracer:
         return Origin("own_gradient", "backward", module, of_class, parameter, None, kind, report.ranks, None, line)
 
     def _own(self, trace: Trace, losses: list[torch.Tensor]) -> dict[str, Any] | None:
-        """Return this rank's first non-finite record, as JSON values."""
         ranges = dict(zip(map(id, trace), _read(trace), strict=True))
         bad = [look for look in trace if not _finite(ranges[id(look)]) and not self._expected(look, ranges)]
         forward = next((look for look in bad if "gradient" not in look.what), None)
@@ -340,7 +306,6 @@ class Tracer:
         return asdict(min(found, key=lambda one: one[:2])[2]) if found else None
 
     def _expected(self, look: Look, ranges: dict[int, tuple[float, float]]) -> bool:
-        """Whether the values are only minus infinity where that is expected."""
         low, high = ranges[id(look)]
         if look.what not in ("input", "output") or low != -math.inf or not (math.isfinite(high) or high == -math.inf):
             return False

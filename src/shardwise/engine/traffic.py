@@ -7,21 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a step moves between a tier and its users.
+    """Bytes that a step moves between a tier ("disk", "host") and its users, on the rank with most.
 
-    Attributes:
-        tier: "disk", or "host" (to and from the device).
-        read: bytes read from the tier in a step, on the rank with most.
-        written: bytes written to the tier.
-        read_speed: bytes a second of one rank, measured while all ranks read, or as given.
-        write_speed: the same for writing.
+    Speeds are in bytes a second of one rank, measured while all ranks transfer, or as given.
 
-    Example:
-        >>> traffic = Traffic("disk", 4 * 10**9, 2 * 10**9, 2e9, 1e9)
-        >>> traffic.seconds
-        4.0
-        >>> print(traffic)
-        disk: a step reads 4.00 GB and writes 2.00 GB on each rank, at 2.00 and 1.00 GB/s: +4.0 s a step if nothing \
+    >>> print(Traffic("disk", 4 * 10**9, 2 * 10**9, 2e9, 1e9))
+    disk: a step reads 4.00 GB and writes 2.00 GB on each rank, at 2.00 and 1.00 GB/s: +4.0 s a step if nothing \
 hides it.
     """
 

@@ -1,12 +1,10 @@
 """An accumulation window: counts and weights of its micro-batches.
 
 Micro-batches count alike (the gradient is their mean), or by a weight such as their number of tokens. The gradient is
-then sum_i w_i grad_i / sum_i w_i over all ranks and micro-batches: that of one process on all tokens at once. A loss is
-multiplied by its weight before its backward pass. The sum of weights is reduced with the gradient norm, and divides the
-gradient in the step.
-
-In fp16 gradients cannot be thousands of times larger. There weights are in units of a power of two near the typical
-weight, the same on all ranks; the division by it is exact.
+then sum_i w_i grad_i / sum_i w_i over all ranks and micro-batches: that of one process on all tokens at once. Losses
+are multiplied by their weights; the step divides by the sum of weights, reduced with the gradient norm. Because fp16
+gradients cannot be thousands of times larger, weights are there in units of a power of two near the typical weight, the
+same on all ranks; the division by it is exact.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from shardwise.engine.tracing import Trace
 from shardwise.errors import UsageError
 
 Weight = float | torch.Tensor
-"""A number, or a 0-D fp64 tensor on a device whose value the host does not know."""
+"""A number, or a 0-D fp64 tensor on a device, unread by the host."""
 
 FACTS = 4
 """Length of `Window.facts`."""
@@ -33,10 +31,7 @@ LOSS_FACTS = 2
 
 
 def checked_weight(weight: Any) -> Weight:
-    """Return a checked weight. Values on a device are not checked, because the host would wait.
-
-    Raises:
-        UsageError: it is not one finite number >= 0.
+    """Return a checked weight: one finite number >= 0. Values on a device are unchecked, because the host would wait.
 
     >>> checked_weight(torch.tensor(512)), checked_weight(0)
     (512.0, 0.0)
@@ -69,14 +64,9 @@ def reference_for(mean: float) -> float:
 class Window:
     """The backward passes of this rank since the last step.
 
-    Attributes:
-        weight: sum of weights.
-        brought: passes with a gradient of a parameter.
-        losses: unscaled 0-D losses of `engine.backward()`, kept for the handling of non-finite gradients.
-        shown: losses of `engine.backward()` and their weights, if the loss is reported.
-        trace: records of traced modules.
-        agreed: number of the backward pass (the same on all ranks) for which the facts were summed over ranks, and the
-            sums.
+    `brought`: passes with a gradient of a parameter. `losses`: unscaled and 0-D, for the handling of non-finite
+    gradients; `shown`: losses and weights, if reported. `agreed`: number of the backward pass (the same on all ranks)
+    for which facts were summed over ranks, and the sums.
     """
 
     weight: Weight = 0.0
@@ -125,14 +115,7 @@ class Window:
 
 
 def check_mixed(facts: Sequence[float]) -> None:
-    """Raise if some passes of a window had weights and others had none.
-
-    Args:
-        facts: sums over ranks of `Window.facts`.
-
-    Raises:
-        UsageError: on all ranks.
-    """
+    """Raise a UsageError on all ranks if some passes of a window had weights and others had none."""
     _, weighted, unweighted, _ = facts
     if weighted and unweighted:
         raise UsageError(

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 
 
 def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> Compressor | None:
-    """Return the configured lossy gradient reduction, or None for exact reduction (all ranks call).
-
-    Args:
-        hold: called with each buffer, to count it.
-
-    Raises:
-        ConfigError: nodes have different numbers of ranks.
-    """
+    """Return the configured lossy gradient reduction, or None (all ranks call); `hold` counts each buffer."""
     zero = config.zero_optimization
     if not zero.zero_quantized_gradients or comm.world == 1:
         return build(config, comm, hold)
@@ -43,10 +36,7 @@ def reduction(config: Config, comm: Communicator, hold: Callable[[torch.Tensor],
 
 
 def node_size(comm: Communicator) -> int:
-    """Return the number of ranks of a node, the same for all nodes (all ranks call).
-
-    Raises a ConfigError if nodes have different numbers of ranks, or ranks are not numbered node by node.
-    """
+    """Return the number of ranks of a node (all ranks call); a ConfigError unless it is the same for all nodes."""
     if comm.imagined:
         told = _told() or comm.world
         return comm.world if comm.world % told else told

@@ -1,12 +1,9 @@
 """Memory accountant: live and peak bytes by category and tier.
 
-The engine reports the allocation and release of each of its buffers. It reports a number of bytes (`add`, `remove`) or
-a tensor (`hold`), which counts until its memory is freed. The engine's memory is therefore known exactly at any time,
-on any device, independent of the allocator.
-
-Events are appended to a log and evaluated on demand. The category of optimizer state becomes known only after its
-creation among temporaries of a step. Because of the log, the state counts in its category from the beginning, and never
-in another category's peak.
+The engine reports each allocation and release of its buffers, as a number of bytes (`add`, `remove`) or as a tensor
+(`hold`), which counts until its memory is freed. So its memory is known exactly, independent of the allocator. Events
+are evaluated on demand, because the category of optimizer state becomes known only after its creation among
+temporaries.
 """
 
 from __future__ import annotations
@@ -55,9 +52,7 @@ class Tier(Enum):
     DEVICE = "device"
     """Memory of the compute device."""
     HOST = "host"
-    """Host memory."""
     DISK = "disk"
-    """Files."""
 
     __hash__ = object.__hash__
 
@@ -80,14 +75,7 @@ class Moved(NamedTuple):
 
 
 class Lap(NamedTuple):
-    """Bytes in one tier.
-
-    Attributes:
-        live: current bytes by category.
-        peak: peak bytes of each category since the previous lap.
-        at_peak: bytes by category at the moment of `peak_total`.
-        peak_total: peak bytes since the previous lap.
-    """
+    """Bytes in one tier: `live` ones, and peaks since the previous lap; `at_peak`: at the moment of `peak_total`."""
 
     live: dict[Category, int]
     peak: dict[Category, int]
@@ -114,7 +102,6 @@ class _Counts:
         self.peak, self.at_peak, self.peak_total = dict(self.live), dict(self.live), self.total
 
     def lap(self) -> Lap:
-        """Return the current lap and start the next one; peaks since `begin` continue."""
         ended = Lap(dict(self.live), self.peak, self.at_peak, self.total, self.peak_total)
         self.before = self.peaks()
         self._start()
@@ -138,9 +125,8 @@ class _Told:
 
 
 class _Held(weakref.ref[torch.UntypedStorage]):
-    """Bytes of a storage, until it is freed; without a category they do not count.
-
-    Category and tier may be corrected until its first event is evaluated. `claimed`: the owner has set the category.
+    """Bytes of a storage, until it is freed; without a category they do not count. Category and tier may be corrected
+    until its first event is evaluated. `claimed`: the owner has set the category.
     """
 
     __slots__ = ("category", "claimed", "evaluated", "key", "size", "tier")
@@ -158,21 +144,18 @@ class Accountant:
 
     Attributes:
         default: category of unclaimed tensors that the tracker sees; see `owning`.
-        tracked: True if `shardwise.memory.track_activations` was active since the last `reset_peak()`.
+        tracked: `shardwise.memory.track_activations` was active since the last `reset_peak()`.
         construction_peak: peak bytes during the engine's construction.
-        process_bytes: resident bytes of the process before the construction, without the model; None if unknown.
-        process_addresses: the process's address space before the construction, without the model; None if unknown.
+        process_bytes, process_addresses: resident and virtual bytes before it, without the model; None if unknown.
 
     Example:
         >>> accountant = Accountant()
         >>> accountant.add(Category.GATHERED, 100)
         >>> accountant.remove(Category.GATHERED, 60)
-        >>> accountant.live[Category.GATHERED], accountant.peak[Category.GATHERED], accountant.peak_total
-        (40, 100, 100)
         >>> buffer = torch.zeros(25)
         >>> accountant.hold(Category.BUFFERS, buffer)
-        >>> accountant.total
-        140
+        >>> accountant.live[Category.GATHERED], accountant.total, accountant.peak_total
+        (40, 140, 140)
         >>> del buffer
         >>> accountant.total, accountant.peak_total
         (40, 140)
@@ -181,7 +164,7 @@ class Accountant:
     _LOG_LENGTH = 4096
     """Maximum number of unevaluated events."""
     _TRACKED_LOG_LENGTH = 1 << 20
-    """Maximum with an active tracker: longer than a step, so that late claims are exact."""
+    """Maximum with an active tracker: longer than a step, for exact late claims."""
 
     def __init__(self) -> None:
         self.default: Category | None = Category.ACTIVATIONS
@@ -260,14 +243,7 @@ class Accountant:
         self.tracked = self.trackers > 0
 
     def lap(self) -> dict[Tier, Lap]:
-        """Return current and peak bytes of each tier since the last call; `peak` and other peaks continue.
-
-        >>> accountant = Accountant()
-        >>> accountant.add(Category.GATHERED, 100)
-        >>> accountant.remove(Category.GATHERED, 60)
-        >>> [accountant.lap()[Tier.DEVICE].peak_total for _ in range(2)], accountant.peak_total
-        ([100, 40], 100)
-        """
+        """Return current and peak bytes of each tier since the last call; `peak` and other peaks continue."""
         with self._evaluating:
             self._evaluate_log()
             return {tier: counts.lap() for tier, counts in self._counts.items()}
@@ -288,9 +264,8 @@ class Accountant:
             self._moved[tier] += (read, written)
 
     def hold(self, category: Category | None, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> None:
-        """Count the memory of a tensor, once for all its views, until it is freed; None: under no category.
-
-        The first claim sets the category; before, the tracker's category holds.
+        """Count the memory of a tensor, once for all its views, until it is freed; None: under no category. The first
+        claim sets the category; before, the tracker's category holds.
         """
         storage = tensor.untyped_storage()
         entry = self._held.get(id(storage))
@@ -309,7 +284,7 @@ class Accountant:
         entry.category, entry.tier = category, tier
 
     def disregard(self, tensor: torch.Tensor) -> None:
-        """Exclude the memory of a tensor, whose bytes are reported by `add` and `remove`."""
+        """Exclude the memory of a tensor, because `add` and `remove` report its bytes."""
         self.hold(None, tensor)
 
     def rehouse(self, tensor: torch.Tensor, tier: Tier) -> None:

@@ -36,12 +36,8 @@ class Call:
 
 
 class Answers(TorchDispatchMode):
-    """Returns plausible values of fake tensors in a dry run: True, 1, or 0.5 (finite, and 1 minus it is not 0).
-
-    Existing values (a learning rate in a tensor) are unreadable in a dry run, too.
-
-    Args:
-        only: names of the modules that receive values; empty: all.
+    """Returns plausible values of fake tensors to `only` these modules (empty: all): True, 1, or 0.5 (finite, and 1
+    minus it is not 0). Existing values (a learning rate in a tensor) are unreadable in a dry run, too.
     """
 
     def __init__(self, only: Collection[str] = ()) -> None:
@@ -55,7 +51,6 @@ class Answers(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Return a plausible value for a scalar read, else run the operator."""
         if func is torch.ops.aten._local_scalar_dense.default and (not self._only or _asking() in self._only):
             dtype = args[0].dtype
             return True if dtype is torch.bool else 0.5 if dtype.is_floating_point else 1
@@ -64,10 +59,8 @@ class Answers(TorchDispatchMode):
 
 @contextlib.contextmanager
 def without_masks() -> Iterator[None]:
-    """Make transformers omit attention masks that hide nothing, as it does for tensors with values.
-
-    transformers creates masks, which take memory, for tensors that seem traced. Inside the block fake tensors do not
-    seem traced, and their masks hide nothing.
+    """Make transformers omit attention masks that hide nothing, as for tensors with values: inside the block fake
+    tensors do not seem traced, for which transformers creates masks.
     """
     utilities: Any = sys.modules.get("transformers.utils.import_utils")
     if not hasattr(utilities, "is_fake_tensor"):
@@ -82,10 +75,7 @@ def without_masks() -> Iterator[None]:
 
 
 def has_masks(batch: Any) -> bool:
-    """Return True if a batch may hide tokens in attention.
-
-    It may if it has position ids, or masks that are not known to be all ones.
-    """
+    """Return True if a batch has position ids, or masks that are not known to be all ones."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     def hides(name: str, values: Any) -> bool:
@@ -105,11 +95,7 @@ def _asking() -> str:
 
 
 def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Copy a module's structure with fake parameters and buffers; shared ones stay shared.
-
-    Args:
-        module: is not changed; its parameters may be resharded. Meta tensors become CPU tensors.
-    """
+    """Copy a module with fake parameters and buffers; shared ones stay shared, meta tensors become CPU tensors."""
     memo: dict[int, Any] = {}
     with mode, without_overrides():
         for parameter in module.parameters():
@@ -121,11 +107,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
 
 
 def fake_values(values: Any, mode: FakeTensorMode, device: torch.device | None = None) -> Any:
-    """Return nested values with fake tensors.
-
-    Args:
-        device: device for meta tensors; None: the CPU.
-    """
+    """Return nested values with fake tensors; `device`: of meta tensors (None: the CPU)."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,12 +120,7 @@ def fake_values(values: Any, mode: FakeTensorMode, device: torch.device | None =
 
 
 def shapes_of(values: Any, rows: int | None = None, wanted: int | None = None) -> Any:
-    """Return nested values with meta tensors.
-
-    Args:
-        values: nested in any way; tensors are dense.
-        rows: size of the batch dimension (the first).
-        wanted: new size of the batch dimension.
+    """Return nested values with meta tensors; a batch dimension (the first) of size `rows` becomes `wanted`.
 
     >>> shapes_of({"x": torch.ones(8, 3), "scale": torch.ones(3)}, 8, 2)["x"].shape
     torch.Size([2, 3])
@@ -170,12 +147,8 @@ def _device_of(tensor: torch.Tensor, default: torch.device | None = None) -> tor
 
 @contextlib.contextmanager
 def undisturbed(devices: Collection[int] | None = None) -> Iterator[None]:
-    """Preserve the RNG state, run compiled modules eagerly, and silence torch's log of failing fake operators.
-
-    Args:
-        devices: CUDA devices of the preserved RNG state; None: all.
-    """
-    # torch logs a traceback of each failing operator before it raises the error, whose message the caller writes.
+    """Preserve the RNG state (of CUDA `devices`; None: all), run eagerly, and silence torch's log of fake operators."""
+    # torch logs a traceback of each failing operator before it raises the error; the caller writes its message.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -187,11 +160,7 @@ def undisturbed(devices: Collection[int] | None = None) -> Iterator[None]:
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the call arguments of a batch.
-
-    A mapping gives keyword arguments, a tuple or list positional ones, a `Call` both, any other value the only
-    argument.
-    """
+    """Return (args, kwargs) of a batch: a mapping, a tuple or list, a `Call`, or the only argument."""
     if isinstance(batch, Call):
         return batch.args, batch.kwargs
     if isinstance(batch, Mapping):
@@ -202,10 +171,8 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def like_cross_entropy(output: Any) -> torch.Tensor:
-    """Return a loss with the memory of a usual loss: the output's own loss, or the sum of fp32 log-softmaxes.
-
-    For outputs without a known loss: cross entropy keeps an fp32 copy of the logits and creates a gradient of the same
-    size.
+    """Return a loss with the memory of a usual loss: the output's own loss, or the sum of fp32 log-softmaxes, because
+    cross entropy keeps an fp32 copy of the logits and creates a gradient of the same size.
     """
     scalar = _scalar_in(output)
     if scalar is not None:
@@ -214,10 +181,7 @@ def like_cross_entropy(output: Any) -> torch.Tensor:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the loss of an output: the output itself, its `loss` (attribute or key), or its first element.
-
-    Without a loss, return the sum of all differentiable outputs.
-    """
+    """Return the output itself, its `loss` or its first element; without a loss the sum of differentiable outputs."""
     scalar = _scalar_in(output)
     return scalar if scalar is not None else _sum_of(_trained_outputs(output))
 

@@ -25,8 +25,7 @@ class OutOfMemoryError(ShardwiseError, torch.OutOfMemoryError, MemoryError):
 
     Attributes:
         asked: requested bytes, None if unknown.
-        suggestion: configuration keys with which `initialize()` would fit, if it has refused a plan and found some;
-            else None.
+        suggestion: configuration keys with which `initialize()` would fit after a refused plan; None if unknown.
     """
 
     asked: int | None = None
@@ -80,9 +79,8 @@ def let_go_of_frames(error: BaseException) -> None:
 
 
 def _clear_module_call(frame: FrameType) -> None:
-    """Clear the arguments of a module's call, which `nn.Module` keeps in closure cells of this call.
-
-    A cleared frame still references its function, and the function its cells.
+    """Clear the arguments of a module's call, because `nn.Module` keeps them in closure cells of this call: a cleared
+    frame still references its function, and the function its cells.
     """
     if frame.f_code.co_filename != nn.modules.module.__file__:
         return

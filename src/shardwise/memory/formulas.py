@@ -9,11 +9,6 @@ def transformer_model_bytes(layers: int, hidden: int, *, itemsize: int = 4) -> i
     A layer has query, key, value and output projections (4h^2 + 4h), a feed-forward network of four times the width
     (8h^2 + 5h), and two layer norms (4h). Embeddings and a final norm are excluded.
 
-    Args:
-        layers: number of layers.
-        hidden: width h.
-        itemsize: bytes of a number.
-
     >>> transformer_model_bytes(12, 768)
     340217856
     """
@@ -24,16 +19,10 @@ def transformer_activation_bytes(layers: int, hidden: int, heads: int, batch: in
     """Return the estimated saved activations of an fp32 transformer: n*b*l*h * (67 + 9*m*l / h) bytes.
 
     Korthikanti et al., "Reducing activation recomputation in large transformer models" (2022, arXiv:2205.05198, section
-    4.1), count 34*b*l*h + 5*b*m*l^2 bytes a layer in 16 bits, including dropout masks of one byte a value. In fp32 all
-    but the masks double: 66*b*l*h + 9*b*m*l^2. The common form with 67 counts one of two masks as doubled. The formula
-    holds for attention with materialized scores and dropout; fused attention does not save scores.
-
-    Args:
-        layers: number of layers n.
-        hidden: width h.
-        heads: attention heads m.
-        batch: sequences b.
-        length: tokens in a sequence l.
+    4.1), count 34*b*l*h + 5*b*m*l^2 bytes in each of n layers in 16 bits, including dropout masks of one byte a value
+    (width h, m heads, b sequences of l tokens). In fp32 all but the masks double: 66*b*l*h + 9*b*m*l^2. The common form
+    with 67 counts one of two masks as doubled. The formula holds for attention with materialized scores and dropout;
+    fused attention does not save scores.
 
     >>> transformer_activation_bytes(12, 768, 12, 8, 1024)
     15929966592

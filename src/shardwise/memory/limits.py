@@ -1,7 +1,4 @@
-"""Memory limits of this process: the smallest limit of device and operating system.
-
-Reclaimable pages of the page cache count as free.
-"""
+"""Memory limits of this process, by device and operating system. Reclaimable pages of the page cache count as free."""
 
 from __future__ import annotations
 
@@ -19,10 +16,7 @@ from shardwise.memory.process import resident_bytes, virtual_bytes
 
 @contextlib.contextmanager
 def more_addresses() -> Iterator[None]:
-    """Raise the address-space limit to its maximum inside the block (`ulimit -S -v`).
-
-    An error message after exhaustion needs addresses itself, and freed memory does not always return them.
-    """
+    """Raise the soft address-space limit to the hard one: an error message after exhaustion needs addresses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     try:
@@ -33,13 +27,8 @@ def more_addresses() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """A memory limit and its current use, in bytes.
-
-    Attributes:
-        used: current use by all processes.
-        own: this process's part of `used`.
-        sharers: processes of this job that share the limit.
-        address_space: True if the limit counts addresses instead of memory.
+    """A memory limit and its use by all processes, in bytes. `own`: this process's part of `used`. `sharers`: processes
+    of this job that share the limit. `address_space`: it counts addresses instead of memory.
     """
 
     name: str
@@ -56,18 +45,14 @@ class MemoryLimit:
 
 
 def memory_limit(device: torch.device, processes: int = 1) -> MemoryLimit | None:
-    """Return the limit that leaves this process the least, or None if unknown.
+    """Return the limit that leaves each of `processes` on this machine the least, or None if unknown.
 
     On a CUDA device this is the device's memory (or torch's allowed fraction). On a CPU it is the minimum of address
     space (RLIMIT_AS), control group limit (cgroup v2 or v1) and physical memory.
 
-    Args:
-        processes: processes of this job on this machine.
-
-    Example:
-        >>> limit = memory_limit(torch.device("cpu"))
-        >>> limit is None or 0 < limit.share <= limit.total
-        True
+    >>> limit = memory_limit(torch.device("cpu"))
+    >>> limit is None or 0 < limit.share <= limit.total
+    True
     """
     if device.type == "cuda":
         return device_limit(device)
@@ -107,17 +92,12 @@ def physical_bytes() -> int:
 
 
 def disk_limit(directory: Path, processes: int = 1) -> MemoryLimit | None:
-    """Return the space of a directory's file system for this user, or None if unknown.
+    """Return this user's space on the file system of a directory, existing or not; None if unknown.
 
-    Args:
-        directory: need not exist.
-        processes: processes of this job that use the same file system.
-
-    Example:
-        >>> import tempfile
-        >>> limit = disk_limit(Path(tempfile.gettempdir()))
-        >>> limit is not None and 0 <= limit.share <= limit.total
-        True
+    >>> import tempfile
+    >>> limit = disk_limit(Path(tempfile.gettempdir()))
+    >>> limit is not None and 0 <= limit.share <= limit.total
+    True
     """
     try:
         found = os.statvfs(existing(directory))
@@ -153,11 +133,7 @@ def _available(total: int) -> int:
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """A control group with a memory limit in bytes.
-
-    Attributes:
-        counter: name of the file with the current use.
-    """
+    """A control group with a memory limit in bytes; `counter`: name of the file with the current use."""
 
     path: str
     limit: int
@@ -165,11 +141,7 @@ class ControlGroup:
     counter: str
 
     def used(self, exact_above: int = 0) -> int:
-        """Return the current use without reclaimable page cache; 0 if unreadable.
-
-        Args:
-            exact_above: below this use the page cache may be included, which saves reading the statistics.
-        """
+        """Return the use without reclaimable page cache (below `exact_above` possibly with it); 0 if unreadable."""
         used = 0
         try:
             used = int((self.directory / self.counter).read_text())
@@ -188,13 +160,8 @@ class ControlGroup:
 def control_groups(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[ControlGroup]:
-    """Yield this process's memory-limiting control groups, and their parents.
-
-    Inside a container the host's groups may not be mounted; the container's group is then the root.
-
-    Args:
-        membership: file with the groups of a process.
-        root: mount point of the groups.
+    """Yield this process's memory-limiting control groups (from the file `membership`, mounted at `root`), and their
+    parents. In a container the host's groups may not be mounted; the container's group is then the root.
     """
     try:
         lines = membership.read_text().splitlines()

@@ -1,7 +1,4 @@
-"""Optimizer state size, measured by a step of a copy on fake tensors.
-
-The measurement works for any class with any options, without a table of optimizers.
-"""
+"""Optimizer state size, measured by a step of a copy on fake tensors: of any class with any options."""
 
 from __future__ import annotations
 
@@ -23,19 +20,13 @@ def state_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[tuple[int, int]]:
-    """Return, for each tensor, the bytes of its optimizer state and the bytes of scalars in it.
+    """Return, for each tensor of `shapes`, the bytes of its optimizer state and the bytes of scalars in it.
 
-    Args:
-        optimizer: is not changed: a copy with the same options is stepped.
-        group: index of the parameter group with the options.
-        shapes: shapes of all tensors of the group.
-        dtype: dtype of these tensors and of their gradients.
-        device: their device, on which the state of some optimizers depends.
+    A copy of the optimizer is stepped, with the options of parameter group `group`; some state depends on the device.
 
-    Example:
-        >>> adam = torch.optim.Adam([torch.zeros(1)])
-        >>> state_bytes(adam, 0, [(1000,), (10, 20)], dtype=torch.float32, device=torch.device("cpu"))
-        [(8004, 4), (1604, 4)]
+    >>> adam = torch.optim.Adam([torch.zeros(1)])
+    >>> state_bytes(adam, 0, [(1000,), (10, 20)], dtype=torch.float32, device=torch.device("cpu"))
+    [(8004, 4), (1604, 4)]
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 

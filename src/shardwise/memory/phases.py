@@ -14,23 +14,19 @@ _ORDER = (BEFORE, FORWARD, BACKWARD, STEP)
 
 
 class MemoryPhases:
-    """Records the accountant's bytes at the phases of a step.
+    """Records the accountant's bytes at the phases of a step; on CUDA the table includes torch's allocator.
 
-    Args:
-        device: device of the model; on CUDA the table includes torch's allocator.
-
-    Example:
-        >>> accountant = Accountant()
-        >>> phases = MemoryPhases(accountant, torch.device("cpu"))
-        >>> accountant.add(Category.PARAMETERS, 2048)
-        >>> phases.look(BEFORE)
-        >>> accountant.add(Category.GRADIENTS, 1024)
-        >>> phases.look(STEP)
-        >>> print(phases.table())
-                    before forward   after step         peak
-        parameters        2.00 KiB     2.00 KiB     2.00 KiB
-        gradients                -     1.00 KiB     1.00 KiB
-        total             2.00 KiB     3.00 KiB     3.00 KiB
+    >>> accountant = Accountant()
+    >>> phases = MemoryPhases(accountant, torch.device("cpu"))
+    >>> accountant.add(Category.PARAMETERS, 2048)
+    >>> phases.look(BEFORE)
+    >>> accountant.add(Category.GRADIENTS, 1024)
+    >>> phases.look(STEP)
+    >>> print(phases.table())
+                before forward   after step         peak
+    parameters        2.00 KiB     2.00 KiB     2.00 KiB
+    gradients                -     1.00 KiB     1.00 KiB
+    total             2.00 KiB     3.00 KiB     3.00 KiB
     """
 
     def __init__(self, accountant: Accountant, device: torch.device) -> None:

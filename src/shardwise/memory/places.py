@@ -2,8 +2,7 @@
 
 A tier takes over a tensor's memory and stores its values: in host memory, or in files. The tensor object and its views
 stay, but have memory only while acquired. `start` begins to fetch the values, `finish` waits for them, and a release
-stores them if they were written. Other work can run between `start` and `finish`. Tensors on the device are always
-available at no cost.
+stores them if they were written. Tensors on the device are always available at no cost.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Stored(Protocol):
-    """The stored values of one tensor, which starts out acquired.
-
-    Attributes:
-        staged: bytes of host staging memory during a transfer.
-    """
+    """The stored values of one tensor, which starts out acquired; `staged`: bytes of host staging memory."""
 
     staged: int
 
@@ -46,38 +41,26 @@ class Stored(Protocol):
         """Copy the stored values into another tensor of the same layout, for the current stream (on any thread)."""
 
     def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
-        """Block the host until the memory released by `give_back` is free.
-
-        Args:
-            leave: receives the memory instead of the system (if the tier lags, and without staging).
+        """Block the host until the memory released by `give_back` is free. `leave` receives it instead of the system
+        (if the tier lags, and without staging).
         """
 
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
-        """Prefetch the values for `copy_to` or `start`, if fetching takes time.
-
-        Args:
-            target: later target of `copy_to`; its content is undefined until then.
-        """
+        """Prefetch the values for `start`, or for `copy_to` into `target` (undefined until then), if it takes time."""
 
     def in_place(self) -> torch.Tensor:
         """Return the stored bytes for the host to read and write, after all copies (if `at_hand`)."""
 
     def shared(self) -> torch.Tensor:
-        """Return the stored bytes for the host to keep (if `at_hand`).
-
-        From now on each store of values blocks the host until its end. Before a write, the host itself waits with
-        `in_place` for copies that read the bytes.
+        """Return the stored bytes for the host to keep (if `at_hand`). From now on each store of values blocks the host
+        until its end. Before a write, the host itself waits with `in_place` for copies that read the bytes.
         """
 
 
 class StateHome(Protocol):
-    """A memory tier for tensors of one device.
-
-    Attributes:
-        lends: True if tensors have memory only while acquired.
-        at_hand: True if the host can use the stored values in place.
-        lags: True if memory released dirty is free only after its store, for which the host waits.
-        used_on: device on which tensors are used; None: the engine's device.
+    """A memory tier for tensors of one device. `lends`: tensors have memory only while acquired. `at_hand`: the host
+    can use the stored values in place. `lags`: memory released dirty is free only after its store, for which the host
+    waits. `used_on`: device on which tensors are used; None: the engine's device.
     """
 
     tier: Tier
@@ -123,14 +106,9 @@ def tier_in_use(home: StateHome) -> Tier:
 
 @dataclass(frozen=True)
 class Where:
-    """Names of the memory tiers of each kind of state.
-
-    Master weights are with the optimizer state; parameters stepped directly are with the parameters.
-
-    Attributes:
-        parameters: tier of the parameters between uses.
-        share: fraction of elements whose optimizer state and gradients are off the device, in whole units.
-        near: elements of a rank's parameters that stay on the host if the tier is slower.
+    """Names of the memory tiers of each kind of state. Master weights are with the optimizer state; parameters stepped
+    directly are with the parameters. `share`: fraction of elements with optimizer state and gradients off the device,
+    in whole units. `near`: elements of a rank's parameters that stay on the host if the tier is slower.
     """
 
     optimizer: str = "device"
@@ -150,14 +128,8 @@ ALL_ON_DEVICE = Where()
 
 @dataclass(frozen=True)
 class Homes:
-    """Memory tiers of each kind of state.
-
-    Attributes:
-        optimizer: tier of state stepped in segments.
-        whole: tier of state stepped in whole tensors, on the device.
-        gradients: tier of accumulated gradients.
-        parameters: tier of the parameters between uses.
-        near: tier of the first `Where.near` elements of the parameters.
+    """Memory tiers of each kind of state: `parameters` between uses, accumulated `gradients`, `optimizer` state stepped
+    in segments or in `whole` tensors (on the device); `near`: of the first `Where.near` elements of the parameters.
     """
 
     optimizer: StateHome = ON_DEVICE
@@ -177,14 +149,7 @@ ALL_AT_HAND = Homes()
 
 @dataclass
 class _Loan:
-    """A tensor stored in a tier.
-
-    Attributes:
-        fresh: True before its first store.
-        view: the stored bytes on the host as a tensor of the same layout.
-        staged: host bytes allocated for a transfer.
-        given: True if the tensor's memory was allocated here, not its original memory.
-    """
+    """A tensor stored in a tier. `fresh`: before its first store. `given`: the current memory was allocated here."""
 
     tensor: torch.Tensor
     stored: Stored
@@ -196,10 +161,9 @@ class _Loan:
 
 
 class Spare:
-    """Pool of host memory from released tensors, for later tensors of the same size.
-
-    Because new memory must be zeroed by the CPU, reuse saves time. The pool and acquired tensors never exceed the peak
-    of acquired memory: before a new allocation, as many pooled bytes are freed.
+    """Pool of host memory from released tensors, for later tensors of the same size, because the CPU must zero new
+    memory. Pool and acquired tensors never exceed the peak of acquired memory: before a new allocation, as many pooled
+    bytes are freed.
     """
 
     def __init__(self, accountant: Accountant) -> None:
@@ -249,20 +213,14 @@ class Spare:
 class Loans:
     """Tensors of one tier that are acquired together; nested acquisition transfers nothing.
 
-    Args:
-        label: name of the tensors, for profilers and timelines.
+    `away`: tensors must be acquired before use. `lent`: current number of nested acquisitions. `spare`: pool of host
+    memory, if any; see `in_turn`.
 
-    Attributes:
-        away: True if tensors must be acquired before use.
-        lent: current number of nested acquisitions.
-        spare: pool of host memory, if any; see `in_turn`.
-
-    Example:
-        >>> loans = Loans(ON_DEVICE, Accountant())
-        >>> loans.keep(Category.MASTER, torch.zeros(4))
-        >>> with loans.lent_out(written=True):
-        ...     loans.away
-        False
+    >>> loans = Loans(ON_DEVICE, Accountant())
+    >>> loans.keep(Category.MASTER, torch.zeros(4))
+    >>> with loans.lent_out(written=True):
+    ...     loans.away
+    False
     """
 
     def __init__(self, home: StateHome, accountant: Accountant, label: str = "") -> None:
@@ -401,11 +359,7 @@ class Loans:
             self.settle()
 
     def settle(self) -> None:
-        """Free the memory of released tensors; the host waits for pending stores.
-
-        Raises:
-            OffloadError: a store failed, and its values are lost.
-        """
+        """Free the memory of released tensors; the host waits for stores. An OffloadError if one has failed."""
         if not self._unsettled:
             return
         with self._shown("wait for store"), contextlib.ExitStack() as all_of_them:
@@ -424,10 +378,7 @@ class Loans:
         return Spare(self._accountant)
 
     def _spare_of(self, loan: _Loan) -> Spare | None:
-        """Return the pool for a tensor whose values are read into and written from host memory directly.
-
-        State that the optimizer creates in its first step has own memory, which would exceed the bound of the pool.
-        """
+        """Return None for state made in the optimizer's first step: its memory would exceed the pool's bound."""
         return self.spare if self.home.lags and loan.given and not loan.stored.staged else None
 
     def in_place(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -462,9 +413,8 @@ class Loans:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Allow the creation of views inside the block, without values and without using memory.
-
-        Because torch creates no views of empty storages, memory is allocated and never touched.
+        """Allow the creation of views inside the block: torch creates none of empty storages, so memory is allocated
+        and never touched.
         """
         storages = [] if self.lent else [loan.tensor.untyped_storage() for loan in self._kept.values()]
         self.settle()
@@ -532,11 +482,7 @@ def borrowed(wanted: Sequence[Borrowed]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lent(wanted: Sequence[Borrowed]) -> Iterator[Callable[[], None]]:
-    """Start to acquire tensors, and yield the callback that finishes; release all at the end.
-
-    After an error, tensors that were not fetched or not overwritten are not stored, because they would replace good
-    values.
-    """
+    """After an error, tensors that were not fetched or not overwritten are not stored, to keep their good values."""
     come = done = False
 
     def finish() -> None:
@@ -567,7 +513,6 @@ def settle(wanted: Sequence[Borrowed]) -> None:
 
 @contextlib.contextmanager
 def _sparing(wanted: Sequence[Borrowed]) -> Iterator[Spare | None]:
-    """Share a pool of host memory among the tensors inside the block; free it at the end."""
     lagging = [loans for loans, _ in wanted if loans.home.lags and loans.spare is None]
     if not (lagging and can_hand_memory_on):
         yield None
@@ -587,14 +532,9 @@ def in_turn(
     parts: Sequence[tuple[T, Sequence[Borrowed]]],
     use: Callable[[T], None],
 ) -> None:
-    """Process parts in order, each acquired meanwhile, as a pipeline.
-
-    During the use of one part the next one is fetched, and the previous one may still be stored. The pipeline needs
-    memory for three parts, and reuses each part's host memory for the third after it.
-
-    Args:
-        parts: each with its tensors to acquire.
-        use: is called with each.
+    """Process parts in order, each acquired for `use`, as a pipeline: the next part is fetched meanwhile, and the
+    previous one may still be stored. It needs memory for three parts, and reuses each part's host memory for the third
+    after it.
     """
     everything = [borrows for _, wanted in parts for borrows in wanted]
     with _sparing(everything) as spare:

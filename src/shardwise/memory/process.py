@@ -53,9 +53,8 @@ def give_back_freed_memory() -> None:
     """Trim freed memory of the C library's heap (glibc), and empty torch's cache.
 
     glibc returns large blocks only above a threshold that grows with use (to 32 MiB), and otherwise only the end of its
-    heap. Memory freed before its neighbours, such as a model outlived by its shards, leaves resident holes. Trimming
-    costs milliseconds, and later the first touch of those pages. Call it at turning points such as the end of
-    construction, not in every step.
+    heap. So a model freed before its shards leaves resident holes. Trimming costs milliseconds, and later the first
+    touch of those pages; call it at the end of construction, not in every step.
     """
     trim = _malloc_trim()
     if trim is not None:
@@ -74,11 +73,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def module_bytes(module: nn.Module, kind: str | None = None) -> int:
-    """Return the bytes of a module's parameters and buffers; shared memory counts once.
-
-    Args:
-        kind: device type to count; None: any.
-    """
+    """Return the bytes of a module's parameters and buffers on a device type (None: any); shared memory counts once."""
     storages = {}
     with without_overrides():  # without gathering resharded parameters
         for tensor in (*module.parameters(), *module.buffers()):

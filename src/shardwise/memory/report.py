@@ -12,13 +12,11 @@ from shardwise.memory.accountant import Category
 
 @dataclass(frozen=True)
 class MemoryRow:
-    """One line of the table, in bytes of one rank. None: unknown (see the report's notes).
+    """One line of the table (a category, or `total`), in bytes of one rank. None: unknown (see the report's notes).
 
     Attributes:
-        name: the category, or `total`.
         planned: result of a dry run of a step.
-        measured: peak bytes since the last reset. Because peaks of categories need not coincide, the measured total may
-            be less than the sum of the lines.
+        measured: peak bytes since the last reset. Peaks need not coincide: the total may be less than the sum.
         floor: minimum of the sharding plan's arithmetic.
         live: bytes at the time of the report; in OOM reports.
     """
@@ -36,15 +34,12 @@ class MemoryReport:
 
     Attributes:
         rows: one per category, in the order of `Category`.
-        parameters: elements of all parameters of the whole model; bytes per parameter divide one rank's bytes by it.
-        rank, world: rank of the report, and number of ranks.
+        parameters: elements of the whole model's parameters, the divisor of bytes per parameter.
         construction: peak bytes during the engine's construction.
         resident: current resident set size of the process, None if unknown.
         process: part of `resident` before the construction, without the model: interpreter, libraries, data.
         notes: reasons for unknown values.
-        allocated: peak bytes of torch's CUDA allocator since its last reset (`torch.cuda.reset_peak_memory_stats`), of
-            all users; None on other devices.
-        reserved: peak bytes that the allocator has reserved.
+        allocated, reserved: peak bytes of torch's CUDA allocator since its last reset; None on other devices.
         elsewhere: one line for each other tier in use.
         moved: planned bytes of a step that are read from ("read") and written to ("written") each of these tiers.
     """
@@ -83,13 +78,12 @@ class MemoryReport:
             Console().print(self)
 
     def __rich__(self) -> Any:
-        """Return the table for rich."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
 
         title = f"Memory of rank {self.rank} of {self.world} ({self.parameters:,} parameters in the whole model)"
-        # Without frames, so that the categories' names fit into 80 columns, which is what a log file gets.
+        # Without frames, because log files have 80 columns, and the categories' names must fit.
         table = Table(title=title, box=box.SIMPLE, collapse_padding=True)
         table.caption, table.caption_justify = Text("\n".join(self._captions())), "left"
         table.add_column("", no_wrap=True)

@@ -1,8 +1,8 @@
 """Memory sources of a module's training: model, gradients, optimizer, activations.
 
 The division follows Sohoni et al., "Low-memory neural network training: a technical report" (2019), with separate
-gradients and optimizer. Activations are counted in two ways: as the outputs of layers, by hooks, and exactly, as the
-memory that autograd saves for the backward pass. Tests compare the two transformer formulas with both.
+gradients and optimizer. Activations are counted as the outputs of layers, by hooks, and exactly, as the memory that
+autograd saves for the backward pass. Tests compare the two transformer formulas with both.
 """
 
 from __future__ import annotations
@@ -30,16 +30,11 @@ OptimizerLike = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] |
 
 @dataclass(frozen=True)
 class ModuleMemory:
-    """Bytes of one module in each source, without its children.
+    """Bytes of one module (`name` as in `named_modules()`) in each source, without its children.
 
-    Attributes:
-        name: as in `named_modules()`; "" for the module itself.
-        model: its parameters; a shared one belongs to the first module with it.
-        gradient: their gradients.
-        optimizer: their optimizer state.
-        outputs: new memory of its calls' results, if it calls no other module.
-        saved: memory that autograd saves while it is the innermost running module. Each storage counts at its first
-            save.
+    A shared parameter belongs to the first module with it. `outputs`: new memory of its calls' results, if it calls no
+    other module. `saved`: memory that autograd saves while it is the innermost running module, at the first save of
+    each storage.
     """
 
     name: str
@@ -53,19 +48,15 @@ class ModuleMemory:
 
 @dataclass(frozen=True)
 class MemorySources:
-    """Bytes of a module's training, by source.
+    """Bytes of a module's training, by source; activations are None without inputs.
 
     Attributes:
-        model: parameters; tied ones once.
-        gradient: one for each trained parameter, in its dtype.
+        model, gradient: parameters (tied ones once), and one gradient for each trained parameter, in its dtype.
         optimizer: optimizer state, including step counters.
         optimizer_counters: the part independent of parameter sizes (Adam's step counts).
-        inputs: memory of the given tensors.
-        activation_outputs: the inputs, and the outputs of all modules that call no other module. Memory counts once:
-            views and in-place changes add nothing. None: no inputs were given.
+        activation_outputs: memory of the inputs, and of the outputs of all modules that call no other, once.
         activation_saved: distinct memory that autograd holds at the end of the forward pass (and of the loss, if
-            given), without parameters, buffers and their views. None: no inputs were given.
-        notes: assumptions.
+            given), without parameters, buffers and their views.
     """
 
     model: int
@@ -85,11 +76,7 @@ class MemorySources:
         return self.model + self.buffers + self.gradient + self.optimizer + (self.activation_saved or 0)
 
     def under(self, name: str) -> ModuleMemory:
-        """Return the bytes of a module including all modules inside it.
-
-        Raises:
-            UsageError: no module has this name.
-        """
+        """Return the bytes of a module including all modules inside it; a UsageError for an unknown name."""
         inside = [m for m in self.modules if not name or m.name == name or m.name.startswith(f"{name}.")]
         own = next((m for m in inside if m.name == name), None)
         if own is None:
@@ -105,15 +92,10 @@ class MemorySources:
         return {**asdict(self), "total": self.total}
 
     def render(self, width: int = 100, depth: int = 1) -> str:
-        """Return the tables as text.
-
-        Args:
-            depth: depth of listed modules, each including its inner modules; 0: none.
-        """
+        """Return the tables as text; `depth` of the listed modules, which include their inner modules (0: none)."""
         return as_text(self._tables(depth), width)
 
     def __rich__(self) -> Any:
-        """Return the tables for rich."""
         from rich.console import Group
 
         return Group(*self._tables(1))
@@ -168,19 +150,18 @@ def memory_sources(
     saved). Its state stays unchanged: no hooks, no gradients; buffers and RNG state are restored.
 
     Args:
-        module: any module. An engine's module is copied without values, so that no rank waits for another; pass
+        module: any module. An engine's module is copied without values, because no rank may wait for another; pass
             `engine.module` and the optimizer's class.
         args: arguments of the module. Without arguments activations are not counted.
         optimizer: an instance, a class or factory (`functools.partial(torch.optim.SGD, momentum=0.9)`), or the
             case-insensitive name of a class in `torch.optim`. None: no optimizer.
-        loss: computes the loss of the module's output, whose saved tensors then count.
+        loss: computes the loss of the module's output; its saved tensors then count.
         dry_run: compute on fake tensors, without memory: control flow must not depend on values. None: if the module
             has meta parameters, or belongs to an engine.
         kwargs: keyword arguments of the module.
 
     Raises:
-        UsageError: the optimizer is unknown, has none of the parameters, or cannot be stepped; parameters have no shape
-            yet.
+        UsageError: the optimizer is unknown, misses all parameters, or cannot be stepped; or parameters lack a shape.
         Exception: any error of the module.
 
     Example:
@@ -188,7 +169,7 @@ def memory_sources(
         >>> found = memory_sources(net, torch.randn(4, 512), optimizer="SGD")
         >>> found.model, found.gradient, found.optimizer, found.activation_outputs
         (4200448, 4200448, 0, 32768)
-        >>> found.activation_saved  # the inputs of both layers: what the gradients of their weights are made of
+        >>> found.activation_saved  # the inputs of both layers, from which the weights' gradients are computed
         24576
     """
     parameters = _distinct(module.named_parameters())
@@ -255,7 +236,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _waits_for_ranks(module: nn.Module) -> bool:
-    """Return True if calling the module may be a collective, because it belongs to an engine."""
+    """True if calling the module may be a collective, because it belongs to an engine."""
     return any(
         getattr(hook, "may_wait_for_ranks", False)
         for inner in module.modules()
@@ -267,7 +248,6 @@ def _waits_for_ranks(module: nn.Module) -> bool:
 
 
 def _states(parameters: dict[int, torch.Tensor], optimizer: OptimizerLike | None) -> tuple[dict[int, int], int]:
-    """Return the state bytes of each trained parameter by `id()`, and the total bytes independent of sizes."""
     trained = {key: parameter for key, parameter in parameters.items() if parameter.requires_grad}
     if optimizer is None or not trained:
         return {}, 0
@@ -352,7 +332,6 @@ def _on_a_copy(module: nn.Module, args: Any, kwargs: Any, loss: Callable[[Any], 
 
 
 def _in_place(module: nn.Module, args: Any, kwargs: Any, loss: Callable[[Any], Any] | None) -> Watch:
-    """Run the module itself, restoring its buffers and the RNG state."""
     watch = Watch(module)
     used = [*module.parameters(), *module.buffers(), *tensors_in((args, kwargs))]
     devices = sorted({tensor.device.index for tensor in used if tensor.is_cuda})

@@ -12,20 +12,17 @@ class Stash:
     """Host copies of tensors that are unused for a while.
 
     A tensor and its views stay, but have no memory and must not be used. Copies run concurrently with compute, after
-    earlier work of the current stream. Device memory is reused only after the copies.
+    earlier work of the current stream. Device memory is reused only after the copies. `pinned`: on a CUDA device
+    page-lock the host memory, for asynchronous copies.
 
-    Args:
-        pinned: on a CUDA device page-lock the host memory, for asynchronous copies.
-
-    Example:
-        >>> stash = Stash(torch.device("cpu"), Accountant())
-        >>> tensor = torch.arange(4)
-        >>> stash.put(tensor)
-        >>> tensor.untyped_storage().nbytes()
-        0
-        >>> stash.bring()
-        >>> tensor
-        tensor([0, 1, 2, 3])
+    >>> stash = Stash(torch.device("cpu"), Accountant())
+    >>> tensor = torch.arange(4)
+    >>> stash.put(tensor)
+    >>> tensor.untyped_storage().nbytes()
+    0
+    >>> stash.bring()
+    >>> tensor
+    tensor([0, 1, 2, 3])
     """
 
     def __init__(self, device: torch.device, accountant: Accountant, *, pinned: bool = True) -> None:
@@ -39,11 +36,7 @@ class Stash:
         return id(tensor.untyped_storage()) in self._put
 
     def put(self, tensor: torch.Tensor, category: Category | None = None) -> None:
-        """Offload the memory of a tensor, once for all its views; ignore a tensor without memory.
-
-        Args:
-            category: set if the accountant counts its bytes by number, not as a tensor.
-        """
+        """Offload the memory of a tensor, once for all its views; `category`, if the accountant counts it by number."""
         storage = tensor.untyped_storage()
         if self.has(tensor) or not storage.nbytes():
             return
@@ -70,10 +63,7 @@ class Stash:
         return values
 
     def bring(self) -> None:
-        """Restore memory and values of all tensors, for the current stream.
-
-        If memory runs out, restored tensors stay restored and the others can be restored later.
-        """
+        """Restore all tensors, for the current stream. If memory runs out, the others can be restored later."""
         for key, (tensor, values, category) in list(self._put.items()):
             # Allocated on the current stream, which owns the memory from now on.
             tensor.untyped_storage().resize_(values.numel())

@@ -20,21 +20,17 @@ from shardwise.memory.accountant import Accountant
 
 @contextlib.contextmanager
 def track_activations(accountant: Accountant) -> Iterator[Accountant]:
-    """Count the tensors that operators create inside the block.
+    """Count the tensors that operators create inside the block, in an engine's accountant or a new one.
 
     The tracker costs some microseconds an operator: use it for a few steps. Inputs created outside of the block do not
     count, nor do tensors created from Python numbers or NumPy arrays.
 
-    Args:
-        accountant: accountant of an engine (`engine.accountant`), or a new one for a plain model.
-
-    Example:
-        >>> from shardwise.memory import Category
-        >>> linear, x = torch.nn.Linear(8, 8), torch.ones(2, 8)
-        >>> with track_activations(Accountant()) as accountant:
-        ...     out = linear(x).relu()
-        >>> accountant.live[Category.ACTIVATIONS]  # the output of relu, which is all that its backward needs
-        64
+    >>> from shardwise.memory import Category
+    >>> linear, x = torch.nn.Linear(8, 8), torch.ones(2, 8)
+    >>> with track_activations(Accountant()) as accountant:
+    ...     out = linear(x).relu()
+    >>> accountant.live[Category.ACTIVATIONS]  # the output of relu, which is all that its backward needs
+    64
     """
     with accountant.tracking(), _Tracker(accountant):
         yield accountant

@@ -27,18 +27,13 @@ class _Usage:
 
 
 _last = _Usage(0, 0, 0, 0)
-"""Last values of `memory_status`, which prints differences."""
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print allocated, cached and host memory on rank 0, and reset the maxima. Not a collective.
+    """Print `message`, allocated, cached and host memory on rank 0, and reset the maxima. Not a collective. Nothing
+    happens without `force`, so calls may stay in a script.
 
-    Args:
-        message: first line.
-        force: print at all; False lets calls stay in a script without effect.
-
-    Example:
-        >>> see_memory_usage("after building")
+    >>> see_memory_usage("after building")
     """
     if not force or _rank() != 0:
         return
@@ -57,14 +52,10 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
     """Print allocated and cached memory with the changes since the last call. Not a collective.
 
-    Args:
-        msg: name of the place in the script.
-        print_rank: the rank that prints; -1 for all.
-        reset_max: reset the maxima first.
+    `print_rank`: the rank that prints; -1: all. `reset_max`: reset the maxima first.
 
-    Example:
-        >>> memory_status("step 1")  # doctest: +ELLIPSIS
-        RANK=0 MEMSTATS step 1 device=... current alloc=...GB (delta=...GB max=...GB) current cache=...GB ...
+    >>> memory_status("step 1")  # doctest: +ELLIPSIS
+    RANK=0 MEMSTATS step 1 device=... current alloc=...GB (delta=...GB max=...GB) current cache=...GB ...
     """
     global _last
     rank = _rank()

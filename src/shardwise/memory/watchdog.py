@@ -1,7 +1,7 @@
 """Memory watchdog: a thread that ends the job with a message before the kernel's OOM killer does.
 
-The watchdog checks the minimum of free physical memory and of control groups' limits, with reclaimable page cache as
-free. It polls every half second, and more often when processes could use up the free memory within that time.
+It polls the free physical memory and control groups' limits, with reclaimable page cache as free: every half second,
+and more often when processes could use up the free memory within that time.
 """
 
 from __future__ import annotations
@@ -40,18 +40,8 @@ def margin_of(total: int) -> int:
 
 
 class Watchdog(Generic[Owner]):
-    """Memory watchdog, active until it is closed or its owner is freed.
-
-    Args:
-        tell: returns the message for the owner when memory runs out.
-        end: ends the process with an exit code, from any thread.
-
-    Example:
-        >>> class Training: ...
-        >>> training = Training()
-        >>> watchdog = Watchdog(training, lambda training: "")
-        >>> watchdog.start()
-        >>> watchdog.close()
+    """Memory watchdog, active until it is closed or its owner is freed. `tell` returns the message for the owner when
+    memory runs out. `end` ends the process with an exit code, from any thread.
     """
 
     def __init__(

@@ -5,12 +5,12 @@ backward pass runs nodes in reverse creation order. While it is at one node, the
 prefetched.
 
 The saved tensors of one node are a *group*. The device keeps the groups near the current node, at most as many bytes as
-the largest two consecutive groups have: with less, a node could not run during the next node's copy. The forward pass
-continues during the copies of the last groups, and waits if it is faster than the copies. The last groups stay on the
-device, because the backward pass needs them first.
+the largest two consecutive groups: with less, a node could not run during the next node's copy. The forward pass
+continues during the copies of the last groups, and waits if it is faster. The last groups stay on the device, because
+the backward pass needs them first.
 
-The unit of a copy is memory: a whole storage if a tensor covers over half of it, else the bytes from the tensor's first
-to its last element. Views of one storage share one copy and keep their strides.
+A copy takes a whole storage if a tensor covers over half of it, else the bytes from the tensor's first to its last
+element. Views of one storage share one copy and keep their strides.
 """
 
 from __future__ import annotations
@@ -47,11 +47,7 @@ from shardwise.memory import Accountant, Category, Tier
 from shardwise.utils.logging import warn_once
 
 MIN_BYTES = 1 << 20
-"""Default minimum bytes of offloaded memory.
-
-A smaller copy takes longer to launch than to run. A model's small tensors (statistics of norms, masks) are a few per
-cent of its activations.
-"""
+"""Default minimum bytes of offloaded memory. A smaller copy takes longer to launch than to run."""
 
 _ALIGNMENT = 512
 """Alignment of partial copies in bytes, which preserves the alignment that kernels expect."""
@@ -61,19 +57,10 @@ Unpack = Callable[[Any], torch.Tensor]
 
 
 class ActivationOffload:
-    """Offloads tensors that autograd saves inside of `with` blocks (see `offload_activations`).
+    """Offloads tensors that autograd saves inside of `with` blocks; arguments as for `offload_activations`.
 
-    One object serves any number of consecutive or nested blocks.
-
-    Args:
-        min_bytes: minimum bytes of offloaded memory.
-        device: device of offloaded tensors; None: CUDA if available, else the CPU.
-        accountant: counts the bytes on the host (`engine.accountant`), and identifies memory that must stay.
-        keep_buffers: keep host buffers for the next pass; None: if pinned, because pinning takes time.
-        stay: tensors that stay alive anyway, such as buffers of the model.
-
-    Raises:
-        UsageError: `min_bytes` is negative or no integer.
+    One object serves any number of consecutive or nested blocks. Memory that `accountant` claims stays on the device.
+    Raises UsageError for wrong `min_bytes`.
     """
 
     def __init__(
@@ -117,11 +104,7 @@ class ActivationOffload:
 
     @contextmanager
     def around(self, stay: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Offload tensors that autograd saves inside the block.
-
-        Args:
-            stay: further tensors that stay alive anyway, such as the inputs of a model.
-        """
+        """Offload tensors that autograd saves inside the block, except `stay` (such as the inputs of a model)."""
         pair = self._begin(stay)
         try:
             yield
@@ -216,7 +199,6 @@ class ActivationOffload:
         return group
 
     def _make_room(self, group: _Group) -> None:
-        """Free the device memory of the oldest groups until the others fit."""
         group.hold()
         for other in self._near():
             if self.held <= group.room:
@@ -241,7 +223,6 @@ class ActivationOffload:
         return tensor
 
     def _go_to(self, group: _Group, task: int) -> None:
-        """Hold a group on the device and prefetch earlier groups."""
         if task != self._task:
             self._task = task
             at_end_of_backward(self._settle)
@@ -288,12 +269,10 @@ def offload_activations(
 
     Args:
         min_bytes: minimum bytes of offloaded memory.
-        device: device of offloaded tensors; None: CUDA if available, else the CPU, whose tensors are copied to other
-            host memory for tests and plans.
+        device: device of offloaded tensors; None: CUDA if available, else the CPU (for tests and plans).
         accountant: counts the bytes on the host, such as `engine.accountant`.
-        keep_buffers: keep host buffers for the next block of the same object; None: if pinned, because pinning takes
-            time.
-        stay: tensors that stay alive anyway, whose offload frees nothing: the batch, buffers of the model.
+        keep_buffers: keep host buffers for the object's next block; None: if pinned, because pinning takes time.
+        stay: tensors that stay alive anyway, and free nothing: the batch, buffers of the model.
 
     Raises:
         UsageError: `min_bytes` is negative or no integer.
@@ -322,7 +301,6 @@ def _storages_of(tensors: Iterable[torch.Tensor]) -> _Storages:
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage; None without an accessible one (sparse tensors, some subclasses)."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
@@ -330,10 +308,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
 
 
 class _Pair:
-    """Saved-tensor hooks of one block (`shardwise.zero.passes.saved` has the hooks that may enclose or be inside it).
-
-    `outer` is the enclosing pair, which keeps tensors that are not offloaded.
-    """
+    """Saved-tensor hooks of one block; `outer`, the enclosing pair, keeps tensors that are not offloaded."""
 
     activations_only = True
     """Inner hooks need not check for locations in parameter memory."""
@@ -354,7 +329,6 @@ class _Pair:
                 break
 
     def lets_go(self, tensor: torch.Tensor) -> bool:
-        """Return True if an inner pair of hooks may keep the tensor itself."""
         return self._owner is None or bool(self._owner.lets_go(tensor))
 
     @never_compiled
@@ -402,10 +376,7 @@ class _Lane:
 
 
 class _Moved:
-    """A byte range of one storage on the host, and on the device while a group near the pass holds it.
-
-    The range is from `start` (inclusive) to `stop` (exclusive); `tensor` is inside the range.
-    """
+    """Bytes `[start, stop)` of one storage on the host, and on the device while a group near the pass holds them."""
 
     def __init__(self, offload: ActivationOffload, lane: _Lane, tensor: torch.Tensor, start: int, stop: int) -> None:
         self._offload = offload
@@ -436,9 +407,9 @@ class _Moved:
         self._copied = lane.out.mark()
 
     def has(self, storage: torch.UntypedStorage, tensor: torch.Tensor, start: int, stop: int, alignment: int) -> bool:
-        """Return True if the bytes `start` to `stop` of `storage` are here with the current values of `tensor`.
+        """Return True if the bytes are here with the current values of `tensor`, by its version counter.
 
-        Because tensors of one storage may have separate version counters, their counter must be the same.
+        Because tensors of one storage may have separate version counters, the counter must be the same.
         """
         if self._storage() is not storage or self.start % alignment or self.size % alignment:
             return False
@@ -474,7 +445,6 @@ class _Moved:
 
     @property
     def missing(self) -> int:
-        """Bytes that are not on the device."""
         return self.size if self._near is None else 0
 
     def use(self) -> torch.Tensor:
@@ -507,10 +477,7 @@ class _Moved:
 
 
 class _Group:
-    """The offloaded tensors of one graph node; it lives as long as the node.
-
-    `node` is the thread and the number of the next node; `before` is the preceding group.
-    """
+    """The offloaded tensors of one graph node (thread and number of the next node); it lives as long as the node."""
 
     def __init__(self, offload: ActivationOffload, number: int, node: tuple[int, int], before: _Group | None) -> None:
         self._offload = offload
@@ -531,14 +498,12 @@ class _Group:
 
     @property
     def before(self) -> _Group | None:
-        """The preceding live group."""
         return self._before() if self._before is not None else None
 
     def _moved(self) -> list[_Moved]:
         return [moved for moved in (member() for member in self._members) if moved is not None]
 
     def add(self, moved: _Moved) -> None:
-        """Add an offloaded range of the node."""
         if moved in self._moved():
             return
         before = self.before
@@ -551,11 +516,9 @@ class _Group:
             moved.holds += 1
 
     def missing(self) -> int:
-        """Return the bytes of the group that are not on the device."""
         return sum(moved.missing for moved in self._moved())
 
     def hold(self) -> None:
-        """Hold the group on the device, copying it back if needed."""
         if not self.near:
             self.near = True
             self._offload._window[self.number] = weakref.ref(self)
@@ -564,7 +527,6 @@ class _Group:
                 moved.bring()
 
     def let_go(self) -> None:
-        """Free the group's device memory."""
         if self.near:
             self.near = False
             self._offload._window.pop(self.number, None)
@@ -597,6 +559,5 @@ class _Saved:
         self._view = tensor.dtype, tensor.size(), tensor.stride(), offset
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor, which the current stream may read."""
         dtype, size, stride, offset = self._view
         return self.moved.use().view(dtype).as_strided(size, stride, offset)

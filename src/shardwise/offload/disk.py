@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 class _Transfer(Protocol):
     def wait(self) -> None:
-        """Wait for the end of the transfer."""
+        pass
 
     def settle(self) -> None:
-        """Wait for the end of the transfer, ignoring errors."""
+        pass
 
 
 class Files(Protocol):
@@ -66,11 +66,7 @@ class _Nothing:
 
 
 class FakeSwapFile(_Nothing):
-    """Fake swap file of a dry run, which stores nothing.
-
-    Attributes:
-        size: bytes that the real file would have.
-    """
+    """Fake swap file of a dry run, which stores nothing; `size` is that of the real file."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -101,12 +97,8 @@ class _FakeExtent:
 class Disks:
     """The disk tiers of one engine; tiers in one directory share a file.
 
-    Attributes:
-        optimizer: directory of optimizer state; None: not on disk.
-        parameters: directory of parameters; None: not on disk.
-        options: disk options; None: the defaults.
-        label: name of the files for errors.
-        imagined: True in a dry run, which stores nothing.
+    `optimizer` and `parameters` are directories (None: not on disk). `label` names the files in errors. `imagined`: a
+    dry run, which stores nothing.
     """
 
     optimizer: Path | None = None
@@ -145,11 +137,7 @@ class Disks:
         return {directory: file.size for directory, file in self.files.items() if isinstance(file, FakeSwapFile)}
 
     def place(self, directory: Path | None, device: torch.device, used_on: torch.device | None) -> DiskPlace:
-        """Return the tier of a directory, creating its file.
-
-        Raises:
-            OffloadError: the file cannot be created.
-        """
+        """Return the tier of a directory, creating its file. Raises OffloadError if that fails."""
         assert directory is not None
         if directory not in self.files:
             self.files[directory] = FakeSwapFile() if self.imagined else self._file(directory)
@@ -157,11 +145,7 @@ class Disks:
 
 
 class DiskPlace(StateHome):
-    """Disk tier (`shardwise.memory.places.StateHome`).
-
-    Args:
-        used_on: device on which tensors of this tier are used; None: the engine's.
-    """
+    """Disk tier; tensors are used on `used_on` (None: on the engine's device)."""
 
     tier = Tier.DISK
     lends = True
@@ -174,11 +158,7 @@ class DiskPlace(StateHome):
         self._copies = copy_stream(device) if used_on is None and is_far(device) else None
 
     def keep(self, tensor: torch.Tensor) -> _Kept:
-        """Store a tensor's values on the disk.
-
-        Raises:
-            OffloadError: the disk has too little space.
-        """
+        """Store a tensor's values on the disk. Raises OffloadError if it has too little space."""
         return _Kept(self._file, self._copies, tensor)
 
     @override
@@ -264,11 +244,9 @@ class _Kept(Stored):
                 self._storage.resize_(0)
 
     def in_place(self) -> torch.Tensor:
-        """Raise: the host cannot access values on a disk in place."""
         raise NotImplementedError("values on a disk must be fetched")
 
     def shared(self) -> torch.Tensor:
-        """Raise, as `in_place`."""
         return self.in_place()
 
     @override

@@ -1,7 +1,6 @@
-"""Swap file: one temporary file of a rank, with extents for values.
+"""Swap file: one temporary file of a rank, with extents for values, which disappears with its process.
 
-The file disappears with its process, however it exits. Space is reserved before any write, so that a too small disk
-fails early.
+Space is reserved before any write: a too small disk fails early.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class DiskOptions:
 
     Attributes:
         block_size: bytes of one request, rounded up to a multiple of 4096. Memory unsuitable for direct I/O (neither
-            from `aligned_bytes` nor pinned) is copied through buffers of as many bytes for each request in flight.
-            Smaller blocks often begin or end within a huge page of new memory, for which two requests then wait.
+            from `aligned_bytes` nor pinned) is copied through as large a buffer for each request in flight. Smaller
+            blocks often split a huge page of new memory, for which two requests then wait.
         queue_depth: requests in flight for each of `threads`.
         threads: `intra_op_parallelism`.
     """
@@ -42,20 +41,11 @@ class DiskOptions:
 
 
 class SwapFile:
-    """Temporary file in a directory, read and written by threads, with direct I/O where possible.
+    """Temporary file in a directory (created for this user only), read and written by threads.
 
     Any number of transfers may be concurrent, in any order of extents. Transfers of one extent are serialized: a read
-    sees the write requested before it.
-
-    Args:
-        directory: created if missing, for this user only.
-        label: name of the file for errors, as "rank 3's swap file".
-
-    Attributes:
-        direct: True if I/O bypasses the page cache. Otherwise transferred pages are dropped at once.
-
-    Raises:
-        OffloadError: the file cannot be created.
+    sees the write requested before it. `label` names the file in errors. `direct`: I/O bypasses the page cache;
+    otherwise transferred pages are dropped at once. Raises OffloadError if the file cannot be created.
 
     Example:
         >>> import tempfile
@@ -98,11 +88,7 @@ class SwapFile:
         return self._threads.seconds
 
     def reserve(self, size: int) -> Extent:
-        """Allocate disk space for at most `size` bytes of values.
-
-        Raises:
-            OffloadError: the disk has too little space.
-        """
+        """Allocate disk space for at most `size` bytes of values. Raises OffloadError if the disk has too little."""
         room = padded(size)
         with self._lock:
             if self._threads.closed:
@@ -115,26 +101,17 @@ class SwapFile:
         return Extent(self, place, size)
 
     def read(self, extent: Extent, memory: torch.Tensor) -> Transfer:
-        """Start a read of an extent's values.
+        """Start a read of an extent into memory as large as the last write: uint8, contiguous, on the host.
 
-        Args:
-            memory: uint8, contiguous, on the host, as large as the last write. Its content is undefined until the
-                transfer has succeeded.
-
-        Raises:
-            OffloadError: the file is closed; `Transfer.wait` raises other errors.
+        The content is undefined until the transfer has succeeded. Raises OffloadError if the file is closed;
+        `Transfer.wait` raises other errors.
         """
         return self._begin(extent, memory, writes=False)
 
     def write(self, extent: Extent, memory: torch.Tensor) -> Transfer:
-        """Start a write of values into an extent.
+        """Start a write of memory (uint8, contiguous, on the host, no larger than the extent) into an extent.
 
-        Args:
-            memory: uint8, contiguous, on the host, no larger than the extent. It must not change until the transfer has
-                ended.
-
-        Raises:
-            OffloadError: the file is closed; `Transfer.wait` raises other errors.
+        The memory must not change until the transfer has ended. Errors as of `read`.
         """
         return self._begin(extent, memory, writes=True)
 
@@ -180,11 +157,7 @@ class SwapFile:
 
 
 class Extent:
-    """A reserved part of a `SwapFile`, which keeps the file alive.
-
-    Attributes:
-        offset: offset of the first byte in the file.
-    """
+    """A reserved part of a `SwapFile` from byte `offset` on, which keeps the file alive."""
 
     def __init__(self, file: SwapFile, place: int, size: int) -> None:
         self._file = file

@@ -23,13 +23,10 @@ PLACES: dict[str, Callable[[torch.device], StateHome]] = {
 
 
 def homes_of(where: Where, device: torch.device, disks: Disks) -> Homes:
-    """Return the tiers of an engine on a device.
+    """Return the tiers of an engine on a device. Raises OffloadError if a disk is unusable.
 
-    The CPU steps segments: it uses state on the host in place, and reads state on a disk to the host. Whole tensors are
-    copied to the device, because the device multiplies matrices faster than the copies take.
-
-    Raises:
-        OffloadError: a disk is unusable.
+    The CPU steps segments: it uses state on the host in place, and reads state on a disk to the host. Unsharded tensors
+    are copied to the device, because it multiplies matrices faster than the copies take.
     """
     made = {name: PLACES[name](device) for name in sorted(where.names - {"disk"})}
     # If the device is the CPU, values read to the host are where they are used.

@@ -19,11 +19,7 @@ from shardwise.memory.places import StateHome, Stored
 
 
 class HostPlace(StateHome):
-    """Host tier (`shardwise.memory.places.StateHome`).
-
-    Args:
-        pinned: page-lock the memory on a CUDA device, for asynchronous copies.
-    """
+    """Host tier; `pinned` page-locks the memory on a CUDA device, for asynchronous copies."""
 
     tier = Tier.HOST
     lends = True
@@ -82,11 +78,10 @@ class _Kept(Stored):
         self._memory.used(self._moved)
 
     def look_ahead(self, target: torch.Tensor | None = None) -> None:
-        """Do nothing, because host memory is near."""
+        pass
 
     def settle(self, leave: Callable[[torch.UntypedStorage], None] | None = None) -> None:
-        """Wait for the copy if the host shares the memory; on the device, stream order suffices."""
-        if self._is_shared:
+        if self._is_shared:  # else the order of the stream suffices
             self.in_place()
 
     @override

@@ -37,12 +37,9 @@ class Speed(NamedTuple):
 
 
 class Way(NamedTuple):
-    """One way of transferring a file's values.
+    """One way of transferring a file: bytes of a request, concurrent requests.
 
-    Attributes:
-        block: bytes of a request.
-        in_flight: concurrent requests.
-        plain: use a loop of bare system calls in each of as many threads instead of a `SwapFile`.
+    `plain`: a loop of bare system calls in each of as many threads, instead of a `SwapFile`.
     """
 
     block: int
@@ -81,17 +78,9 @@ def smallest(speeds: dict[DiskOptions, Speed]) -> DiskOptions:
 
 
 class MeasuredFile:
-    """Temporary file whose values are transferred in several ways, from and to the same memory.
+    """Temporary file of `size` bytes, transferred in several ways from and to the same memory.
 
-    Args:
-        size: bytes of the file, and of the memory.
-        block: bytes of the largest request.
-
-    Attributes:
-        direct: True if I/O bypasses the page cache.
-
-    Raises:
-        OffloadError: the file cannot be created.
+    `block` is the largest request in bytes. Raises OffloadError if the file cannot be created.
     """
 
     def __init__(self, directory: Path, size: int, block: int) -> None:
@@ -122,15 +111,9 @@ class MeasuredFile:
         read: bool = True,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Speed]:
-        """Measure each way once a round, so that other load affects all alike.
+        """Measure each way once a round (other load affects all alike); return the medians.
 
-        Args:
-            rounds: number of measurements; the median counts.
-            write, read: directions to measure.
-            progress: receives the number of finished passes and of all passes.
-
-        Raises:
-            OffloadError, OSError: the disk has failed.
+        `progress` receives the number of finished passes and of all passes. Raises OffloadError or OSError of the disk.
         """
         for block in {one.block for one in ways if not one.plain}:
             # The first pass over reserved space is slower than later ones; and reads need the checksums.

@@ -1,7 +1,4 @@
-"""Named files of tensors: the I/O handle of scripts for their own swapping and saving.
-
-Engines use temporary swap files instead (`shardwise.offload.files`).
-"""
+"""Named files of tensors: the I/O handle of scripts for their own swapping and saving."""
 
 from __future__ import annotations
 
@@ -21,9 +18,8 @@ from shardwise.offload.transfers import bytes_of
 class FileHandle:
     """Reads and writes tensors from and to named files, in blocks that threads transfer concurrently.
 
-    Transfers start when requested; asynchronous ones end with `wait`. A buffer must not change before the end. Device
-    tensors are copied through the host. I/O uses the page cache. A write extends a file if needed and never truncates
-    it.
+    Asynchronous transfers end with `wait`. A buffer must not change before the end. Device tensors are copied through
+    the host. I/O uses the page cache. A write extends a file if needed and never truncates it.
 
     Args:
         block_size: bytes of one request.
@@ -58,18 +54,9 @@ class FileHandle:
         self._locked: dict[int, torch.Tensor] = {}
 
     def pread(self, buffer: torch.Tensor, filename: str, validate: bool, asynchronous: bool, offset: int = 0) -> int:
-        """Fill a contiguous tensor with the bytes of a file from `offset` on.
+        """Fill a contiguous tensor with the bytes of a file from `offset` on; return 1, or 0 if asynchronous.
 
-        Args:
-            buffer: on the host or on a device.
-            validate: accepted without effect; too short files and system errors always raise.
-            asynchronous: return at once; `wait` ends the transfer.
-
-        Returns:
-            Number of finished transfers: 1, or 0 if asynchronous.
-
-        Raises:
-            OffloadError: the file is unreadable, or ends before the tensor is full; asynchronously raised by `wait`.
+        `validate` has no effect: an unreadable or too short file always raises OffloadError, asynchronously by `wait`.
         """
         return self._take(_UnderWay(self._begin, buffer, filename, offset, writes=False), asynchronous)
 
@@ -102,11 +89,7 @@ class FileHandle:
         return self.pwrite(buffer, filename, True, True, offset)
 
     def wait(self) -> int:
-        """Wait for all asynchronous transfers, and return their number.
-
-        Raises:
-            OffloadError: one has failed; all have ended.
-        """
+        """Wait for all asynchronous transfers, and return their number. Raises OffloadError if one has failed."""
         under_way, self._under_way = self._under_way, []
         errors = [error for error in (transfer.end() for transfer in under_way) if error is not None]
         if errors:
@@ -193,7 +176,6 @@ class _UnderWay:
             self._error = self._failed(error)
 
     def end(self) -> OffloadError | None:
-        """Wait for the transfer; return its error."""
         for part in self._parts:
             error = part.exception()
             if error is not None and self._error is None:

@@ -24,10 +24,9 @@ class Speed(NamedTuple):
 
 
 def disk_speed(directory: Path, options: DiskOptions, size: int = MEASURED) -> Speed:
-    """Measure writing and reading an temporary file of `size` bytes. Ranks that share a disk must measure together.
+    """Measure writing and reading a temporary file of `size` bytes. Ranks that share a disk must measure together.
 
-    Raises:
-        OffloadError: the disk has no space, or the file cannot be created.
+    Raises OffloadError if the disk has no space, or the file cannot be created.
 
     Example:
         >>> import tempfile

@@ -41,13 +41,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class TmpFile(NamedTuple):
-    """An open temporary file.
-
-    Attributes:
-        descriptor: descriptor of the empty file, closed by its owner.
-        direct: True if I/O bypasses the page cache.
-        memory_alignment: required alignment of memory addresses; 1 without direct I/O.
-    """
+    """Open temporary file (closed by its owner). `direct`: I/O bypasses the page cache, and needs this alignment."""
 
     descriptor: int
     direct: bool
@@ -57,8 +51,7 @@ class TmpFile(NamedTuple):
 def paged(size: int) -> Bytes:
     """Return page-aligned zeroed memory, which returns to the system when the last reference ends.
 
-    Large memory uses huge pages if available: a disk receives one page at a time, and scattered pages cost half of its
-    speed.
+    Large memory uses huge pages if available: a disk receives one page at a time, and scattered pages halve its speed.
     """
     large = size >= _HUGE_PAGE
     memory = mmap.mmap(-1, max(1, size + _HUGE_PAGE * large), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -93,14 +86,9 @@ def bytes_free(directory: Path) -> int:
 
 
 def open_tmpfile(directory: Path, block: int) -> TmpFile:
-    """Open an temporary file in a directory and test it for direct I/O.
+    """Open a temporary file in a directory (created for this user only), and test direct I/O with `block` bytes.
 
-    Args:
-        directory: created if missing, for this user only.
-        block: bytes of later transfers, a multiple of `ALIGNMENT`, used for the test.
-
-    Raises:
-        OffloadError: the directory or the file cannot be created.
+    Raises OffloadError if the directory or the file cannot be created.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -129,8 +117,7 @@ def _open(directory: Path) -> int:
 def _try(descriptor: int, block: int) -> int:
     """Enable direct I/O if it works; return the required memory alignment, or 0.
 
-    Because file systems may accept the flag and still refuse transfers, and because the alignment depends on device and
-    size, only test transfers tell.
+    File systems may accept the flag and refuse transfers. The alignment depends on device and size. Both are tested.
     """
     if not _pass_by(descriptor, True):
         return 0
@@ -164,10 +151,9 @@ def _pass_by(descriptor: int, wanted: bool) -> bool:
 
 
 def take_space(descriptor: int, directory: Path, before: int, end: int, label: str) -> None:
-    """Extend a file from `before` to `end` bytes of allocated disk space; on failure the file stays unchanged.
+    """Extend a file from `before` to `end` bytes of allocated disk space. On failure the file stays unchanged.
 
-    Raises:
-        OffloadError: the disk has too little space, or cannot tell.
+    Raises OffloadError if the disk has too little space.
     """
     try:
         try:
@@ -192,17 +178,9 @@ def take_space(descriptor: int, directory: Path, before: int, end: int, label: s
 
 
 def move_all(call: Callable[[int, list[Any], int], int], descriptor: int, memory: Bytes, place: int) -> int:
-    """Read or write all of the memory, in as many system calls as needed.
+    """Read (`os.preadv`) or write (`os.pwritev`) all of contiguous memory, in as many system calls as needed.
 
-    Args:
-        call: `os.preadv` or `os.pwritev`; both release the GIL.
-        memory: contiguous.
-
-    Returns:
-        Number of bytes transferred; less than the memory only at the end of a file.
-
-    Raises:
-        OSError: of the system.
+    Returns the number of bytes, fewer only at the end of a file. The calls release the GIL, and raise OSError.
     """
     done = 0
     while done < memory.size:

@@ -1,12 +1,12 @@
 """Transfers between memory and a file, in blocks that threads move concurrently.
 
-A transfer starts asynchronously. Its blocks enter a queue; each thread takes the next block, so that as many requests
-are in flight as there are threads. Reads and writes alternate, because most disks do both at once in less time than one
-after the other. (All threads share the alternation; with one for each thread, all would read together and then write
-together.) Each written block has a checksum, which is compared on reading.
+Blocks of a transfer enter a queue; each thread takes the next block, hence as many requests are in flight as there are
+threads. Reads and writes alternate, because most disks do both at once in less time than one after the other. (With one
+alternation for each thread, all would read together and then write together.) Each written block has a checksum, which
+is compared on reading.
 
 Transfers of the same values run in request order: a read sees the write before it, a write waits for the read before
-it. Blocks of the later transfer enter the queue when the earlier one has ended, so that no thread waits for another.
+it. Blocks of the later transfer enter the queue when the earlier one has ended: no thread waits for another.
 """
 
 from __future__ import annotations
@@ -30,14 +30,7 @@ from shardwise.offload.tmpfile import ALIGNMENT, Bytes, TmpFile, move_all, padde
 
 @dataclass(eq=False)
 class Values:
-    """State of the values in a part of a file.
-
-    Attributes:
-        place: offset of the first byte in the file.
-        size: bytes of the last write; -1: none, or incomplete.
-        sums: checksum of each block.
-        last: last requested transfer, until it ends.
-    """
+    """Values in a file. `size`: bytes of the last write, or -1; `sums`: block checksums; `last`: pending transfer."""
 
     place: int
     size: int = -1
@@ -71,11 +64,7 @@ class Transfer:
         return self._failure is not None
 
     def wait(self) -> None:
-        """Wait for the end of the transfer; afterwards no thread uses the memory.
-
-        Raises:
-            OffloadError: a block has failed.
-        """
+        """Wait for the end of the transfer; afterwards no thread uses the memory. Raises OffloadError if it failed."""
         self._ended.wait()
         if self._failure is not None:
             text, cause = self._failure
@@ -108,17 +97,10 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 
 class Threads:
-    """I/O threads of one file, from the first transfer until `close` or `forget`.
+    """I/O threads of one file, from the first transfer until `close` or `forget`; the last one closes the file.
 
-    They hold no reference to the file's owner, so that it can be freed while they are idle.
-
-    Args:
-        file: file of the transfers; closed with the last thread.
-        block: bytes of a block, a multiple of `ALIGNMENT`.
-        count: maximum number of requests in flight.
-
-    Attributes:
-        bytes_read, bytes_written: bytes of successful transfers.
+    They hold no reference to the file's owner, which can be freed while they are idle. `block` is a multiple of
+    `ALIGNMENT`; `count` is the maximum number of requests in flight.
     """
 
     def __init__(self, file: TmpFile, block: int, count: int, label: str) -> None:
@@ -151,13 +133,9 @@ class Threads:
         return self._closing
 
     def begin(self, values: Values, memory: torch.Tensor, *, writes: bool) -> Transfer:
-        """Start a transfer, after the pending one of the same values.
+        """Start a transfer of host memory (uint8, contiguous), after the pending one of the same values.
 
-        Args:
-            memory: uint8, contiguous, on the host.
-
-        Raises:
-            OffloadError: the file is closed.
+        Raises OffloadError if the file is closed.
         """
         transfer = Transfer(self, values, memory, writes)
         with self._lock:
@@ -240,7 +218,6 @@ class Threads:
         return after
 
     def _work(self, bounce: Bytes) -> None:
-        """Transfer blocks, with a bounce buffer for memory unsuitable for direct I/O."""
         while True:
             found = self._queue.get()
             if found is None:
@@ -259,7 +236,6 @@ class Threads:
                 os.close(self.file.descriptor)
 
     def _next(self) -> _Block:
-        """Return the next block, alternating reads and writes while both are queued."""
         with self._lock:
             block = (self._blocks[not self._wrote] or self._blocks[self._wrote]).popleft()
             self._wrote = block[0].writes
@@ -286,10 +262,9 @@ class Threads:
         return f"{size} bytes at offset {transfer.values.place + start}"
 
     def _move(self, transfer: Transfer, number: int, bounce: Bytes) -> None:
-        """Read or write one block.
+        """Read or write one block; unaligned memory and tails pass through the bounce buffer with direct I/O.
 
-        With direct I/O, unaligned memory and the tail of values pass through the bounce buffer. numpy copies and sums
-        without the GIL and without threads of its own.
+        numpy copies and sums without the GIL and without threads of its own.
         """
         start = number * self.block
         mine = transfer.memory[start : start + self.block]

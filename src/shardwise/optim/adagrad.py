@@ -16,14 +16,8 @@ from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 class Adagrad(ElementwiseOptimizer):
     """Adagrad: the learning rate of each element falls with the sum of its squared gradients.
 
-    Args:
-        params, lr, lr_decay, weight_decay, initial_accumulator_value, eps: as for `torch.optim.Adagrad`.
-        rounding, state_dtype, seed: see `ElementwiseOptimizer`.
-
-    Raises:
-        ConfigError: an option has no meaning.
-
-    Optimizer state is that of `torch.optim.Adagrad`: step, sum.
+    Options are those of `torch.optim.Adagrad`, with its state (step, sum), and of `ElementwiseOptimizer`. Raises
+    ConfigError for an option without meaning.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> optimizer = Adagrad([weight], lr=0.1)

@@ -15,20 +15,10 @@ from shardwise.optim.elementwise import Batch, ElementwiseOptimizer
 
 
 class Adam(ElementwiseOptimizer):
-    """Adam; by default with decoupled weight decay, which is AdamW.
+    """Adam; by default with decoupled weight decay, which is AdamW. The state is that of `torch.optim.Adam`.
 
-    Args:
-        params, lr, betas, eps: as for `torch.optim.AdamW`.
-        weight_decay: see `adam_w_mode`.
-        adam_w_mode: True: parameters shrink by `lr * weight_decay` (AdamW). False: `weight_decay` times the parameter
-            is added to the gradient (Adam).
-        bias_correction: divide each moment by 1 - beta ** step.
-        rounding, state_dtype, seed: see `ElementwiseOptimizer`.
-
-    Raises:
-        ConfigError: an option has no meaning.
-
-    Optimizer state is that of `torch.optim.Adam`: step, exp_avg, exp_avg_sq.
+    With `adam_w_mode`, parameters shrink by `lr * weight_decay`; else `weight_decay` times the parameter is added to
+    the gradient. Other options as of `torch.optim.AdamW` and `ElementwiseOptimizer`. Raises ConfigError.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> optimizer = Adam([weight], lr=0.1)
@@ -124,15 +114,7 @@ class Adam(ElementwiseOptimizer):
 
 
 class AdamW(Adam):
-    """AdamW: `Adam` with `adam_w_mode` True. `weight_decay` is 0 by default, where torch has 0.01.
-
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> optimizer = AdamW([weight], lr=0.1, weight_decay=0.5)
-    >>> (0 * weight).sum().backward()
-    >>> optimizer.step()
-    >>> weight.detach()
-    tensor([0.9500, 0.9500])
-    """
+    """AdamW: `Adam` with `adam_w_mode` True. `weight_decay` is 0 by default, where torch has 0.01."""
 
     shardwise_sharding = "elementwise"
     arguments = schema.AdamWArguments

@@ -2,9 +2,7 @@
 
 Before each accumulation window the optimizer chooses reduced or local gradients. From local gradients it computes a
 value that is averaged over ranks (`shardwise.comm.compression.averaging`). An engine attaches flat parameters as
-blocks. Every rank steps all of a block (ZeRO stage 0) or its own range (stage 1).
-
-Without an engine, and on one rank, gradients are stepped as they are.
+blocks; every rank steps all of a block (ZeRO stage 0) or its own range (stage 1).
 """
 
 from __future__ import annotations
@@ -27,10 +25,8 @@ class CommOptimizer(Optimizer):
     """Base of optimizers that communicate themselves (class attribute `shardwise_sharding = "communicates"`).
 
     A subclass also derives from an ordinary optimizer, which takes the exact steps. Every parameter group has the
-    options `step` (steps taken) and `variance_step` (exact steps), which are saved with the group.
-
-    Attributes:
-        ranks_differ: parameters differ between ranks between steps, which rules out sharding.
+    options `step` (steps taken) and `variance_step` (exact steps), which are saved with it. `ranks_differ`: parameters
+    differ between ranks between steps, which rules out sharding.
     """
 
     ranks_differ = False
@@ -65,13 +61,9 @@ class CommOptimizer(Optimizer):
         hold: Callable[[torch.Tensor], None],
         written: Callable[[], None],
     ) -> None:
-        """Attach flat parameters; `param_groups` hold their segments.
+        """Attach flat parameters in the order of all ranks; `param_groups` hold their segments.
 
-        Args:
-            blocks: flat parameters, in the same order on all ranks.
-            comm: communicator of a mesh dimension.
-            hold: counts a message buffer.
-            written: is called after parameters were changed outside of a step.
+        `comm` spans a mesh dimension. `hold` counts a message buffer. `written` follows changes outside of a step.
         """
         self._attached = id(self)  # a copy of this object is not attached
         self._blocks, self._comm = blocks, comm
@@ -112,11 +104,9 @@ class CommOptimizer(Optimizer):
             yield from mean.state_dict().values()
 
     def compression_error_norm(self) -> float:
-        """Return the L2 norm of this rank's compression error, the part of the momentum not sent yet; 0 while steps are
-        exact.
+        """Return the L2 norm of this rank's compression error, the unsent part of the momentum; 0 in exact steps.
 
-        In a healthy training it stays of the size of the momentum. Growth without end shows that the variance was
-        frozen too early.
+        It stays of the size of the momentum. Growth without end: the variance was frozen too early.
         """
         errors = [mean.state_dict()["worker"].norm() for mean in self._averages.means.values()] if self.attached else []
         return float(torch.stack(errors).norm()) if errors else 0.0

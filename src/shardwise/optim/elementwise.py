@@ -1,8 +1,7 @@
-"""Optimizers that update each element from its own gradient, value and state.
+"""Base of optimizers that update each element from its own gradient, value and state, in fp32 (fp64 for fp64).
 
-The update computes in fp32 (fp64 for fp64). Tensors in 16 bits are widened, updated and rounded chunk by chunk. Because
-chunks are small, scratch memory is small and stays in the CPU's cache. Without widening or scratch, torch's fused
-kernels step everything at once.
+Tensors in 16 bits are widened, updated and rounded in chunks, hence scratch memory is small and stays in the CPU's
+cache. Without widening or scratch, torch's fused kernels step everything at once.
 """
 
 from __future__ import annotations
@@ -47,14 +46,10 @@ _STATES_STREAM = 1
 
 @dataclass(frozen=True)
 class Batch:
-    """Ranges of elements that are updated at once; the lists correspond to each other.
+    """Ranges of elements that are updated at once, in fp32 (fp64 for fp64); the lists correspond to each other.
 
-    Attributes:
-        values: parameters, updated in place, in fp32 (fp64 for fp64).
-        gradients: in the same dtype; read only.
-        states: lists by name of the state, in the same dtype; updated in place.
-        step: number of this step, from 1.
-        temporary: returns a list of tensors like `values` by number; content undefined.
+    `values` and `states` are updated in place, `gradients` are read only. `step` counts from 1. `temporary(number)`
+    returns tensors like `values` of undefined content.
     """
 
     values: list[torch.Tensor]
@@ -69,7 +64,7 @@ class Batch:
         return self.values[0].device
 
     def decayed(self, decay: float, number: int) -> list[torch.Tensor]:
-        """Return gradients plus `decay` times values, in the temporary of this number."""
+        """Return gradients plus `decay` times values, in temporary `number`."""
         found = self.temporary(number)
         torch._foreach_copy_(found, self.values)
         torch._foreach_mul_(found, decay)
@@ -79,8 +74,6 @@ class Batch:
 
 @dataclass(frozen=True)
 class _Run:
-    """A flat range of a parameter with its gradient and states."""
-
     tensors: dict[str, torch.Tensor]  # "parameter", "gradient", states by name
     origins: Sequence[Origin]
     numel: int
@@ -112,23 +105,13 @@ class _Memory:
 
 
 class ElementwiseOptimizer(Optimizer):
-    """Base of optimizers that update each element from its own gradient, value and state.
+    """Base of elementwise optimizers. A subclass defines its options, the names of its states, and `update`.
 
-    A subclass defines its options, the names of its states, and `update`, which gets fp32 tensors. Each class declares
-    `shardwise_sharding = "elementwise"` itself.
-
-    Args:
-        params: as for every optimizer of PyTorch.
-        defaults: options of parameter groups.
-        rounding: of bf16 parameters after the update: "nearest"; "stochastic" (needs no memory); "kahan" (two more
-            bytes per element). fp32 parameters are not rounded.
-        state_dtype: dtype of the states; None: fp32, or wider if the parameters are. bf16 states are always rounded
-            stochastically, because a second moment rounded to nearest could not fall (1 - beta2 is below bf16's
-            resolution).
-        seed: of stochastic rounding; the same on all ranks.
-
-    Raises:
-        ConfigError: unknown `rounding`, or a `state_dtype` with too small a range.
+    Because a subclass may override the update, each class declares `shardwise_sharding = "elementwise"` itself. bf16
+    parameters are rounded to "nearest", "stochastic" (without memory, by `seed`, the same on all ranks) or "kahan" (two
+    more bytes per element). `state_dtype` None: fp32, or wider if the parameters are. bf16 states are rounded
+    stochastically, because a second moment rounded to nearest could not fall (1 - beta2 is below bf16's resolution).
+    Raises ConfigError for an unknown `rounding`, or a `state_dtype` with too small a range.
     """
 
     state_names: ClassVar[tuple[str, ...]] = ()
@@ -138,9 +121,7 @@ class ElementwiseOptimizer(Optimizer):
     """Number of temporaries that `update` uses at most."""
 
     shardwise_origins: Mapping[int, Sequence[Origin]] = {}
-    """Origins of the elements of each parameter, by `id`; set by an engine. Because of them, stochastic rounding does
-    not depend on sharding.
-    """
+    """Origins of each parameter's elements by `id`, set by an engine, for the same stochastic rounding if sharded."""
 
     def __init__(
         self,
@@ -156,9 +137,7 @@ class ElementwiseOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def set_precision(self, rounding: str, state_dtype: torch.dtype | None) -> None:
-        """Change `rounding` and `state_dtype`; the next step converts existing states. Raises ConfigError as the class
-        does.
-        """
+        """Change `rounding` and `state_dtype` (ConfigError as in the class); the next step converts existing states."""
         name = type(self).__name__
         if rounding not in ROUNDINGS:
             raise ConfigError(f"{name}(rounding=...): expected one of {', '.join(ROUNDINGS)}, found {rounding!r}")
@@ -179,8 +158,7 @@ class ElementwiseOptimizer(Optimizer):
     def update(self, batch: Batch, group: Mapping[str, Any]) -> None:
         """Update values and states of a batch with the options of a group.
 
-        Each operation should round once (a product, then a sum; no fused pair), or be one kernel. Then chunk boundaries
-        change no bit.
+        Each operation should round once (no fused pair), or be one kernel. Then chunk boundaries change no bit.
         """
         raise NotImplementedError
 
@@ -217,7 +195,6 @@ class ElementwiseOptimizer(Optimizer):
                 )
 
     def _run_of(self, parameter: torch.Tensor, group: Mapping[str, Any], number: int) -> _Run | None:
-        """Return the range to update, with its state (allocated at first), or None without a gradient."""
         gradient = parameter.grad
         if gradient is None:
             return None

@@ -1,7 +1,4 @@
-"""LAMB: Adam's direction, scaled for each tensor by the tensor's norm.
-
-You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020 (arXiv 1904.00962).
-"""
+"""LAMB (You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", arXiv 1904.00962)."""
 
 from __future__ import annotations
 
@@ -17,22 +14,12 @@ from shardwise.optim.layerwise import Layerwise, trust_ratio
 
 
 class Lamb(Layerwise):
-    """LAMB (You et al., 2020, algorithm 2), for large batches.
+    """LAMB (You et al., 2020, algorithm 2), for large batches: Adam's direction, scaled by each tensor's norm.
 
-    With m and v the moments of Adam, r = m / (sqrt(v) + eps) + weight_decay * w, and
-    w <- w - lr * clamp(norm(w) / norm(r), min_coeff, max_coeff) * r. Norms are of unsharded tensors, hence sharded
-    training gives the same numbers. If a norm is zero (a fresh bias), the factor is 1.
-
-    Args:
-        params, lr, betas, eps, bias_correction: as for `Adam`.
-        eps_inside_sqrt: sqrt(v + eps) in place of sqrt(v) + eps.
-        weight_decay: decoupled from the moments, part of r.
-        max_grad_norm: only 0; the engine clips.
-        max_coeff, min_coeff: largest and smallest factor.
-        amsgrad: only False.
-
-    Raises:
-        ConfigError: a value is out of its range.
+    With m and v the moments of Adam, r = m / (sqrt(v) + eps) + weight_decay * w, and w <- w - lr * clamp(norm(w) /
+    norm(r), min_coeff, max_coeff) * r. Norms are of unsharded tensors, hence sharding does not change the numbers. If a
+    norm is zero (a fresh bias), the factor is 1. `eps_inside_sqrt` takes sqrt(v + eps). `max_grad_norm` and `amsgrad`
+    can only be 0 and False, because the engine clips. Other options as of `Adam`. Raises ConfigError.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))

@@ -1,6 +1,4 @@
-"""Layer-wise optimizers: the step of each tensor is scaled by a function of its norms. LARS needs only a few lines
-more.
-"""
+"""Layer-wise optimizers: the step of each tensor is scaled by a function of its norms."""
 
 from __future__ import annotations
 
@@ -15,9 +13,8 @@ from shardwise.precision.tensornorms import TensorNorms
 class Layerwise(Optimizer):
     """Base of optimizers that are elementwise except for one coefficient per tensor.
 
-    A subclass defines `direction` and `coefficient`, and declares `shardwise_sharding = "norms"`. It defines `move` if
-    the update is not `-lr * coefficient * direction`. An engine passes flat ranges of tensors and sets
-    `shardwise_norms`, the norms of the unsharded tensors. Without an engine every parameter is a tensor.
+    A subclass defines `direction` and `coefficient`, and declares `shardwise_sharding = "norms"`. An engine passes flat
+    ranges of tensors and sets `shardwise_norms`, the norms of the unsharded tensors.
 
     Example:
         >>> class Normalised(Layerwise):
@@ -44,8 +41,7 @@ class Layerwise(Optimizer):
     ) -> torch.Tensor:
         """Return the update direction of each element; zero if parameter and gradient have always been zero (padding).
 
-        `parameter` is a tensor, or flat ranges of tensors. `gradient` may be overwritten and returned. `state` is empty
-        in the first step.
+        `parameter` may be flat ranges of tensors. `gradient` may be overwritten and returned. New `state` is empty.
         """
         raise NotImplementedError
 
@@ -82,10 +78,7 @@ class Layerwise(Optimizer):
                     self.move(weights[parameter], directions[parameter], self.state[parameter], group)
 
     def coefficients(self) -> list[float]:
-        """Return the coefficients of the last step, in the order of the parameters; empty before the first step.
-
-        Under an engine every rank has those of all trained parameters. On a GPU the call waits for the device.
-        """
+        """Return the coefficients of the last step by parameter, equal on all ranks (synchronizes with the device)."""
         return [] if self._coefficients is None else cast("list[float]", self._coefficients.tolist())
 
     def _local_norms(self) -> TensorNorms:

@@ -17,20 +17,8 @@ class Lion(ElementwiseOptimizer):
     """Lion: each element moves by the learning rate, in the direction of an average of its gradients.
 
     With m the average, the direction is `sign(beta1 * m + (1 - beta1) * g)`; then `m = beta2 * m + (1 - beta2) * g`.
-    Lion has half of Adam's optimizer state. The paper takes 1/10 to 1/3 of Adam's learning rate, and 3 to 10 times its
-    weight decay.
-
-    Args:
-        params: as for every optimizer of PyTorch.
-        lr: learning rate.
-        betas: weight of the average in the direction, and its decay.
-        weight_decay: decoupled: parameters shrink by `lr * weight_decay`.
-        rounding, state_dtype, seed: see `ElementwiseOptimizer`.
-
-    Raises:
-        ConfigError: an option has no meaning.
-
-    Optimizer state: step, exp_avg.
+    The state is half of Adam's: step, exp_avg. The paper takes 1/10 to 1/3 of Adam's learning rate, and 3 to 10 times
+    its weight decay, which is decoupled. Raises ConfigError for an option without meaning.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> optimizer = Lion([weight], lr=0.1)

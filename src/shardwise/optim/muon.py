@@ -1,8 +1,8 @@
 """Muon: momentum with an orthogonalised direction for matrices, and Adam for other parameters.
 
-Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024 (kellerjordan.github.io/posts/muon). The
-direction of a matrix is replaced by (nearly) the nearest matrix with orthonormal rows or columns. A Newton-Schulz
-iteration, products of matrices only, computes it. Adam steps embeddings, heads, biases and norms.
+Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024 (kellerjordan.github.io/posts/muon). A
+Newton-Schulz iteration, matrix products only, replaces a matrix's direction by (nearly) the nearest matrix with
+orthonormal rows or columns.
 """
 
 from __future__ import annotations
@@ -28,24 +28,19 @@ ADAM_NAMES = ("embed", "lm_head")
 MUON_LR, ADAM_LR = 0.02, 3e-4
 
 TOGETHER = 16
-"""Maximum number of matrices in one batched product, because a single matrix leaves a device mostly idle."""
+"""Most matrices in one batched product. Because a single matrix leaves a device mostly idle, products are batched."""
 
 ELEMENTS = 1 << 24
-"""Maximum number of elements in one batched product; a larger matrix keeps a device busy by itself."""
+"""Most elements in one batched product; a larger matrix keeps a device busy by itself."""
 
 
 def orthogonalize(matrix: torch.Tensor, steps: int = 5, method: str = "gram") -> torch.Tensor:
     """Return a matrix with the singular vectors of `matrix` and singular values near one (0.7 to 1.2 in 5 steps).
 
-    The iteration runs in bf16 on GPUs and in fp32 on CPUs (fp64 for fp64), because only directions count. Singular
-    values below about 1e-3 of the Frobenius norm need more steps.
-
-    Args:
-        matrix: 2-D, or a batch of one shape.
-        steps: of the iteration; more are more accurate.
-        method: "standard": each step multiplies full-size matrices. "gram": steps multiply Gram matrices of the shorter
-            side, which is cheaper for wide and for tall matrices. If the sides differ by less than 1.5 times,
-            "standard" has fewer operations and is run. Both give the same matrix but for rounding.
+    Because only directions count, it runs in bf16 on GPUs and fp32 on CPUs (fp64 for fp64). Singular values below about
+    1e-3 of the Frobenius norm need more steps. `matrix` may be a batch of one shape. Method "standard" multiplies
+    full-size matrices in each step. "gram" gives the same but for rounding from Gram matrices of the shorter side,
+    which is cheaper for wide and tall matrices (if sides differ by less than 1.5 times, it runs "standard").
 
     Example:
         >>> found = orthogonalize(torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.0, 2.0]]), steps=5)
@@ -56,7 +51,6 @@ def orthogonalize(matrix: torch.Tensor, steps: int = 5, method: str = "gram") ->
 
 
 def _normalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Scale each matrix in place to singular values of at most one; cast it to the dtype of the iteration."""
     low = torch.bfloat16 if matrix.device.type != "cpu" else torch.float32
     over = None if matrix.dim() == 2 else (-2, -1)
     matrix.div_(torch.linalg.vector_norm(matrix, dim=over, keepdim=over is not None) + 1e-7)
@@ -83,7 +77,6 @@ def _iterate(found: torch.Tensor, steps: int, method: str) -> torch.Tensor:
 def _added(
     matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, alpha: float = 1.0
 ) -> torch.Tensor:
-    """Return beta M + alpha L R, also for batches."""
     return (torch.addmm if matrix.dim() == 2 else torch.baddbmm)(matrix, left, right, beta=beta, alpha=alpha)
 
 
@@ -92,10 +85,7 @@ def _polynomial(gram: torch.Tensor) -> torch.Tensor:
 
 
 def _by_gram_matrices(matrix: torch.Tensor, steps: int) -> torch.Tensor:
-    """Run the iteration X <- P(X X^T) X as G <- P(G) G P(G), and apply the product of all P(G) once.
-
-    P(G) and G have the same eigenvectors, hence their products commute.
-    """
+    """Run X <- P(X X^T) X as G <- P(G) G P(G), and apply the product of all P(G) once: all of these commute."""
     gram = matrix @ matrix.mT
     product: torch.Tensor | None = None
     for step in range(steps):
@@ -110,28 +100,22 @@ def _by_gram_matrices(matrix: torch.Tensor, steps: int) -> torch.Tensor:
 class Muon(Optimizer):
     """Muon for hidden matrices and Adam for other parameters, in one optimizer.
 
-    Parameter groups have a flag `use_muon`. Groups without it are split: parameters with two dimensions or more go to
-    Muon, unless their name contains "embed" or "lm_head", or their attribute `use_muon` is False. Names are known under
-    `optimizer.type: "muon"` and from `model.named_parameters()`. Without names only dimensions decide, and embeddings
-    get Muon.
+    A group's flag `use_muon` chooses. Groups without it are split: parameters of two or more dimensions get Muon,
+    unless their name contains "embed" or "lm_head" or their attribute `use_muon` is False. `model.named_parameters()`
+    and `optimizer.type: "muon"` give names; without names embeddings get Muon.
 
     With b the momentum buffer, b <- momentum * b + (1 - momentum) * g, and u = (1 - momentum) * g + momentum * b
     (nesterov) or b: W <- (1 - lr * weight_decay) W - lr * sqrt(max(1, rows / columns)) * orthogonalize(u). A tensor of
-    more dimensions is a matrix of `shape[0]` rows.
-
-    Under an engine each matrix is owned and stepped by one rank, balanced by operations. Adam steps flat shards.
+    more dimensions is a matrix of `shape[0]` rows. Under an engine one rank steps each matrix; operations are balanced.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups.
         lr: learning rate of both halves; None: 0.02 for Muon, 3e-4 for Adam.
-        momentum: of Muon.
+        muon_lr, adam_lr: learning rate of one half, in place of `lr`.
         weight_decay: of both halves, decoupled.
-        muon_lr: learning rate of Muon, in place of `lr`.
-        adam_lr: learning rate of Adam, in place of `lr`.
+        momentum, nesterov: of Muon, as above.
+        ns_steps, ns_method: `steps` and `method` of `orthogonalize`.
         betas, eps: of Adam.
-        nesterov: see above.
-        ns_steps: steps of the Newton-Schulz iteration.
-        ns_method: see `orthogonalize`.
         adam_w_mode: False: Adam adds the decay to the gradient.
         torch_adam: Adam runs the implementation that torch picks, not the fused one.
 
@@ -185,7 +169,7 @@ class Muon(Optimizer):
         super().__init__(list(muon_groups(params)), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; all parameters of a group without `use_muon` must be of one kind (see `muon_groups`)."""
+        """Add a group; a group without `use_muon` must have parameters of one kind only."""
         if "use_muon" not in param_group:
             kinds = list(muon_groups([param_group]))
             if len(kinds) != 1:
@@ -247,10 +231,7 @@ class Muon(Optimizer):
                 self._step_matrix(parameters[first], group)
 
     def _step_together(self, parameters: Sequence[torch.Tensor], group: dict[str, Any], many: int) -> None:
-        """Step at most `many` matrices of one shape in batched products of size `many`.
-
-        Because the size is fixed, other matrices of the batch change no bit of a matrix.
-        """
+        """Step at most `many` matrices of one shape in products of that fixed size: other matrices change no bit."""
         gradients = [p.grad.to(p.dtype) for p in parameters if p.grad is not None]
         buffers: list[torch.Tensor] = [self.state[p]["momentum_buffer"] for p in parameters]
         directions: Sequence[torch.Tensor] = buffers
@@ -286,7 +267,6 @@ class Muon(Optimizer):
 
     @staticmethod
     def _direction(gradient: torch.Tensor, buffer: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """Advance the momentum; return the direction in newly allocated memory."""
         buffer.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer.clone()
 
@@ -322,10 +302,7 @@ class Muon(Optimizer):
 
 
 def together(shape: Sequence[int], device: torch.device) -> int:
-    """Return the size of batched products for a shape; smaller batches are padded with zeros.
-
-    The size depends on shape and device only. The matrices that a rank owns must not change bits.
-    """
+    """Return the size of (padded) batched products; only the shape counts: others must not change a matrix's bits."""
     if device.type == "cpu":  # one product keeps a CPU busy
         return 1
     return max(1, min(TOGETHER, ELEMENTS // max(1, math.prod(shape))))
@@ -334,8 +311,8 @@ def together(shape: Sequence[int], device: torch.device) -> int:
 def muon_groups(params: Iterable[Any], names: Mapping[int, Sequence[str]] | None = None) -> Iterator[dict[str, Any]]:
     """Yield parameter groups with a flag `use_muon`; mixed groups are split in two.
 
-    A group of one kind stays the same dictionary, as in torch, because a schedule may write its learning rate there.
-    `names` has further names of parameters, by `id(parameter)`.
+    Because a schedule may write its learning rate there, a group of one kind stays the same dictionary. `names` has
+    further names by `id(parameter)`.
     """
     entries = list(params)
     groups: list[dict[str, Any]] = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]

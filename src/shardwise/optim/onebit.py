@@ -1,16 +1,8 @@
-"""Adam and LAMB that send one bit per element: OnebitAdam, OnebitLamb, ZeroOneAdam.
+"""Adam and LAMB with one bit per element on the wire: OnebitAdam, OnebitLamb, ZeroOneAdam.
 
-Adam's variance settles early in a training. With a frozen variance the update is linear in the momentum. Later steps
-can then correct the errors of compressing the momentum.
-
-* `OnebitAdam` (Tang et al., 2021, arXiv 2102.02888) is Adam for `freeze_step` steps. Then each rank adds its own
-  gradient to the momentum, which is averaged with one bit per element.
-* `OnebitLamb` (Li et al., 2021, arXiv 2104.06069) is the same for LAMB. Layerwise learning rates go on by a frozen
-  coefficient and a factor from the variance of a reconstructed gradient.
-* `ZeroOneAdam` (Lu et al., 2022, arXiv 2202.06009) has no long warm-up. The variance is updated at growing intervals.
-  After it is frozen, ranks make local steps and average their sum at growing intervals.
-
-An element whose variance is zero when frozen (no rank has had a gradient for it) is not updated.
+Adam's variance settles early in a training. With a frozen variance the update is linear in the momentum, hence later
+steps correct the error of compressing the momentum. An element whose variance is zero when frozen (no rank has had a
+gradient for it) is not updated.
 """
 
 from __future__ import annotations
@@ -38,19 +30,14 @@ from shardwise.precision.tensornorms import TensorRun
 _log = logging.getLogger("shardwise")
 
 _SHARED = ("lr", "betas", "eps", "weight_decay", "bias_correction")
-"""Arguments that are options of parameter groups."""
+"""Options of parameter groups."""
 
 _KEPT = ("coefficient", "factor", "momentum_scale")
-"""Values that `OnebitLamb` keeps per tensor of the model: options of the first group, saved with it."""
+"""Values per tensor of the model that `OnebitLamb` keeps as options of the first group, saved with it."""
 
 
 class _Onebit(CommOptimizer):
-    """Base of optimizers that average a momentum with one bit per element.
-
-    Attributes:
-        scale: statistic that the scales of compressed values preserve.
-        joined: whether the parameters of a rank's range share one scale.
-    """
+    """Base of optimizers that average a momentum with one bit per element."""
 
     scale: Scale = "norm"
     joined = False
@@ -76,8 +63,6 @@ class _Onebit(CommOptimizer):
 
 
 class _Adam(_Onebit, ElementwiseOptimizer):
-    """Adam with decoupled weight decay (torch.optim.AdamW), with the steps that compression shares."""
-
     state_names = ("exp_avg", "exp_avg_sq")
 
     @override
@@ -108,20 +93,17 @@ class _Adam(_Onebit, ElementwiseOptimizer):
         values.addcdiv_(momentum, _root(variance, second, group["eps"], frozen), value=-lr / first)
 
     def _own_momenta(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
-        """Add local gradients to the momenta; return the momenta of full blocks."""
         momenta = [self.momentum(block) for block in blocks]
         for block, momentum in zip(blocks, momenta, strict=True):
             assert block.gradient is not None
             for number, start, stop in block.lanes:
                 beta = self.param_groups[number]["betas"][0]
-                # `gradient` is local gradient / world, this rank's summand of the mean; the momentum
-                # takes the local gradient.
+                # `gradient` is this rank's summand of the mean; the momentum takes the local gradient.
                 own = (1 - beta) * self._ranks.world
                 momentum[start:stop].mul_(beta).add_(block.gradient[start:stop], alpha=own)
         return momenta
 
     def _step_averaged(self, blocks: Sequence[Block]) -> None:
-        """Average the momenta over ranks; step along them with the frozen variance."""
         self._averages.average(blocks, self._own_momenta(blocks))
         for segment, group in self.segments(blocks):
             momentum, variance = self.moments(segment.parameter)
@@ -130,27 +112,16 @@ class _Adam(_Onebit, ElementwiseOptimizer):
 
 
 class OnebitAdam(_Adam):
-    """1-bit Adam.
+    """1-bit Adam (Tang et al., 2021, arXiv 2102.02888): AdamW for `freeze_step` steps.
 
-    From Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021,
-    arXiv 2102.02888.
-
-    For `freeze_step` steps this is `torch.optim.AdamW`. Then the variance is frozen. Each rank adds its own gradient to
-    the momentum. `shardwise.comm.compression.OnebitAllReduce` averages the momentum, with a scale for each parameter in
-    each rank's range.
-
-    In an engine it works with ZeRO stages 0 and 1. On one rank, and without an engine, it is AdamW throughout.
+    Then the variance and its bias correction are frozen. Each rank adds its own gradient to the momentum, and
+    `OnebitAllReduce` averages it with a scale for each parameter in each rank's range. In an engine it works with ZeRO
+    stages 0 and 1. Elsewhere, and on one rank, it is `torch.optim.AdamW`. Raises ConfigError for a wrong value.
 
     Args:
-        params, lr, betas, eps, weight_decay, bias_correction: as for `AdamW`. The variance's bias correction is frozen
-            with it.
-        freeze_step: steps of warm-up. The papers take 15 to 20 % of the training, and at least the learning rate's
-            warm-up.
-        ignored: amsgrad and eps_inside_sqrt (only False); cuda_aware and comm_backend_name (nccl, mpi, compressed, hccl
-            or gloo), without effect.
-
-    Raises:
-        ConfigError: a value has no meaning.
+        params, lr, betas, eps, weight_decay, bias_correction: as for `AdamW`.
+        freeze_step: steps of warm-up: 15 to 20 % of the training (papers), and at least the learning rate's warm-up.
+        ignored: amsgrad and eps_inside_sqrt (only False); cuda_aware and comm_backend_name, without effect.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(4))
@@ -184,30 +155,14 @@ class OnebitAdam(_Adam):
 
 
 class OnebitLamb(_Onebit, Lamb):
-    """1-bit LAMB.
+    """1-bit LAMB (Li et al., 2021, arXiv 2104.06069): `Lamb` for `freeze_step` steps.
 
-    From Li et al., "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence
-    Speed", 2021, arXiv 2104.06069.
-
-    For `freeze_step` steps this is `Lamb`. Then variances are frozen, and momenta are averaged as by `OnebitAdam`.
-    Before that they are scaled to one root mean square, because all parameters of a rank's range share one scale.
-    Coefficients are the warm-up's moving averages times a factor. The factor is the largest ratio, in the parameter, of
-    the roots of the frozen variance and of one that continues with the gradient reconstructed from two momenta. In a
-    step it changes by at most `factor_threshold` of itself, between `factor_min` and `factor_max`.
-
-    In an engine it works with ZeRO stages 0 and 1. On one rank, and without an engine, it is LAMB throughout.
-
-    Args:
-        params, lr, betas, eps, weight_decay, bias_correction: as for `Lamb`.
-        freeze_step: steps of warm-up.
-        max_coeff, min_coeff: largest and smallest coefficient in the warm-up.
-        coeff_beta: decay of the moving average of coefficients.
-        factor_max, factor_min: largest and smallest factor.
-        factor_threshold: largest relative change of the factor in one step.
-        ignored: as of `OnebitAdam`.
-
-    Raises:
-        ConfigError: a value has no meaning.
+    Then variances are frozen, and momenta are averaged as by `OnebitAdam`, on the same stages. Because all parameters
+    of a rank's range share one scale, momenta are first scaled to one root mean square. Coefficients are the warm-up's
+    moving averages (decay `coeff_beta`, from `min_coeff` to `max_coeff`) times a factor: the largest ratio, in the
+    parameter, of the roots of the frozen variance and of one that continues with the gradient reconstructed from two
+    momenta. The factor is from `factor_min` to `factor_max`, and changes by at most `factor_threshold` of itself in a
+    step. Other arguments are as for `Lamb` and `OnebitAdam`. Raises ConfigError for a value without meaning.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.full((4,), 2.0))
@@ -352,33 +307,20 @@ class OnebitLamb(_Onebit, Lamb):
 
 
 class ZeroOneAdam(_Adam):
-    """0/1 Adam.
+    """0/1 Adam (Lu et al., 2022, arXiv 2202.06009). Arguments as for `OnebitAdam`, except for the intervals.
 
-    From Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", 2022, arXiv 2202.06009.
+    Before `var_freeze_step`, some steps reduce the gradient exactly and update the variance: `var_update_scaler` (the
+    paper's kappa) of them at each interval of 1, 2, 4, 8 ... steps. Other steps average the momentum with one bit per
+    element. Later, ranks make local steps and average their sum with one bit per element, at intervals of 1, 2, 4 ...
+    up to `local_step_clipper` steps, each for `local_step_scaler` steps.
 
-    Until `var_freeze_step` some steps reduce the gradient exactly and update the variance: `var_update_scaler` of them
-    at each interval, of 1, 2, 4, 8 ... steps. The steps between average the momentum with one bit per element. After
-    `var_freeze_step` ranks make local steps and average their sum with one bit per element: at intervals of 1, 2, 4 ...
-    steps, each for `local_step_scaler` steps, but of at most `local_step_clipper`.
+    The compression error is kept in units of the momentum (sum of updates over sum of their learning rates), which a
+    zero or suddenly changed learning rate does not harm. At a constant rate and interval this is Algorithm 1 of the
+    paper. Weight decay between averages uses the parameters of the last average.
 
-    The compression error is kept in units of the momentum: the sum of updates over the sum of their learning rates. At
-    a constant rate and interval this is Algorithm 1 of the paper. A learning rate of zero, or a sudden change, does no
-    harm. Weight decay between averages uses the parameters of the last average.
-
-    Between averages ranks have different parameters, hence only ZeRO stage 0 works. A checkpoint has the parameters of
-    the last average and each rank's local updates since. Loaded on as many ranks, training continues exactly.
-    `synchronize()` makes ranks equal at once. On one rank, and without an engine, this is AdamW.
-
-    Args:
-        params, lr, betas, eps, weight_decay, bias_correction: as for `AdamW`.
-        var_freeze_step: step at which the variance is frozen.
-        var_update_scaler: updates of the variance at each interval (kappa in the paper).
-        local_step_scaler: steps for which an interval between averages lasts.
-        local_step_clipper: longest interval between averages.
-        ignored: as of `OnebitAdam`.
-
-    Raises:
-        ConfigError: a value has no meaning.
+    Because parameters differ between ranks between averages, only ZeRO stage 0 works. A checkpoint has the parameters
+    of the last average and each rank's local updates since; on as many ranks training continues exactly. On one rank,
+    and without an engine, this is AdamW. Raises ConfigError for a value without meaning.
 
     Example:
         >>> optimizer = ZeroOneAdam([torch.nn.Parameter(torch.ones(4))], var_freeze_step=12, var_update_scaler=2)
@@ -413,21 +355,21 @@ class ZeroOneAdam(_Adam):
     # -- intervals: functions of the step number, hence equal on all ranks -------------------------------------------
 
     def updates_variance(self, step: int) -> bool:
-        """Return True if step number `step` (from 0) reduces the gradient exactly and updates the variance."""
+        """Return True if step `step` (from 0) reduces the gradient exactly and updates the variance."""
         if step >= self.var_freeze_step:
             return False
         interval = 1 << (step // self.var_update_scaler + 1).bit_length() - 1
         return (step - self.var_update_scaler * (interval - 1)) % interval == 0
 
     def interval(self, step: int) -> int:
-        """Return the number of steps between averages at step number `step` (from 0)."""
+        """Return the number of steps between averages at step `step` (from 0)."""
         if step < self.var_freeze_step:
             return 1
         doublings = (step - self.var_freeze_step) // self.local_step_scaler
         return min(1 << min(doublings, 62), self.local_step_clipper)
 
     def averages(self, step: int) -> bool:
-        """Return True if step number `step` (from 0) averages the parameters."""
+        """Return True if step `step` (from 0) averages the parameters."""
         interval = self.interval(step)
         if interval == 1 or self.interval(step + 1) != interval:
             return True
@@ -484,10 +426,7 @@ class ZeroOneAdam(_Adam):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Make the parameters of all ranks equal: local updates since the last average are averaged exactly.
-
-        A collective: every rank calls it, for instance before an evaluation. It does nothing if ranks are equal.
-        """
+        """Make parameters equal on all ranks: average local updates since the last average exactly (a collective)."""
         if self.diverged:
             totals = [self._sums[block.name] for block in self._blocks]
             exact = Averages(lambda block: ExactMean(self._ranks, f"{block.name}.synchronize"), self._hold)
@@ -597,7 +536,6 @@ def _root(variance: torch.Tensor, correction: float, eps: float, frozen: bool = 
 def _direction(
     values: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return LAMB's update with a frozen variance, before its coefficient."""
     first, second = decay_rates(group)
     update = (momentum / first).div_(_root(variance, second, group["eps"], True))
     return update.add_(values, alpha=group["weight_decay"])

@@ -1,10 +1,7 @@
 """Building an optimizer from the `type` and `params` of the configuration.
 
-Names are resolved in this order. First, in any case, this library's (`adam`, `lion`, `lamb`, `muon`, `onebitadam`,
-those of the package mup ...), unless an option exists in torch's class only. Then the classes of `torch.optim` by exact
-name. Then the classes of `torch.optim` in any case.
-
-Invariant: every option changes the optimizer, is refused, or is logged.
+Names are resolved in this order: this library's in any case, unless an option exists in torch's class only; classes of
+`torch.optim` by exact name; classes of `torch.optim` in any case. An option has an effect, is refused, or is logged.
 """
 
 from __future__ import annotations
@@ -46,20 +43,11 @@ def build(
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the configuration names.
 
-    Args:
-        name: `optimizer.type`: one of this library (any case), or a class of torch.optim.
-        params: first argument of torch's optimizers.
-        options: `optimizer.params`; not changed.
-        device: of the step; decides whether torch's fused implementation is available.
-        named: (name, parameter) pairs of the model, for optimizers that treat parameters by name (`muon`).
-        parameter_dtype: dtype of the parameters in forward and backward, which is the states' dtype if
-            `fp32_optimizer_states` is false. None: their present dtype.
-
-    Returns:
-        `adam` and `adamw` give `shardwise.optim.AdamW`, `adam` with `"adam_w_mode": false` gives
-        `shardwise.optim.Adam`, and this library's other names their classes, all with weight_decay 0 by default.
-        Options of torch's Adam, AdamW and Adagrad only (such as amsgrad) give torch's class. Other names give the class
-        of torch.optim.
+    `adam` and `adamw` give `shardwise.optim.AdamW`, `adam` with `"adam_w_mode": false` gives `shardwise.optim.Adam`,
+    all with weight_decay 0 by default. Options of torch's Adam, AdamW or Adagrad only (amsgrad) give torch's class.
+    `device` is that of the step, and decides whether torch's fused implementation is available. `named` has the model's
+    (name, parameter) pairs, for `muon`. `parameter_dtype` is that of forward and backward, which states have if
+    `fp32_optimizer_states` is false (None: the parameters' dtype).
 
     Raises:
         ConfigError: the name or an option is unknown, or a value has no meaning.
@@ -110,7 +98,6 @@ def _elementwise(
     device: torch.device,
     parameter_dtype: torch.dtype | None,
 ) -> torch.optim.Optimizer:
-    """Build Adam, Adagrad or Lion, or torch's class if an option needs it. Weight decay is 0 by default."""
     if "set_grad_none" in given:
         _log.info("optimizer.params.set_grad_none changes nothing: the engine owns the gradients and frees them")
     cls = OURS[name.lower()]
@@ -147,7 +134,7 @@ def _muon(params: list[Any], given: dict[str, Any], device: torch.device) -> tor
 
 
 def _from_mup(name: str, params: list[Any], options: dict[str, Any]) -> torch.optim.Optimizer:
-    """Build an optimizer of the package mup (Yang et al., "Tensor Programs V", 2022), which the user installs."""
+    # Yang et al., "Tensor Programs V", 2022.
     maker = _MUP[name.lower()]
     try:
         make = getattr(importlib.import_module("mup"), maker)
@@ -187,10 +174,7 @@ def _narrow_states(params: list[Any], parameter_dtype: torch.dtype | None) -> to
 
 
 def _fused_refusal(cls: type[torch.optim.Optimizer], params: list[Any], device: torch.device) -> str | None:
-    """Run one fused step of torch on one element of each dtype; return torch's refusal, or None.
-
-    A trial, because the list of devices with fused kernels is private and changes between versions.
-    """
+    """Try a fused step on one element per dtype; return torch's refusal. Because torch's list of devices is private."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in _tensors(params)):
         probe = torch.zeros(1, dtype=dtype, device=device)
         probe.grad = torch.zeros_like(probe)
@@ -204,7 +188,6 @@ def _fused_refusal(cls: type[torch.optim.Optimizer], params: list[Any], device: 
 def _construct(
     cls: type[torch.optim.Optimizer], params: list[Any], options: dict[str, Any], device: torch.device
 ) -> torch.optim.Optimizer:
-    """Call the class; name the key in errors of its arguments."""
     if options.get("fused") and (reason := _fused_refusal(cls, params, device)):
         raise ConfigError(f"optimizer.params.fused: true is not possible, because torch says: {reason}; remove the key")
     try:
@@ -218,7 +201,7 @@ def _construct(
 
 
 def _group_with_list(entry: Any) -> Any:
-    """Copy a group and list its tensors, because a generator can be read only once."""
+    # A generator can be read only once.
     if isinstance(entry, dict) and not isinstance(entry["params"], torch.Tensor):
         return {**entry, "params": list(entry["params"])}
     return entry

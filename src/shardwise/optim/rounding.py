@@ -1,12 +1,11 @@
 """Rounding to bf16 without losing small updates: stochastic rounding, or Kahan summation.
 
 A bf16 number has 8 significant bits: an update below 1/512 of a parameter disappears in rounding to nearest.
-*Stochastic* rounding goes up or down with probabilities that make the mean right (Croci et al., "Stochastic rounding:
-implementation, error analysis and applications", 2022). *Kahan* summation keeps the rounding error in a second bf16
-number (Zamirai et al., "Revisiting BFloat16 Training", 2020).
+*Stochastic* rounding goes up or down with probabilities that make the mean right (Croci et al., 2022). *Kahan*
+summation keeps the rounding error in a second bf16 number (Zamirai et al., "Revisiting BFloat16 Training", 2020).
 
-Invariant: the random number of an element is a function of seed, step, tensor and position in the tensor. Sharding and
-the number of ranks do not change it, and no RNG state is saved.
+The random number of an element is a function of seed, step, tensor and position in the tensor. Sharding and the number
+of ranks do not change it, and no RNG state is saved.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ def random_bits(
 ) -> torch.Tensor:
     """Return a random 16-bit integer for each element of a range (int16, uniform), in memory of `scratch`.
 
-    A counter is hashed ("lowbias32" of Wellons' integer hash prospector, with a key added between its rounds). Each
-    32-bit hash serves two adjacent elements. Elements without origin are padding. `stream` is the number of the tensor
-    among those rounded in the same step.
+    A counter is hashed ("lowbias32" of Wellons' integer hash prospector, with a key added between its rounds); each
+    32-bit hash serves two adjacent elements. Elements without origin are padding. `stream` numbers a step's tensors.
     """
     pairs = -(-numel // 2)
     x, shifted = scratch("bits", 2 * pairs, torch.int32).split(pairs)
@@ -67,7 +65,7 @@ def random_bits(
 
 
 def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Round fp32 values (1-D) to bf16 numbers in place: up with probability (value - lower) / (upper - lower).
+    """Round fp32 values (1-D) to bf16 in place: up with probability (value - lower) / (upper - lower).
 
     NaN stays NaN, although the carry would turn the all-ones NaN of a GPU into 0.
 
@@ -85,8 +83,7 @@ def round_stochastically(values: torch.Tensor, noise: torch.Tensor) -> torch.Ten
 def compensated(values: torch.Tensor, compensation: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """Add rounding errors to parameters (widened to fp32, in place).
 
-    A rounding error is at most half a unit in the last place. A larger one shows that the parameter was written since;
-    it is clamped.
+    An error of more than half a unit in the last place shows that the parameter was written since; it is clamped.
     """
     rest = scratch("rest", values.numel(), values.dtype).copy_(compensation)
     limit = torch.abs(values, out=scratch("limit", values.numel(), values.dtype)).mul_(2.0**-8)

@@ -1,12 +1,9 @@
 """Which optimizers can step a range of a parameter, and which need the unsharded tensor.
 
-A shard is a flat range of a parameter. An elementwise optimizer, whose update of an element depends only on that
-element's gradient, value and state, gives the same numbers on ranges as on tensors (ZeRO; Rajbhandari et al., 2020).
-Others read the tensor: factored second moments (Adafactor), orthogonalised updates (Muon). Each of their tensors is
-owned by one rank. Optimizers that are elementwise except for norms (LAMB) get ranges and norms.
-
-Invariant: only this table or the class itself declares an optimizer elementwise. A subclass may override the update,
-and therefore does not inherit the declaration.
+An elementwise optimizer gives the same numbers on flat ranges as on tensors (ZeRO; Rajbhandari et al., 2020). If only
+norms are missing (LAMB), it gets ranges and norms. Others read the tensor: factored second moments (Adafactor),
+orthogonalised updates (Muon). One rank owns each of their tensors. Only this table or the class itself declares an
+optimizer elementwise: a subclass may override the update, and therefore does not inherit the declaration.
 """
 
 from __future__ import annotations
@@ -21,33 +18,29 @@ from shardwise.errors import ConfigError
 from shardwise.optim.comm_optimizer import CommOptimizer
 
 ATTRIBUTE = "shardwise_sharding"
-"""Name of the class attribute that declares the sharding of a class: a value of `Sharding` except "refused"."""
+"""Class attribute that declares the sharding of a class: a value of `Sharding` except "refused"."""
 
 GROUP_METHOD = "shardwise_group_sharding"
-"""Name of the method of a "mixed" class that returns the sharding of a parameter group."""
+"""Method of a "mixed" class that returns the sharding of a parameter group."""
 
 COST_METHOD = "shardwise_cost"
-"""Name of the method that returns the cost to step a tensor of a shape; owners are balanced by it."""
+"""Method that returns the cost to step a tensor of a shape; owners are balanced by it."""
 
 
 class Sharding(Enum):
     """Form in which an optimizer gets parameters."""
 
     ELEMENTWISE = "elementwise"
-    """Flat ranges, elementwise. Each rank holds state for its ranges."""
+    """Flat ranges. Each rank holds state for its ranges."""
 
     NORMS = "norms"
-    """Flat ranges, and norms of their unsharded tensors in the attribute `shardwise_norms`
-    (`shardwise.precision.tensornorms.TensorNorms`). Each rank holds state for its ranges.
-    """
+    """Flat ranges, and norms of unsharded tensors in the attribute `shardwise_norms` (of type `TensorNorms`)."""
 
     WHOLE = "whole"
     """Unsharded tensors, each owned by one rank, which holds its state."""
 
     COMMUNICATES = "communicates"
-    """Flat memory of units, and gradients that the optimizer reduces (`shardwise.optim.comm_optimizer`). The class
-    decides on its state.
-    """
+    """Flat memory of units, and gradients that the optimizer reduces (`CommOptimizer`). The class has its own state."""
 
     MIXED = "mixed"
     """One of the above for each parameter group, by the method `shardwise_group_sharding(group)`."""
@@ -88,7 +81,7 @@ _REFUSED: dict[type, str] = {
 
 
 def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
-    """Return the sharding of an optimizer, and the reason in words.
+    """Return the sharding of an optimizer, and the reason. Raises ConfigError for an unknown declaration.
 
     A class attribute declares a class of one's own:
 
@@ -96,9 +89,6 @@ def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
     ...     shardwise_sharding = "elementwise"
     >>> sharding_of(Sign([torch.zeros(2)]))
     (<Sharding.ELEMENTWISE: 'elementwise'>, "Sign declares shardwise_sharding = 'elementwise'")
-
-    Raises:
-        ConfigError: the declaration is none of "elementwise", "norms", "whole", "mixed" and "communicates".
     """
     cls = type(optimizer)
     name = cls.__name__
@@ -127,8 +117,7 @@ def sharding_of(optimizer: torch.optim.Optimizer) -> tuple[Sharding, str]:
 
 
 def group_shardings(optimizer: torch.optim.Optimizer) -> list[Sharding]:
-    """Return the sharding of each parameter group. Raises ConfigError if the optimizer cannot be sharded, or does not
-    declare how.
+    """Return the sharding of each parameter group. Raises ConfigError if it is refused, or not declared.
 
     >>> group_shardings(torch.optim.SGD([torch.zeros(2)]))
     [<Sharding.ELEMENTWISE: 'elementwise'>]

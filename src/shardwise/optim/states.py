@@ -1,7 +1,6 @@
-"""Kinds of optimizer state.
+"""Kinds of optimizer state: per element (a moment), sharded like the parameter, or per tensor (a step count).
 
-A state entry is a tensor with one value per element (a moment), sharded like the parameter, or a value per tensor (a
-step count). Every range has its own copy of the latter, because optimizers advance it in place.
+Every range has its own copy of the latter, because optimizers advance it in place.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ _TENSOR_WIDE = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def is_elementwise_state(value: Any, numel: int, name: str = "") -> bool:
-    """Return True if a state entry has one value per element of a parameter of `numel` elements.
-
-    The entry's name decides only if `numel` is 1, because both kinds have one element then.
+    """Return True if a state entry has one value per element of a parameter; the name decides only for one element.
 
     >>> is_elementwise_state(torch.zeros(2, 3), 6), is_elementwise_state(torch.tensor(4.0), 6)
     (True, False)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardwise.config import Config
 
 SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
-"""Default module classes whose gradients are communicated in the autocast dtype."""
+"""Default module classes of which the gradients are communicated in the autocast dtype."""
 
 _KEY = "torch_autocast.lower_precision_safe_modules"
 
@@ -44,19 +44,15 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abst
     """
     if dtype is None or torch.is_autocast_enabled(device.type):
         return contextlib.nullcontext()
-    # The cache holds casts for the backward pass. Without a backward pass it would only keep a second copy of all
-    # weights.
+    # The cache holds casts for the backward pass. Without one it would only keep a second copy of all weights.
     remembers = torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
     return torch.autocast(device.type, dtype=dtype, cache_enabled=remembers)
 
 
 def wire_dtypes(module: nn.Module, config: Config) -> dict[int, torch.dtype]:
-    """Return the communication dtype of gradients by `id(parameter)`, for fp32 parameters of safe modules.
+    """Return the communication dtype of gradients by `id(parameter)`, for fp32 parameters of safe modules only.
 
-    Parameters shared with another module (a tied embedding) are excluded.
-
-    Raises:
-        ConfigError: the configuration names a class that does not exist.
+    A parameter shared with another module (a tied embedding) has no entry. An unknown class is a ConfigError.
     """
     dtype = autocast_dtype(config)
     if dtype is None:
@@ -72,7 +68,7 @@ def wire_dtypes(module: nn.Module, config: Config) -> dict[int, torch.dtype]:
 
 
 def _class(name: str) -> type[nn.Module]:
-    """Return the class of a dotted name, only from modules already imported: a configuration must not cause imports."""
+    """Return the class of a dotted name, only from imported modules: a configuration must not cause imports."""
     path, _, last = name.rpartition(".")
     found = getattr(sys.modules.get(path), last, None)
     if isinstance(found, type) and issubclass(found, nn.Module):

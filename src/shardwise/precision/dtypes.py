@@ -34,15 +34,10 @@ _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def parse_dtype(name: str | torch.dtype, key: str = "dtype") -> torch.dtype:
-    """Return the floating-point dtype of a name.
-
-    Args:
-        name: fp16, float16, half, bf16, bfloat16, fp32, float32, float, fp64, float64 or double, in any case, with or
-            without "torch."; or one of these torch.dtype objects.
-        key: configuration key for the error message.
+    """Return the floating-point dtype of a name (as in `_NAMES`, in any case, with or without "torch.") or of a dtype.
 
     Raises:
-        ConfigError: the name is unknown, or the type is not one of these four.
+        ConfigError: the name is unknown, or the type is not floating-point; the message names `key`.
 
     >>> parse_dtype("bf16"), parse_dtype("torch.half")
     (torch.bfloat16, torch.float16)
@@ -55,14 +50,13 @@ def parse_dtype(name: str | torch.dtype, key: str = "dtype") -> torch.dtype:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The dtypes of a run.
+    """The dtypes of a run; None: each tensor's own.
 
     Attributes:
-        compute_dtype: dtype of parameters in forward and backward. None: each parameter keeps its own.
-        wire_dtype: communication dtype of gradients. None: the dtype in which they were computed.
-        accumulate_dtype: dtype of gradient sums over micro-batches and ranks; fp64 gradients stay fp64
-            (`accumulation_dtype`).
-        buffer_dtype: dtype of floating-point buffers. None: each buffer keeps its own.
+        compute_dtype: dtype of parameters in forward and backward.
+        wire_dtype: communication dtype of gradients.
+        accumulate_dtype: dtype of gradient sums over micro-batches and ranks; fp64 gradients stay fp64.
+        buffer_dtype: dtype of floating-point buffers.
         masters: True if fp16 and bf16 parameters have fp32 master weights; else the optimizer steps them directly.
     """
 
@@ -73,12 +67,7 @@ class PrecisionPolicy:
     masters: bool = True
 
     def master_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of the weights that the optimizer steps.
-
-        fp16 and bf16 parameters with master weights step in fp32, other parameters in their own dtype.
-
-        Raises:
-            ConfigError: parameters of this dtype cannot be trained.
+        """Return the dtype of the weights that the optimizer steps; ConfigError: it cannot train such parameters.
 
         >>> PrecisionPolicy().master_dtype(torch.bfloat16)
         torch.float32
@@ -106,10 +95,8 @@ def policy_from_config(config: Config) -> PrecisionPolicy:
     """Return the precision policy of a validated configuration.
 
     fp16.enabled or bf16.enabled sets the compute dtype, else data_types.param_dtype; without it parameters keep their
-    own. DeepSpeed's keys for 16-bit master weights and gradients also set the accumulation dtype, unless it is given.
-
-    Raises:
-        ConfigError: a name is not that of a floating-point dtype.
+    own. DeepSpeed's keys for 16-bit master weights and gradients also set the accumulation dtype, unless it is given. A
+    name of no floating-point dtype is a ConfigError.
     """
     types = config.data_types
     compute = _optional(types.param_dtype, "data_types.param_dtype")

@@ -2,11 +2,9 @@
 
 Each rank sums squares in fp64 over its runs of each parameter, then over parameters in registration order. One small
 all-reduce adds them over ranks in rank order. Sums by parameter are reduced only for observers. Because fp32 squares
-are exact in fp64, the effect of the sharding is far below the last bit of the fp32 result. An infinite or NaN gradient
-makes the norm non-finite, which is an overflow.
-
-fp64 stays also on GPUs with 1/64 of the fp32 rate: conversion and sum of a value take about 3 ps on an RTX 4090, and
-its read from memory 4 ps (estimates).
+are exact in fp64, the effect of the sharding is far below the last bit of the fp32 result. A non-finite norm is an
+overflow. fp64 stays also on GPUs with 1/64 of the fp32 rate: conversion and sum of a value take about 3 ps on an RTX
+4090, and its read from memory 4 ps (estimates).
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch
 from shardwise.compat import has_values
 
 CHUNK = 1 << 16
-"""Elements converted to fp64 at a time on a CPU, so that the fp64 copy is reused and fits the cache."""
+"""Elements converted to fp64 at a time on a CPU, because the fp64 copy must fit the cache."""
 SMALL = 1 << 14
 """Minimum elements of a chunked run; for fewer, torch's own fp64 copy is as cheap."""
 
@@ -30,11 +28,7 @@ def widens(elements: int, device: torch.device) -> bool:
 
 
 class Squares:
-    """Sums of squares of the runs of parameters, for one layout of the runs.
-
-    Args:
-        runs: pairs (index of a parameter, elements of a run); a parameter may have several.
-    """
+    """Sums of squares of the runs of parameters: pairs of the index of a parameter and the elements of a run."""
 
     def __init__(self, runs: Sequence[tuple[int, int]], parameters: int, device: torch.device) -> None:
         self._parameters = parameters
@@ -65,7 +59,7 @@ class Squares:
 
 
 class Runs:
-    """The 1-D runs of gradients whose squares this rank sums; arguments as of `Squares`, with tensors for sizes."""
+    """The 1-D runs of gradients of which this rank sums squares; arguments as of `Squares`, with tensors for sizes."""
 
     def __init__(self, runs: Sequence[tuple[int, torch.Tensor]], parameters: int, device: torch.device) -> None:
         self._values = [run for _, run in runs]
@@ -78,8 +72,7 @@ class Runs:
     def probe(self) -> torch.Tensor:
         """Return a number for each parameter, non-finite if one of its local gradient values is non-finite.
 
-        It reads memory once and does not wait for the device. On a CPU the number may also be infinite if the norm of
-        finite values exceeds the largest number of their dtype.
+        Reads memory once without waiting for the device. On a CPU a norm beyond the gradient's dtype is infinite, too.
         """
         return self._squares.probe(self._values)
 
@@ -99,7 +92,7 @@ def _sum_of_squares(runs: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def combine(sums: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-    """Return the global norm of gradients whose true value is `scale` times the summed value (0-D fp64 tensor)."""
+    """Return the global norm (0-D fp64) of gradients with true values of `scale` times the summed ones."""
     return total_of(sums).sqrt() * scale
 
 
@@ -112,9 +105,6 @@ def total_of(sums: torch.Tensor) -> torch.Tensor:
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return the factor of `torch.nn.utils.clip_grad_norm_`: min(1, max_norm / (norm + 1e-6)), in fp32.
-
-    Rounding the norm to fp32 first removes differences in its last fp64 bits.
-    """
+    """Return the factor min(1, max_norm / (norm + 1e-6)) of `torch.nn.utils.clip_grad_norm_`, from the fp32 norm."""
     rounded = norm.float()
     return (max_norm / (rounded + 1e-6)).clamp(max=1.0)

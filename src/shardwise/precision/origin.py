@@ -26,8 +26,7 @@ class Origin:
         module: its name in the model; "" is the model itself, None is outside of the model.
         parameter: its name, for "parameter" and "own_gradient".
         other_module: for code: the module that received or produced the value.
-        ranks: ranks with such values.
-        micro_batch: number of the micro-batch in its accumulation window.
+        ranks: ranks with such values; `micro_batch`: its number in the accumulation window.
         line: `file:line` of the module's call.
         largest: largest absolute input value; None if unknown.
     """

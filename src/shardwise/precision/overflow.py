@@ -15,10 +15,7 @@ Phase = Literal["forward", "backward", "reduce", "gradients"]
 
 @dataclass(frozen=True)
 class Found:
-    """Number of infinite and NaN elements in one rank's part of a parameter's gradient (JSON values).
-
-    `largest` is the largest absolute value of the finite elements, 0 if there are none.
-    """
+    """Infinite and NaN elements in one rank's part of a gradient, and the largest absolute finite value (0: none)."""
 
     infinite: int = 0
     nan: int = 0
@@ -44,13 +41,9 @@ class Found:
 
 @dataclass(frozen=True)
 class Extent:
-    """Parameters with non-finite gradients, in the order of the model.
+    """The `count` of `total` parameters with non-finite gradients, in the order of the model.
 
-    Attributes:
-        count: number of such parameters.
-        total: number of all parameters.
-        last: name of the last such parameter.
-        following: name of the next parameter, whose gradient is finite, or None.
+    `last` is the name of the last one, `following` of the next parameter, which has a finite gradient, or None.
     """
 
     count: int
@@ -101,16 +94,11 @@ class OverflowReport:
             communication dtype. "reduce": all communicated gradients were finite, their sum was not, as sums in 16 bits
             can be. "gradients": "backward" or "reduce"; not every gradient was checked before communication; in the
             following steps each is.
-        ranks: ranks of the data-parallel group with such a loss or such a gradient in the unit; empty for "reduce" and
-            "gradients".
-        parameter: first parameter in registration order with a non-finite gradient. None if only the global norm is
-            non-finite.
+        ranks: ranks of the data-parallel group with such a loss or gradient; empty for "reduce" and "gradients".
+        parameter: first parameter in registration order with a non-finite gradient; None: only the norm is non-finite.
         loss_scale: factor of the losses.
-        infinite: infinite elements of its summed gradient. `infinite`, `nan` and `largest` are None if the gradient had
-            been freed.
-        largest: largest finite absolute value of its gradient, as the step would use it.
+        infinite, nan, largest: as in `Found`, of the summed gradient, as the step would use it; None: already freed.
         origin: module of the first non-finite value; None if modules were not watched (`anomaly_watch.trace`).
-        extent: parameters with such gradients, or None.
         watched_for: number of following steps in which modules are watched, to trace a recurrence to its module.
     """
 

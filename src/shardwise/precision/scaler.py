@@ -1,11 +1,8 @@
 """Loss scaling for fp16 (Micikevicius et al., 2018), which keeps small gradients above the smallest fp16 number.
 
 The loss is multiplied by a scale before the backward pass; the gradients are divided by it before the step. A dynamic
-scale searches for the largest value without overflow. After an overflow the step is skipped; when the tolerance for
-overflows (`hysteresis`) is used up, the scale is halved. After a window of steps without overflow the scale is doubled.
-
-Invariant: the scaler depends only on its settings and the sequence of `update` calls. Ranks that agree on each overflow
-agree on the scale without communication.
+scale searches for the largest value without overflow. Invariant: the scaler depends only on its settings and the
+sequence of `update` calls. Ranks that agree on each overflow agree on the scale without communication.
 """
 
 from __future__ import annotations
@@ -28,27 +25,17 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class LossScaler:
-    """A static or dynamic loss scale.
+    """A static (`loss_scale`) or dynamic (0) loss scale, which starts at 2 to the power `initial_scale_power`.
 
-    Rules of the dynamic scale, in order, for each step:
+    Rules of the dynamic scale, in order, for each step (an overflow skips it); the tolerance begins at `hysteresis`:
 
     - Overflow, tolerance above 1: the tolerance falls by one; the scale stays.
-    - Overflow, tolerance 1: the scale is halved, but not below `min_loss_scale`. At `min_loss_scale`, `LossScaleError`
-      ends the run.
+    - Overflow, tolerance 1: the scale is halved, not below `min_loss_scale`, where `LossScaleError` ends the run.
     - No overflow: with `consecutive_hysteresis` the tolerance is restored. After `loss_scale_window` such steps in a
       row the scale is doubled, the tolerance restored and the count reset.
 
-    Args:
-        loss_scale: the static scale; 0 means dynamic.
-        initial_scale_power: the dynamic scale starts at 2 to this power.
-        loss_scale_window: steps without overflow before the scale is doubled.
-        hysteresis: the tolerance; the overflow with this number halves the scale.
-        consecutive_hysteresis: True: each step without overflow restores the tolerance; False: only a doubling does.
-        min_loss_scale: smallest dynamic scale.
-
-    Attributes:
-        reference_weight: power of two that divides micro-batch weights before they multiply a loss (see
-            `shardwise.engine.window`); None until ranks have agreed on one.
+    `reference_weight` is a power of two that divides micro-batch weights before they multiply a loss (see
+    `shardwise.engine.window`); None until ranks have agreed on one.
 
     Raises:
         ConfigError: a value is invalid, or the initial scale is below the minimum.
@@ -109,14 +96,10 @@ class LossScaler:
         return not self.dynamic or (self._scale <= self._minimum and self._tolerance <= 1)
 
     def update(self, overflow: bool, reason: object = "") -> None:
-        """Advance by one step.
-
-        Args:
-            overflow: True if a gradient on any rank was infinite or NaN and the step was skipped.
-            reason: known cause of the overflow, for the error message.
+        """Advance by one step; `overflow`: a gradient on any rank was non-finite and the step was skipped.
 
         Raises:
-            LossScaleError: overflow while the dynamic scale is at its minimum and no tolerance is left.
+            LossScaleError: overflow while the dynamic scale is at its minimum and no tolerance is left; names `reason`.
         """
         if not self.dynamic:
             return
@@ -148,10 +131,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved state.
-
-        The settings stay those of this scaler. If either scaler is static, or a saved value lies outside these
-        settings, the settings win, with a log entry.
+        """Restore a saved state; settings of this scaler win over a static scale and values outside of them (logged).
 
         Raises:
             CheckpointError: an entry is missing or invalid.

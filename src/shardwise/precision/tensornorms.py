@@ -33,24 +33,21 @@ class TensorRun:
 
 
 class TensorNorms:
-    """The tensors inside an optimizer's parameters, and the norms of these tensors over all ranks.
-
-    Tensors are numbered in registration order, the same on every rank.
+    """The tensors inside an optimizer's parameters, numbered in registration order, and their norms over all ranks.
 
     Args:
         groups: for each parameter group the numbers of all its tensors, on any rank.
         runs: the runs in each parameter that the optimizer steps on this rank; elements outside all runs are padding.
-        counted: the runs whose squares this rank contributes; over all ranks each element counts once.
+        counted: the runs of which this rank contributes squares; over all ranks each element counts once.
         count: number of tensors; None: as many as `groups` have.
         wide: numbers of the tensors with fp64 norms; other norms are rounded to fp32.
         add: in-place sum of a small fp64 tensor over ranks.
         overwrites: True if the step may overwrite gradients.
 
-    Example:
-        >>> weight, bias = torch.tensor([[3.0], [4.0]]), torch.zeros(2)
-        >>> norms = TensorNorms.local([{"params": [weight, bias]}])
-        >>> norms.of({weight: weight, bias: bias})
-        [tensor([5., 0.], dtype=torch.float64)]
+    >>> weight, bias = torch.tensor([[3.0], [4.0]]), torch.zeros(2)
+    >>> norms = TensorNorms.local([{"params": [weight, bias]}])
+    >>> norms.of({weight: weight, bias: bias})
+    [tensor([5., 0.], dtype=torch.float64)]
     """
 
     def __init__(
@@ -113,12 +110,9 @@ class TensorNorms:
         return self._numbers[parameter]
 
     def of(self, *quantities: Mapping[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the fp64 norms of all tensors for each quantity; zero for tensors without a run.
+        """Return the fp64 norms of all tensors for each quantity (values by parameter); zero for tensors without a run.
 
         Every rank calls this once a step with all its quantities, because each call is one all-reduce.
-
-        Args:
-            quantities: by parameter of the optimizer, values with the parameter's layout.
         """
         sums = torch.stack(
             [

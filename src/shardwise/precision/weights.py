@@ -1,4 +1,4 @@
-"""Losses with weight 0, whose gradient is zero even if the loss is NaN (the mean over no tokens is 0/0)."""
+"""Losses with weight 0: their gradient is zero even if the loss is NaN (the mean over no tokens is 0/0)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ from shardwise.compat import result_shapes
 
 
 def ignore_nonfinite(loss: torch.Tensor, absent: torch.Tensor | None = None) -> list[Any]:
-    """Replace the non-finite gradients of a loss with weight 0 by zero.
+    """Replace the non-finite gradients of a scalar loss with weight 0 by zero; return hook handles (`remove`).
 
     Because other ranks exchange gradients with this rank in its backward pass, the pass must run in its usual order. A
     loss multiplied by 0 contributes zeros, and NaN from divisions by a number of tokens. Hooks replace the NaN before
-    they reach a layer with parameters.
-
-    Args:
-        loss: a scalar that requires a gradient.
-        absent: one-element tensor; gradients are replaced where it is true, and only while they are scalars, which is
-            cheap if it is false. None: always.
-
-    Returns:
-        Handles of hooks, each with a method `remove`.
+    they reach a layer with parameters. With the one-element tensor `absent`, gradients are replaced where it is true,
+    and only while they are scalars, which is cheap if it is false. None: always.
     """
 
     def replaced(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:

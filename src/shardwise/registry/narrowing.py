@@ -41,21 +41,15 @@ def narrow(
     name: str | None = None,
     divisor: int | None = None,
 ) -> None:
-    """Narrow a whole parameter to this rank's part of it, and declare the part (`declare_part`).
+    """Narrow a whole parameter, the same tensor on all ranks, to this rank's part of it, and declare the part.
 
-    The parameter keeps its identity. All ranks call, each with its part, for the same parameters in the same order.
+    Arguments are as of `declare_part`. The parameter keeps its identity. All ranks call, each with its part, for the
+    same parameters in the same order.
 
     - A parameter with values keeps the values of the part.
     - A parameter built under `shardwise.zero.Init` is narrowed in `initialize()`, which sends the parts of one unit at
       a time to their ranks.
     - A parameter on the meta device is initialised in `initialize()` by its module as in one process, then narrowed.
-
-    Args:
-        parameter: the same whole tensor on all ranks.
-        ranks: as in `declare_part`.
-        box: as in `declare_part`.
-        name: as in `declare_part`.
-        divisor: as in `declare_part`.
 
     Raises:
         UsageError: the parameter is narrowed already, the box exceeds it, or a live autograd graph uses the whole

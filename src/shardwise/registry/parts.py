@@ -40,7 +40,7 @@ def declare_part(
     box: Sequence[Sequence[int] | Sequence[Sequence[int]]] | None = None,
     divisor: int | None = None,
 ) -> None:
-    """Declare a parameter as a part of a tensor whose other parts are on other ranks.
+    """Declare a parameter as a part of a tensor with other parts on other ranks.
 
     Call it before `initialize()`, on every rank, for the parameters of the same layers. A ZeRO stage then divides the
     parameter's state over `ranks` only. Its gradient is summed over `ranks`, and its squares count once in the gradient
@@ -48,8 +48,8 @@ def declare_part(
 
     Args:
         parameter: parameter of the model.
-        ranks: ranks with this part, in ascending order, including this one; None: all. They are ranks of the engine's
-            data-parallel group. The lists of all ranks are a partition of the group.
+        ranks: ranks of the engine's data-parallel group with this part, in ascending order, with this one; None: all.
+            The lists of all ranks are a partition of the group.
         name: name of the tensor, the same for all its parts; None: the parameter's name in the model.
         shape: shape of the tensor; None: the parameter's.
         box: the part, as (first, end) in each dimension of the tensor, or as several such ranges, which ascend without

@@ -22,23 +22,17 @@ DomainKey = tuple[tuple[int, ...], int | None]
 class LogicalTensor:
     """A parameter as the user knows it, and the part of it that this rank's parameter object holds.
 
-    Ranks may have different tensors, each its own layers or experts. Equal names mean the same tensor.
+    Ranks may have different tensors, each its own layers or experts. Equal names mean the same tensor. A box that
+    exceeds the tensor raises a UsageError.
 
     Attributes:
         index: place in registration order (`model.named_parameters()`).
-        name: first name in registration order.
-        aliases: further names of the same (tied) parameter.
-        source_dtype: dtype in the user's model.
-        dtype: compute dtype in the module.
+        name: first name in registration order; `aliases`: further names of the same (tied) parameter.
+        source_dtype, dtype: dtype in the user's model, and compute dtype in the module.
         trainable: True if the parameter receives a gradient.
         group: index of its optimizer parameter group, or None without an optimizer.
         wire_dtype: communication dtype of its gradient, or None for the dtype of the computed gradient.
-        box: this rank's part, as (first, end) or several such ranges for each dimension; None: the whole tensor.
-        ranks: ranks with the same part; None: all.
-        divisor: divisor of the sum of its gradients over `ranks`; None: the number of all ranks.
-
-    Raises:
-        UsageError: the box exceeds the tensor.
+        box, ranks, divisor: as in `declare_part`; `box` None: the whole tensor.
     """
 
     index: int
@@ -92,13 +86,7 @@ class LogicalTensor:
 
 @dataclass(frozen=True)
 class HeldPart:
-    """A part of a tensor, and the ranks that hold it; known to all ranks.
-
-    Attributes:
-        aliases: further names of the tensor on the first of the ranks.
-        dtype: compute dtype.
-        ranks: ranks that hold the part, in ascending order.
-    """
+    """A part of a tensor, and the ranks (ascending) that hold it; known to all ranks. `aliases`: on the first rank."""
 
     name: str
     aliases: tuple[str, ...]
@@ -174,17 +162,11 @@ class Registry:
         groups: dict[int, int] | None = None,
         wires: Mapping[int, torch.dtype] | None = None,
     ) -> Registry:
-        """Build the registry of a module.
+        """Build the registry of a module. Shared parameters are recorded once with all their names.
 
-        Args:
-            module: the user's model. Shared parameters are recorded once with all their names.
-            compute_dtype: dtype of floating-point parameters inside the modules, or None to keep their own.
-            groups: `id(parameter)` to optimizer parameter group. Other parameters count as not trainable, even if they
-                require a gradient.
-            wires: `id(parameter)` to the communication dtype of its gradient, if it differs from its own dtype.
-
-        Raises:
-            UsageError: a box (`declare_part`) exceeds its tensor, or has another shape than the parameter.
+        `compute_dtype` is the dtype of floating-point parameters inside the modules; None: their own. By
+        `id(parameter)`, `groups` has the optimizer parameter group (other parameters count as not trainable), and
+        `wires` the communication dtype of the gradient, if not its own. A box that does not fit is a UsageError.
         """
         names: dict[int, list[str]] = {}
         objects: dict[int, nn.Parameter] = {}

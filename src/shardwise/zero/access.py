@@ -1,11 +1,9 @@
 """Access to gradients, master weights and optimizer state of single parameters, between backward and step.
 
-Functions of whole tensors (`full`) are collectives: all ranks of the engine call them, in the same order. Functions of
-this rank's part (`local`) are local, except for `safe_set_local_fp32_param`. All return None for a parameter of no
-engine.
-
-If a parameter is declared as a part of a tensor (`shardwise.declare_part`), `full` functions take and return the whole
-tensor, and `local` functions this rank's part of the part.
+`full` functions take and return unsharded tensors, and are collectives: all ranks of the engine call them in the same
+order. `local` functions of this rank's range are local, except for `safe_set_local_fp32_param`, and raise UsageError at
+stages 0 to 2. Setters raise UsageError for a value of another size. All return None for a parameter of no engine. Of a
+declared part of a tensor (`shardwise.declare_part`), `full` is the tensor, `local` this rank's range of the part.
 """
 
 from __future__ import annotations
@@ -42,10 +40,7 @@ def _lent(model: ShardedModel, index: int, *, written: bool = False) -> Abstract
 
 
 def _assemble(model: ShardedModel, index: int, runs: Iterable[Run], dtype: torch.dtype, whole: bool) -> torch.Tensor:
-    """Sum ranges over ranks into the whole tensor; `whole`: all ranks have all elements, and nothing is summed.
-
-    Parts of a tensor are assembled by their ranks first.
-    """
+    """Sum ranges, then parts, over ranks into the full tensor; `whole`: all ranks have all elements of the part."""
     tensor, ranks = model.registry[index], model.unit_of(index).domain.ranks
     flat = torch.zeros(tensor.numel + -tensor.numel % ranks.world, dtype=dtype, device=model.device)
     for start, stop, values in runs:
@@ -70,10 +65,7 @@ def _assemble_state(model: ShardedModel, index: int, runs: Iterable[Run], dtype:
 
 
 def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a copy of a parameter's whole master weights (in fp32, or the parameter's wider dtype).
-
-    Without master weights, the parameter's own values are returned.
-    """
+    """Return a copy of a parameter's full master weights (fp32 or wider); without these, of its own values."""
     found = _find(parameter)
     if found is None:
         return None
@@ -87,10 +79,9 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set a parameter's whole master weights and the parameter; all ranks give the same `value`.
+    """Set a parameter's full master weights and the parameter; all ranks give the same `value`.
 
-    Raises:
-        UsageError: `value` has another shape, or parameters differ by rank now, between the averages of 0/1 Adam.
+    Raises UsageError if `value` has another shape, or parameters differ by rank (between averages of 0/1 Adam).
     """
     found = _find(parameter)
     if found is None:
@@ -117,10 +108,9 @@ def safe_set_full_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> No
 
 
 def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a parameter's whole gradient before clipping; None: there is no gradient yet.
+    """Return a parameter's full gradient before clipping; None: there is no gradient yet.
 
-    It is the mean (or sum, as configured) over ranks and past micro-batches, unscaled, in the accumulation dtype.
-    Weighted micro-batches give their weighted mean so far.
+    It is the mean (or sum, as configured) over ranks and past (weighted) micro-batches, in the accumulation dtype.
     """
     found = _find(parameter)
     if found is None:
@@ -135,10 +125,9 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set a parameter's whole gradient, in the scale of `safe_get_full_grad`; all ranks give the same `value`.
+    """Set a parameter's full gradient, in the scale of `safe_get_full_grad`; all ranks give the same `value`.
 
-    Raises:
-        UsageError: `value` has another shape, or gradients have not been reduced yet.
+    Raises UsageError if `value` has another shape, or gradients have not been reduced yet.
     """
     found = _find(parameter)
     if found is None:
@@ -166,14 +155,9 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Iterable[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Replace the whole gradients of several parameters by results of a function.
+    """Replace full gradients by `update_func(full gradient, parameter)`; parameters and results are equal on all ranks.
 
-    Args:
-        param_list: the parameters, the same on all ranks. Parameters without a gradient are skipped.
-        update_func: (whole gradient, parameter) to the new whole gradient, the same on all ranks.
-
-    Raises:
-        UsageError: a new gradient has another shape, or gradients have not been reduced yet.
+    Parameters without a gradient are skipped. Raises UsageError as `safe_set_full_grad`.
     """
     for parameter in param_list:
         gradient = safe_get_full_grad(parameter)
@@ -182,10 +166,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return a copy of whole optimizer state (`exp_avg`, `momentum_buffer`, ...); None before the first step.
-
-    Only state of the parameter's own shape is returned.
-    """
+    """Return a copy of full optimizer state of the parameter's shape (`exp_avg`, ...); None before the first step."""
     found = _find(parameter)
     if found is None:
         return None
@@ -195,7 +176,7 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
         runs = model.update.state_pieces(index, optim_state_key)
         # Ranks without state need the dtype, too.
         known = torch.tensor([float(any(run[2].dtype is kind for run in runs)) for kind in _KINDS], device=model.device)
-        # So do ranks with an empty part.
+        # Ranks with an empty part need it, too.
         ranks = model.comm if model.wholes.divided(index) else model.unit_of(index).domain.ranks
         ranks.all_reduce(known, "optimizer_state.known").wait()
         dtype = next((kind for kind, count in zip(_KINDS, known.tolist(), strict=True) if count), None)
@@ -205,11 +186,7 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, optim_state_key: str)
 
 
 def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set whole optimizer state; all ranks give the same `value`. Has no effect before the first step.
-
-    Raises:
-        UsageError: `value` has another shape.
-    """
+    """Set full optimizer state to the same `value` (else UsageError) on all ranks; no effect before the first step."""
     found = _find(parameter)
     if found is None:
         return
@@ -225,13 +202,7 @@ def safe_set_full_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, 
 
 
 def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a 1-D copy of this rank's part of a parameter's master weights at stage 3, without the other ranks.
-
-    The part is the range that this rank steps, which may be empty.
-
-    Raises:
-        UsageError: parameters are not sharded (stages 0 to 2).
-    """
+    """Return a 1-D copy of this rank's range of master weights (stage 3, else UsageError), maybe empty."""
     found = _find_local(parameter, "safe_get_local_fp32_param")
     if found is None:
         return None
@@ -243,12 +214,9 @@ def safe_get_local_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set this rank's part of a parameter's master weights at stage 3, and the parameter (all ranks call).
+    """Set this rank's range of a parameter's master weights at stage 3, and the parameter (all ranks call).
 
-    Each rank gives its own `value`, with as many elements as `safe_get_local_fp32_param` returns.
-
-    Raises:
-        UsageError: `value` has another number of elements, or parameters are not sharded.
+    Each rank gives its own `value`. Raises UsageError for another number of elements, or stages 0 to 2.
     """
     found = _find_local(parameter, "safe_set_local_fp32_param")
     if found is None:
@@ -262,10 +230,9 @@ def safe_set_local_fp32_param(parameter: torch.Tensor, value: torch.Tensor) -> N
 
 
 def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return a 1-D copy of this rank's part of `safe_get_full_grad` at stage 3; None: there is no gradient yet.
+    """Return a 1-D copy of this rank's range of `safe_get_full_grad` at stage 3; None: there is no gradient yet.
 
-    Raises:
-        UsageError: parameters are not sharded (stages 0 to 2), or gradients have not been reduced yet.
+    Raises UsageError at stages 0 to 2, or if gradients have not been reduced yet.
     """
     found = _find_local(parameter, "safe_get_local_grad")
     if found is None:
@@ -280,11 +247,9 @@ def safe_get_local_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Set this rank's part of a gradient at stage 3, if there is a gradient, in the scale of `safe_get_local_grad`.
+    """Set this rank's range of a gradient at stage 3, if there is one, in the scale of `safe_get_local_grad`.
 
-    Raises:
-        UsageError: `value` has another number of elements, parameters are not sharded, or gradients are not reduced
-            yet.
+    Raises UsageError for another number of elements, at stages 0 to 2, or if gradients are not reduced yet.
     """
     found = _find_local(parameter, "safe_set_local_grad")
     if found is None:
@@ -297,11 +262,7 @@ def safe_set_local_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return a 1-D copy of this rank's part of optimizer state at stage 3, maybe empty; None before the first step.
-
-    Raises:
-        UsageError: parameters are not sharded (stages 0 to 2).
-    """
+    """Return a 1-D copy of this rank's range of optimizer state (stage 3, else UsageError); None before a step."""
     found = _find_local(parameter, "safe_get_local_optimizer_state")
     if found is None:
         return None
@@ -318,7 +279,7 @@ def safe_get_local_optimizer_state(parameter: torch.Tensor, optim_state_key: str
 
 
 def _empty_state(model: ShardedModel, key: str) -> torch.Tensor | None:
-    """Return empty state of a parameter of which this rank has no part; None before the first step."""
+    """Return empty state of a parameter of which this rank has no range; None before the first step."""
     assert model.update is not None
     for tensor in model.registry:
         for _, _, state in model.update.state_pieces(tensor.index, key) if tensor.trainable else ():
@@ -327,11 +288,7 @@ def _empty_state(model: ShardedModel, key: str) -> torch.Tensor | None:
 
 
 def safe_set_local_optimizer_state(parameter: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set this rank's part of optimizer state at stage 3. Has no effect before the first step.
-
-    Raises:
-        UsageError: `value` has another number of elements, or parameters are not sharded.
-    """
+    """Set this rank's range of optimizer state (stage 3 and its size, else UsageError); no effect before a step."""
     found = _find_local(parameter, "safe_set_local_optimizer_state")
     if found is None:
         return
@@ -383,14 +340,12 @@ def _fill(model: ShardedModel, index: int, runs: list[torch.Tensor], value: torc
 
 
 def _as_stepped(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:
-    """Return the flat values of which master weights and state of this rank are ranges."""
     if model.section_of(index).layout.cut:
         return value.detach().to(model.device).reshape(-1)
     return _checked(model, index, value)
 
 
 def _checked(model: ShardedModel, index: int, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a value for the whole tensor, flat."""
     tensor = model.registry[index]
     if tuple(value.shape) != tensor.global_shape:
         raise UsageError(

@@ -43,9 +43,8 @@ class UnitBuilder:
     def choose_places(self, specs: Sequence[UnitSpec]) -> None:
         """Choose the units with other tiers, if only a part of the state is offloaded.
 
-        The optimizer state of the first units that fit stays on the device. These units are stepped at once, and the
-        next forward pass begins with them while host copies are brought back. The parameters of the first units that
-        fit stay on the host.
+        The optimizer state of the first units that fit stays on the device, because these are stepped at once, and the
+        next forward pass begins with them while host copies return. Parameters of the first that fit stay on the host.
         """
         where, domains = self._plan.where, self._domains
         resident: list[int] = []
@@ -187,13 +186,11 @@ class UnitBuilder:
 
 
 def largest_sizes(registry: Registry, domains: Domains) -> list[int]:
-    """Return the elements of each parameter on the rank with the largest part (all ranks call, with the same result).
-
-    Ranks with the same sizes count once, so messages grow with the number of different parts.
-    """
+    """Return the elements of each parameter on the rank with the largest part (all ranks call, with one result)."""
     own = [tensor.numel for tensor in registry]
     if not domains.others:
         return own
+    # Equal lists are one object: messages grow with the number of different parts.
     versions = {id(sizes): sizes for sizes in domains.main.ranks.exchange(own, "sizes")}.values()
     if any(len(sizes) != len(own) for sizes in versions):
         return own  # `GlobalTensorIds` names the difference
@@ -201,12 +198,7 @@ def largest_sizes(registry: Registry, domains: Domains) -> list[int]:
 
 
 def connect_domains(domains: Domains, units: Sequence[Unit], plan: Plan, *, steps: bool, whole_tensors: bool) -> None:
-    """Create the process groups of passes (all ranks call), so that no pass waits for them.
-
-    Args:
-        steps: parameters are trained.
-        whole_tensors: some tensors are stepped by an owner, which sends them to all ranks.
-    """
+    """Create the process groups of passes (all ranks call). `whole_tensors`: owners send some tensors to all ranks."""
     for domain in (domains.main, *domains.others.values()):
         tensors = [tensor for unit in units if unit.domain is domain for tensor in unit.tensors]
         if domain.world == 1 or not tensors:
@@ -231,9 +223,7 @@ def check_optimizer(groups: Sequence[dict[str, Any]], registry: Registry, model:
 def check_domains(registry: Registry, domains: Domains, plan: Plan, *, compresses: bool) -> None:
     """Refuse methods that exchange values among all ranks, if some ranks share parameters of their own.
 
-    Raises:
-        UsageError: a part was built under zero.Init, which gives all ranks the same values.
-        ConflictError: gradients are compressed, or secondary shards are kept.
+    Raises UsageError for parts built under zero.Init, ConflictError for compression and secondary shards.
     """
     for tensor, parameter in zip(registry, registry.parameters, strict=True):
         owner = released.owner_of(parameter)

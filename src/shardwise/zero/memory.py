@@ -1,8 +1,8 @@
 """Lower bound of a rank's memory, from the formulas of the ZeRO stages.
 
 By Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models" (2020, section 3): the
-parameters' elements without padding, sharded by the stage. Added are the largest pair of consecutive units
-unsharded, and a gradient, send and receive buffer of one unit.
+parameters' elements without padding, sharded by the stage. Added are the largest pair of consecutive units unsharded,
+and a gradient, send and receive buffer of one unit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ from shardwise.zero.units.unit import Unit
 def floor(
     model: ShardedModel, accumulation: int, planned: dict[Category, int], kept: dict[Category, int]
 ) -> dict[Category, int]:
-    """Return the least bytes of each category; of activations, the planned bytes.
-
-    Args:
-        model: as built.
-        accumulation: micro-batches a step.
-        planned: most bytes of each category.
-        kept: bytes of each category that stay from step to step.
-    """
+    """Return the least bytes of each category; of activations, `planned`. `kept`: bytes that stay between steps."""
     sections = [section for unit in model.units for section in unit.sections]
     trained = [section for section in sections if section.layout.trainable and model.update is not None]
     stepped = sum(_numel(s) / s.domain.parts(s.levels.optimizer) for s in trained)

@@ -1,7 +1,7 @@
 """ShardedModel: a user's module with its units, their memory, passes and updates.
 
-The engine talks to this object, which combines registry, units, unsharder, reducer, hooks and update. The constructor
-lays out, fills, shards and reshards one unit after the other, so that at most one unit exists twice.
+The engine talks to this object, which combines registry, units, unsharder, reducer, hooks and update. Because the
+constructor fills and shards one unit after the other, at most one unit exists twice.
 """
 
 from __future__ import annotations
@@ -83,30 +83,17 @@ _DESTROYED = (
 class ShardedModel:
     """A module whose parameters are sharded; see the module docstring.
 
-    Args:
-        module: the user's model; its parameters keep their identity and become views of unit buffers.
-        optimizer: steps this rank's master weights; None: the model is only evaluated.
-        stepping: requirements of the optimizer.
-        is_elementwise: see `shardwise.zero.updates.update.StateKind`.
-        domains: ranks that share the parameters.
-        prescale: factor on gradients before a reduction.
-        compressor: reduces gradients with loss; None: exactly.
-        leaves: modules that stay in one unit each.
-        homes: tier of each kind of state, from the plan.
-        wires: wire dtype of gradients by `id(parameter)`, where it differs from the policy's.
-        plain: without an optimizer, leave gradients in `.grad`: averaged over ranks (True) or summed; None: drop them.
-        norm_group: ranks over which squares of gradients are summed; None: the pass group.
+    `optimizer` steps this rank's master weights; None: the model is only evaluated, without `sums`. `compressor` None:
+    gradients are reduced exactly. Modules `leaves` stay in one unit each. `wires` has wire dtypes of gradients by
+    `id(parameter)`, where they differ from the policy's. Without an optimizer, `plain` leaves gradients in `.grad`,
+    averaged over ranks (True) or summed; None drops them. `norm_group` sums squares of gradients; default `comm`.
 
     Attributes:
-        domain: domain of all ranks.
         comm: the pass group: ranks that run the same units.
         closed: why the model is no longer sharded ("" while it is).
-        failed: error of a disk that has ended a pass or a step, which leaves the state inconsistent ("" if none).
-        stepped: whether a step has been taken.
+        failed: error of a disk in a pass or step, which leaves the state inconsistent ("" if none).
         client_groups: parameters of each optimizer group before the engine.
-        sums: gradient norms and other sums of a step; None: the model is only evaluated.
-        owners: part of `update` that steps whole tensors; None if there is none.
-        plain: averages gradients that stay in `.grad`; None: there is an optimizer, or gradients are dropped.
+        owners: part of `update` that steps unsharded tensors; None if there is none.
         copied: event after running copies of master weights and optimizer state; None: no copies run.
         wholes: assembles tensors of which ranks have parts.
     """
@@ -276,11 +263,7 @@ class ShardedModel:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients keep their memory from step to step.
-
-        On a CPU, allocating gradients as large as the parameters in each step costs more time than other optimizations
-        save; DDP keeps its buckets, too. An accelerator's allocator caches freed memory.
-        """
+        """Whether gradients keep their memory between steps: a CPU's allocator, unlike a device's, caches none."""
         return self.device.type == "cpu" and not self.plan.shard_optimizer
 
     # -- building ----------------------------------------------------------------------------------------------------
@@ -292,7 +275,6 @@ class ShardedModel:
         domains: Domains,
         parts: SplitTensors | None,
     ) -> tuple[Update, WholeUpdate | None]:
-        """Return the update of all parameters, and its part that steps whole tensors, if any."""
         stepping, common = self.stepping, (optimizer, self.units, self.registry)
         state_args = (self.accountant, is_elementwise)
         norms = stepping.norms or (stepping.communicates and hasattr(optimizer, NORMS))
@@ -334,13 +316,7 @@ class ShardedModel:
         *,
         retain_graph: bool = False,
     ) -> None:
-        """Differentiate like `torch.autograd.backward`, and take part in the reductions (all ranks call).
-
-        Args:
-            tensors: losses, or outputs with known gradients. If none depends on the model, this rank contributes zeros.
-            grad_tensors: gradients of `tensors`; None for a scalar.
-            retain_graph: as in torch.
-        """
+        """Differentiate like `torch.autograd.backward` (all ranks call; zeros if no tensor depends on the model)."""
         self.hooks.settle()
         reducer = self.reducer
         passes = reducer.passes if reducer is not None else 0
@@ -378,12 +354,7 @@ class ShardedModel:
             raise UsageError(f"{what}: {self.closed}")
 
     def check_there(self, what: str, *, values: bool = False) -> None:
-        """Raise UsageError if the engine has been destroyed, or state is incomplete or moved off the device.
-
-        Args:
-            what: subject of the message: the operation that cannot be done.
-            values: check the parameters only.
-        """
+        """Raise UsageError if the engine is destroyed, or state (`values`: parameters) is incomplete or elsewhere."""
         self.check_open(what)
         if self.failed:
             raise UsageError(f"{what}: the state is incomplete, because a disk has failed before. {self.failed}")
@@ -401,11 +372,7 @@ class ShardedModel:
             raise
 
     def check_can_step(self) -> None:
-        """Raise if a step would be wrong, before it changes anything.
-
-        Raises:
-            UsageError: parameters are gathered for evaluation, or have been frozen, unfrozen, added or replaced.
-        """
+        """Raise UsageError before a step if parameters are gathered for evaluation, or were frozen or replaced."""
         if self.unsharder.suspended:
             raise UsageError(
                 "step() inside gathered(): the gathered parameters would stay as they are; leave the block first"
@@ -414,19 +381,14 @@ class ShardedModel:
         self.guards.check_trained()
 
     def await_copies(self) -> None:
-        """Make the current stream wait for running copies of master weights and optimizer state.
-
-        Called before each write to these tensors; the host does not wait.
-        """
+        """Make the current stream wait for copies of master weights and optimizer state, before each write to these."""
         if self.copied is not None:
             self.copied.wait()
 
     def take_changes(self) -> None:
-        """Copy parameter values that the script has changed in place to the master weights.
+        """Copy in-place changes of parameters to this rank's master weights; unchanged elements keep their digits.
 
-        Unchanged elements keep the master weights' digits, except in loaded parameters. Parameters of sharded units
-        change in `GatheredParameters` blocks only, whose end takes over the changes. `share_changes` sends changes to
-        master weights on other ranks.
+        Loaded parameters are copied whole. The end of a `GatheredParameters` block takes over changes of sharded units.
         """
         self.await_copies()
         changed = self.guards.changed()
@@ -446,10 +408,7 @@ class ShardedModel:
             self.update.share_changes()
 
     def step(self, factor: float | torch.Tensor = 1.0) -> None:
-        """Step the optimizer with the accumulated gradients times `factor`, and start the all-gathers of the results.
-
-        The step may overwrite the gradients.
-        """
+        """Step with the gradients times `factor`, which may be overwritten; start the all-gathers of the results."""
         assert self.update is not None
         self.unsharder.reshard_kept()
         self.finish_gathers()
@@ -481,8 +440,7 @@ class ShardedModel:
     def check_branches(self) -> None:
         """Compare the units that ranks have used since the last step, their order and counts, in one small all-reduce.
 
-        Raises:
-            DesyncError: ranks differ; it names the units of rank 0 and of the first rank that differs, on every rank.
+        Raises DesyncError on every rank, with the units of rank 0 and of the first rank that differs.
         """
         taken = self.comm.fingerprints(str(self.model_pass.usage.branches), "strict_sync")
         self.model_pass.usage.branches = 0
@@ -511,10 +469,7 @@ class ShardedModel:
             self.update.end_step()
 
     def end_window(self, applied: bool) -> None:
-        """Drop the accumulated gradients, which have been stepped if `applied`.
-
-        On the first call, agree on the order of units with the other ranks.
-        """
+        """Drop the accumulated gradients (stepped if `applied`); the first call agrees on the order of units."""
         assert self.reducer is not None
         if self.update is not None:
             self.update.end_step()
@@ -584,17 +539,11 @@ class ShardedModel:
         return [unit for unit in self.units if any(tensor.index in wanted for tensor in unit.tensors)]
 
     def close(self, why: str = _DESTROYED) -> None:
-        """Restore a plain model and optimizer, and free the engine's memory.
+        """Restore a plain model and optimizer, and free the engine's memory; later calls do nothing.
 
-        Parameters become plain and whole, with memory of their own. The optimizer has them in its groups again, and no
-        state. A second call does nothing.
-
-        Args:
-            why: message of later uses of the engine.
-
-        Raises:
-            DesyncError: other ranks go on with training; the parameters stay sharded. While an exception is handled, a
-                warning is logged instead.
+        Parameters become plain and unsharded, with memory of their own. The optimizer has them in its groups again, and
+        no state. Later uses of the engine show `why`. Raises DesyncError if other ranks go on with training, and leaves
+        parameters sharded; while an exception is handled, it logs a warning instead.
         """
         if self.closed:
             return
@@ -604,7 +553,7 @@ class ShardedModel:
             reason = self._end_together()
         except BaseException:
             if self.channel is not None:
-                self.channel.close()  # tells the peers
+                self.channel.close()  # notifies the peers
             raise
         self.hooks.remove()
         self.model_pass.close()
@@ -625,7 +574,7 @@ class ShardedModel:
             del self.units[0]
         if self.channel is not None:
             if not reason:
-                # Groups gather independently: a fast one may come here while others still look for their ranks.
+                # Groups gather independently: a fast one may be here while others still all-gather.
                 self.comm.barrier("destroy()")
             self.channel.close()
         self.domain.close()
@@ -636,7 +585,7 @@ class ShardedModel:
             message = f"{reason} The parameters of {type(self.module).__name__} stay sharded"
             if sys.exc_info()[1] is None and not self.failed:
                 raise DesyncError(message)
-            logger.warning(message)  # the exception on its way through this rank is nearer to the cause
+            logger.warning(message)  # the exception that this rank handles is nearer to the cause
 
     def _end_together(self) -> str:
         """End running passes and all-gathers, once all ranks are here; return the reason if that is impossible."""
@@ -682,7 +631,7 @@ class ShardedModel:
                 group["params"] = parameters
 
     def _cut_references(self) -> None:
-        """Break reference cycles, so that memory is freed at once instead of by Python's garbage collector."""
+        """Break reference cycles: memory is freed at once instead of by Python's garbage collector."""
         if self.channel is not None:
             self.channel.on_want(None)
         self.driver = Alone()

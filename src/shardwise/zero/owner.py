@@ -33,11 +33,7 @@ class Gathered(NamedTuple):
 
 
 class ParameterOwner(Owner):
-    """Answers for the parameters of a sharded model.
-
-    Args:
-        model: see above.
-    """
+    """Owner of the parameters of a sharded model."""
 
     def __init__(self, model: ShardedModel) -> None:
         self.model = model
@@ -63,11 +59,7 @@ class ParameterOwner(Owner):
 
     @override
     def gather(self, parameters: Iterable[nn.Parameter]) -> Gathered:
-        """Unshard parameters outside of passes (all ranks call). Parameters that are parts become whole tensors.
-
-        Raises:
-            UsageError: ranks have different parts of a tensor that cannot be assembled.
-        """
+        """Unshard parameters outside of passes (all ranks call); parts become whole tensors (else UsageError)."""
         parameters, model = list(parameters), self.model
         units = model.state.gather_parts(parameters)
         try:
@@ -87,16 +79,7 @@ class ParameterOwner(Owner):
 
     @override
     def put_back(self, parameters: Iterable[nn.Parameter], gathered: Gathered, src: int | None) -> None:
-        """End a `gather`, and reshard the units.
-
-        Args:
-            parameters: as given to `gather`.
-            gathered: returned by `gather`.
-            src: global rank whose values all ranks take over, into master weights too; None drops changes.
-
-        Raises:
-            UsageError: the unsharded values are rounded, and would be stored.
-        """
+        """End a `gather`, and reshard the units. Raises UsageError if rounded values would be stored."""
         parameters, model = list(parameters), self.model
         for unit in model.units_of(parameter for _, parameter, _ in gathered.shown):
             unit.attach()
@@ -108,7 +91,7 @@ class ParameterOwner(Owner):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Unshard all units. Passes inside need no communication, so their number may differ by rank."""
+        """Unshard all units. Because passes inside need no communication, their number may differ by rank."""
         model = self.model
         gathered = model.state.gather_parts(model.registry.parameters)
         model.unsharder.suspended = True

@@ -25,10 +25,7 @@ T = TypeVar("T")
 
 
 class ShardedState:
-    """Reads and writes the values, gradients and optimizer state of a sharded model.
-
-    Has the members of `shardwise.checkpoint.protocols.CheckpointedModel`.
-    """
+    """Values, gradients and optimizer state of a sharded model (`shardwise.checkpoint.protocols.CheckpointedModel`)."""
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
@@ -60,7 +57,7 @@ class ShardedState:
         return section.full[slot.offset : slot.offset + slot.numel]
 
     def gradient_runs(self, index: int) -> list[tuple[int, int, torch.Tensor]] | None:
-        """Return (start, stop, values) whose sum over ranks is the accumulated gradient; None: no gradient."""
+        """Return (start, stop, values) that sum over ranks to the accumulated gradient; None: there is no gradient."""
         assert self._model.reducer is not None
         unit, section = self._model.unit_of(index), self._model.section_of(index)
         gradients = self._model.reducer.gradients[unit.index]
@@ -119,10 +116,7 @@ class ShardedState:
         return state is None if self._model.update is None else self._model.update.load_rank_state(state)
 
     def value_runs(self) -> dict[int, list[tuple[int, int, torch.Tensor]]]:
-        """Return (start, stop, 1-D view) of this rank's values, by parameter.
-
-        Values are master weights that the optimizer steps on this rank; of other parameters, this rank's range.
-        """
+        """Return (start, stop, 1-D view) of master weights stepped here, or this rank's other values, by parameter."""
         self._model.presence.require("the engine's state cannot be read or written")
         self._model.take_changes()
         runs = {}
@@ -137,10 +131,7 @@ class ShardedState:
         return runs
 
     def box_of(self, tensor: LogicalTensor) -> Region | None:
-        """Return the box of a tensor that contains this rank's ranges; None: the whole tensor.
-
-        The owner of a tensor that is stepped whole has the whole tensor.
-        """
+        """Return the box of a tensor that contains this rank's ranges; None: all of it, as for its owner."""
         owned = self._model.update is not None and self._model.section_of(tensor.index).layout.cut
         return None if owned else tensor.box
 
@@ -168,18 +159,11 @@ class ShardedState:
         return found
 
     def parts_of(self, index: int) -> Sequence[HeldPart]:
-        """Return the parts that all ranks have at the place of this rank's parameter, each once, in one order.
-
-        Empty if all ranks have the same tensors.
-        """
+        """Return the parts that ranks have at the place of this parameter, each once; empty if tensors are equal."""
         return self._model.wholes.parts_of(index)
 
     def publish(self, units: Sequence[Unit] | None = None) -> None:
-        """Update all copies of the values after `value_runs` have been written (all ranks call).
-
-        Args:
-            units: units with written values; None: all.
-        """
+        """Update all copies of the values after `value_runs` of `units` (None: all) were written (all ranks call)."""
         self._model.unsharder.reshard_kept()
         for unit in self._model.units if units is None else units:
             unit.wait_for_unshard()
@@ -239,15 +223,9 @@ class ShardedState:
             unit.reshard()
 
     def put_parts_back(self, parameters: Iterable[nn.Parameter], gathered: Sequence[Unit], src: int | None) -> None:
-        """End a `gather_parts`, and reshard the units.
+        """End a `gather_parts`, and reshard the units. Raises UsageError if the values are rounded.
 
-        Args:
-            parameters: as given to `gather_parts`.
-            gathered: returned by `gather_parts`.
-            src: global rank whose values all ranks take over, into master weights too; None drops changes.
-
-        Raises:
-            UsageError: the values are rounded.
+        All ranks take over the values of global rank `src`, into master weights too; None drops changes.
         """
         try:
             if src is not None:
@@ -270,18 +248,13 @@ class ShardedState:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether state is offloaded, so that it is not on the device."""
+        """Whether state is offloaded from the device."""
         return any(section.away for unit in self._model.units for section in unit.sections) or bool(
             self._model.owners is not None and self._model.owners.borrowing()
         )
 
     def fetch(self, tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
-        """Read tensors in their order, a few at a time, and prefetch the next ones from their tiers.
-
-        Args:
-            tensors: views of this rank's state, each with a key.
-            use: called with the keys of the tensors that are on the device.
-        """
+        """Read (key, view) pairs in order, and prefetch the next from their tiers; `use` gets keys on the device."""
         away = [loans for unit in self._model.units for section in unit.sections for loans in section.away]
         away += [loans for loans, _ in self._model.owners.borrowing()] if self._model.owners is not None else []
         lenders = {storage: loans for loans in away for storage in loans.storages}
@@ -296,7 +269,7 @@ class ShardedState:
         in_turn(groups, use)
 
     def iter_resident(self) -> Iterator[Collection[int]]:
-        """Yield sets of parameters whose state is on the device meanwhile, for reading and writing."""
+        """Yield sets of parameters with their state on the device meanwhile, for reading and writing."""
         if not self.is_offloaded or (self._model.owners is not None and self._model.owners.borrowing()):
             with self.lent():  # whole tensors are acquired together
                 yield range(len(self._model.registry))
@@ -306,11 +279,9 @@ class ShardedState:
                 yield {tensor.index for tensor in unit.tensors}
 
     def lent(self, units: Sequence[Unit] | None = None, *, written: bool = True) -> AbstractContextManager[None]:
-        """Acquire the offloaded state of units on the device for the block.
+        """Acquire the offloaded state of units (None: all) for the block. `written` False: for reading only.
 
-        Args:
-            units: units; None: all. State of tensors that are stepped whole is acquired all at once.
-            written: False: the state is only read.
+        State of tensors that are stepped unsharded is acquired all at once.
         """
         self._model.presence.require("the engine's state cannot be read or written")
         wanted: list[Borrowed] = []

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 class _Part(NamedTuple):
-    """Tensor of the engine's state, and its tier.
-
-    Attributes:
-        counted: category of its bytes, counted as a number; None: the accountant holds the tensor.
-    """
+    """Tensor of the engine's state, and its tier. `counted`: category, if the accountant counts bytes only."""
 
     tensor: torch.Tensor
     home: StateHome
@@ -49,15 +45,10 @@ class MovingStates:
         self._whole: list[tuple[FlatParamStorage, torch.Tensor]] = []
 
     def offload(self, kinds: Collection[OffloadStateTypeEnum], *, pinned: bool, wait: bool) -> None:
-        """Move state from the device to the host, until `reload` (all ranks call, between passes).
+        """Move kinds of state from the device to the host, until `reload` (all ranks call, between passes).
 
-        Args:
-            kinds: kinds of state; moved or offloaded state stays where it is.
-            pinned: use page-locked host memory.
-            wait: return when the device memory is free; else when the copies have been launched.
-
-        Raises:
-            UsageError: a pass runs, parameters are gathered, or the optimizer averages over ranks itself.
+        `pinned` uses page-locked memory. `wait` returns when the device memory is free, else when the copies have been
+        launched. Raises UsageError in a pass, while parameters are gathered, or if the optimizer averages over ranks.
         """
         model = self._model
         model.hooks.settle()
@@ -104,11 +95,7 @@ class MovingStates:
                 self._take_new_views()
 
     def reload(self, *, wait: bool) -> None:
-        """Move all state back that `offload` has moved (all ranks call).
-
-        Args:
-            wait: return when all copies have ended; else later operations of the current stream wait for them.
-        """
+        """Move all state back (all ranks call). Without `wait`, later work of the current stream waits for it."""
         parameters = OffloadStateTypeEnum.lp_params in self._presence.away
         self.bring_back(wait=wait)
         self._model.shards_written()
@@ -116,7 +103,7 @@ class MovingStates:
             self._barrier("reload_states()")
 
     def bring_back(self, *, wait: bool = False) -> None:
-        """Move all state back on this rank only, without the other ranks."""
+        """Move all state back on this rank only."""
         if self._stash is None:
             return
         self._stash.bring()
@@ -156,7 +143,6 @@ class MovingStates:
         return found
 
     def _parts(self, kind: OffloadStateTypeEnum) -> Iterator[_Part]:
-        """Yield the tensors of a kind, except replicated parameters."""
         if kind is OffloadStateTypeEnum.lp_params:
             for unit in self._model.units:
                 for section in unit.sections:

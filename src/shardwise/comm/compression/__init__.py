@@ -1,4 +1,4 @@
-"""Lossy communication: methods that send fewer bytes than the values have, and what makes up for it."""
+"""Lossy communication: methods that send fewer bytes than the values have, with error feedback."""
 
 from shardwise.comm.compression.base import Compressor, Flat
 from shardwise.comm.compression.onebit import OnebitAllReduce, message_bytes, pack_signs, unpack_signs

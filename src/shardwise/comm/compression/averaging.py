@@ -19,13 +19,7 @@ from shardwise.comm.communicator import Communicator, Handle
 
 @dataclass
 class Segment:
-    """A range of master weights of one parameter group that this rank steps.
-
-    Attributes:
-        parameter: the values, in the group's `params`.
-        group: number of the parameter group.
-        start, stop: place in the block.
-    """
+    """A range of a block that this rank steps: master weights of `parameter`, in the `params` of its group."""
 
     parameter: nn.Parameter
     group: int
@@ -35,16 +29,11 @@ class Segment:
 
 @dataclass
 class Block:
-    """A flat parameter of a unit.
+    """A flat parameter of a unit (`numel` with padding); this rank steps the range from `start` to `stop`.
 
-    Attributes:
-        name: equal on all ranks and in every run.
-        numel: elements, padding included.
-        start, stop: the range that this rank steps.
-        lanes: (parameter group, start, stop) of the whole block.
-        tensors: (number of a tensor of the job, start, stop) of the whole block.
-        segments: of this rank's range.
-        gradient: in a step without reduction: this rank's part of the mean; may be overwritten.
+    `name` is equal on all ranks and in every run. `lanes` and `tensors` have, of the whole block, (number, start, stop)
+    of parameter groups and of the job's tensors; `segments` are of this rank's range. `gradient` is, in a step without
+    reduction, this rank's part of the mean; it may be overwritten.
     """
 
     name: str
@@ -60,8 +49,7 @@ class Block:
 class BlockMean(Protocol):
     """A method that averages one block over ranks, repeatedly.
 
-    A reduction has three parts, so that reductions of several blocks overlap. All ranks call each part for all blocks
-    in one order.
+    A reduction has three parts, because reductions of blocks overlap. All ranks call each part for all blocks in order.
     """
 
     @property
@@ -85,12 +73,7 @@ class BlockMean(Protocol):
 
 
 class ExactMean:
-    """The exact mean: a reduce-scatter and an all-gather.
-
-    Args:
-        comm: the ranks.
-        label: for records.
-    """
+    """The exact mean: a reduce-scatter and an all-gather."""
 
     def __init__(self, comm: Communicator, label: str) -> None:
         self._comm = comm
@@ -100,28 +83,23 @@ class ExactMean:
 
     @property
     def scratch(self) -> list[torch.Tensor]:
-        """The sum in flight."""
         return [] if self._own is None else [self._own]
 
     def launch(self, values: torch.Tensor) -> None:
-        """Launch the reduce-scatter."""
         self._own = values.new_empty(values.numel() // self._comm.world)
         self._handle = self._comm.reduce_scatter([(self._own, values)], self._label)
 
     def combine(self) -> None:
-        """Wait for the sum, and divide it."""
         assert self._handle is not None and self._own is not None
         self._handle.wait()
         self._own.div_(self._comm.world)
 
     def finish(self, out: torch.Tensor) -> None:
-        """All-gather the mean into `out`."""
         assert self._own is not None
         self._comm.all_gather([(out, self._own)], self._label, kind="reduce").wait()
         self._own = self._handle = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return an empty state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -129,15 +107,7 @@ class ExactMean:
 
 
 class Averages:
-    """Means of all blocks by one method.
-
-    Args:
-        make: creates the method of a block.
-        hold: counts a message.
-
-    Attributes:
-        means: the methods in use, by name of the block.
-    """
+    """Means of all blocks by one method, created by `make` for each block; `hold` counts a message."""
 
     def __init__(self, make: Callable[[Block], BlockMean], hold: Callable[[torch.Tensor], None]) -> None:
         self.means: dict[str, BlockMean] = {}

@@ -37,18 +37,13 @@ class Flat:
 
 
 class Kept:
-    """Tensors kept between reductions, by name, each at the scale of the last reduction.
+    """Tensors kept between reductions, by name, each at the scale of the last reduction; `hold` counts each.
 
-    Args:
-        device: of the tensors.
-        hold: counts each tensor.
-
-    Example:
-        >>> kept = Kept(torch.device("cpu"), lambda tensor: None)
-        >>> kept.at("error", 2, torch.float32, scale=1.0).fill_(3.0)
-        tensor([3., 3.])
-        >>> kept.at("error", 2, torch.float32, scale=2.0)
-        tensor([6., 6.])
+    >>> kept = Kept(torch.device("cpu"), lambda tensor: None)
+    >>> kept.at("error", 2, torch.float32, scale=1.0).fill_(3.0)
+    tensor([3., 3.])
+    >>> kept.at("error", 2, torch.float32, scale=2.0)
+    tensor([6., 6.])
     """
 
     def __init__(self, device: torch.device, hold: Callable[[torch.Tensor], None]) -> None:
@@ -68,7 +63,6 @@ class Kept:
         return tensor
 
     def get(self, name: str) -> torch.Tensor | None:
-        """Return the tensor of a name, or None."""
         return self._tensors.get(name)
 
     def put(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +82,6 @@ class Kept:
         self._scales = {name: scale for name, scale in self._scales.items() if not chosen(name)}
 
     def clear(self) -> None:
-        """Release all tensors."""
         self._tensors, self._scales = {}, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,17 +97,10 @@ class Kept:
 
 
 class Compressor:
-    """Base of the methods of lossy reduction.
+    """Base of the methods of lossy reduction; the first `start` steps are reduced exactly.
 
-    Args:
-        comm: the data-parallel group.
-        start: steps at the beginning that are reduced exactly.
-        hold: counts a buffer until it is released.
-
-    Attributes:
-        steps: steps that have ended, skipped ones included.
-        kept: error feedback state.
-        zeroed: buffers begin as zeros, because messages are not filled, or are read in a dry run.
+    `hold` counts a buffer until it is released. `steps` counts ended steps, with skipped ones; `kept` is the error
+    feedback state. Buffers begin as zeros if `zeroed`, because messages are not filled, or are read in a dry run.
     """
 
     zeroed = True
@@ -130,14 +116,9 @@ class Compressor:
         """Launch the reduction of one unit: `own` (and `whole`) = (itself if `accumulate` else 0) + sum over ranks.
 
         A non-finite value on some rank must make a sum of some rank non-finite: ranks then agree on skipping the step.
-
-        Args:
-            flats: its flat parameters.
-            label: for records.
-            accumulate: add to the present values; the first reduction in a step does not.
-            scale: divides a sum over ranks to give the gradient that is stepped, with loss scale, micro-batches and
-                ranks. State from reductions at another scale must be multiplied to this one.
-            wire_dtype: configured dtype of values on the wire; None: the method chooses.
+        The first reduction in a step does not accumulate. `scale` divides a sum over ranks to give the gradient that is
+        stepped, with loss scale, micro-batches and ranks; state from another scale must be multiplied to this one.
+        `wire_dtype` is the configured dtype of sent values; None: the method chooses.
         """
         raise NotImplementedError
 
@@ -179,13 +160,7 @@ class Compressor:
 
 
 class Running:
-    """A reduction under way: launched collectives, and a function to be called when they are complete.
-
-    Args:
-        pending: the collectives.
-        finish: may launch and wait for further collectives.
-        scratch: buffers held until `pending` is complete.
-    """
+    """A reduction under way; `finish` may launch and wait for more. `scratch` is held until `pending` is complete."""
 
     def __init__(
         self, pending: Sequence[PendingCollective], finish: Callable[[], None], scratch: Sequence[torch.Tensor] = ()

@@ -4,11 +4,11 @@ Error-compensated 1-bit compression (Seide et al., 2014; in the two-sided form o
 Communication Efficient Large-Scale Training with Adam's Convergence Speed", 2021, arXiv 2102.02888). Every rank adds
 its error to its values, and sends each other rank the signs of that rank's range, 8 to a byte, with one fp32 scale per
 run of values. The owner of a range averages the received values, adds its error, and sends signs and scales to all.
-Both keep the difference between the intended and the sent values.
+Both keep the difference between the intended and the sent values. Every rank, the owner too, uses the sent values: the
+result has the same bits everywhere.
 
 The scales preserve the L2 norm of a run (1-bit Adam, 1-bit LAMB), or the mean of its magnitudes (0/1 Adam: Lu et al.,
-2022, arXiv 2202.06009). Every rank, the owner too, uses the sent values, so that the result has the same bits
-everywhere.
+2022, arXiv 2202.06009).
 """
 
 from __future__ import annotations
@@ -27,36 +27,25 @@ from shardwise.compat import has_values
 Scale = Literal["norm", "mean"]
 """Preserved by a scale: the L2 norm of its run, or the mean magnitude."""
 
-_MAGIC = 0x0102040810204080
-"""Factor that collects the lowest bits of eight bytes of a number in its highest byte."""
+_MAGIC = 0x0102040810204080  # factor that collects the lowest bits of eight bytes of a number in its highest byte
 
 _SCALE_BYTES = 4
 
 
 def pack_signs(values: torch.Tensor) -> torch.Tensor:
-    """Return one bit per value, set where the value is not negative, 8 to a byte.
+    """Return one bit per value of a 1-D tensor of a multiple of 8 elements, set where it is not negative, 8 to a byte.
 
-    Args:
-        values: 1-D, a multiple of 8 elements, of any floating dtype, on any device.
-
-    Example:
-        >>> packed = pack_signs(torch.tensor([1.0, -2.0, 0.0, -1.0, -1.0, -1.0, -1.0, -1.0]))
-        >>> packed.dtype, packed.numel(), unpack_signs(packed, torch.float32)[:4].tolist()
-        (torch.uint8, 1, [1.0, -1.0, 1.0, -1.0])
+    >>> packed = pack_signs(torch.tensor([1.0, -2.0, 0.0, -1.0, -1.0, -1.0, -1.0, -1.0]))
+    >>> packed.dtype, packed.numel(), unpack_signs(packed, torch.float32)[:4].tolist()
+    (torch.uint8, 1, [1.0, -1.0, 1.0, -1.0])
     """
     # A boolean is a byte of 0 or 1.
     return (values >= 0).view(torch.int64).mul_(_MAGIC).bitwise_right_shift_(56).to(torch.uint8)
 
 
 def unpack_signs(packed: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return 1 for each set bit and -1 for each other one: 8 values of `dtype` per byte.
-
-    Args:
-        packed: from `pack_signs`.
-        dtype: of the result.
-        out: receives the result: 1-D, contiguous; None: new.
-    """
-    # What is made in a dry run has no values, and must not be kept.
+    """Return 1 for each set bit and -1 for each other one: 8 values of `dtype` per byte; `out`: 1-D, contiguous."""
+    # Tensors of a dry run have no values, and must not be kept.
     table = (_signs if has_values(packed) else _signs.__wrapped__)(dtype, packed.device)
     rows = None if out is None else out.view(-1, 8)
     return torch.index_select(table, 0, packed.to(torch.int32), out=rows).view(-1)
@@ -64,7 +53,7 @@ def unpack_signs(packed: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | N
 
 @functools.lru_cache(maxsize=16)
 def _signs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the eight signs of every byte, by packing, so that the order of bytes in a number does not matter."""
+    """Return the eight signs of every byte, by packing, because the order of bytes in a number must not matter."""
     bits = torch.arange(256, device=device).unsqueeze(1).bitwise_right_shift(torch.arange(8, device=device)) & 1
     rows = (bits * 2 - 1).to(dtype)
     table = torch.empty_like(rows)
@@ -74,13 +63,9 @@ def _signs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 @dataclass
 class _Chunk:
-    """The range of one rank.
+    """The range of one rank, from element `start`; `gaps` are padding, which stays zero.
 
-    Attributes:
-        start: first element.
-        lengths: elements of its runs, each up to the next run's first value.
-        weights: factors from the norm of each run to its scale; 0 for a run without values.
-        gaps: padding, which stays zero.
+    Each run has a length, up to the next run's first value, and a weight, from its norm to its scale (0: no values).
     """
 
     start: int
@@ -90,10 +75,7 @@ class _Chunk:
 
 
 class OnebitAllReduce:
-    """The mean over ranks of one flat buffer with one bit per element, repeatedly.
-
-    A reduction has three parts, `launch`, `combine` and `finish`, so that reductions of several buffers overlap. All
-    ranks call each part for all buffers in one order.
+    """The mean over ranks of one flat buffer with one bit per element, repeatedly (a `BlockMean`).
 
     Args:
         comm: the ranks.
@@ -147,11 +129,9 @@ class OnebitAllReduce:
 
     @property
     def scratch(self) -> list[torch.Tensor]:
-        """Messages in flight."""
         return [message for message in (self._received, self._sent) if message is not None]
 
     def launch(self, values: torch.Tensor) -> None:
-        """Send this rank's values, which are not changed, and may be overwritten afterwards."""
         self.worker_error.add_(values)
         size, world = self.message_bytes, self._comm.world
         self._sent = torch.zeros(world * size, dtype=torch.uint8, device=values.device)
@@ -162,7 +142,6 @@ class OnebitAllReduce:
         self._handle = self._comm.all_to_all(self._received, self._sent, sizes, sizes, self._label, kind="reduce")
 
     def combine(self) -> None:
-        """Average the received values of this rank's range, and send the mean."""
         assert self._handle is not None and self._received is not None
         self._handle.wait()
         size, world, rank = self.message_bytes, self._comm.world, self._comm.rank
@@ -190,11 +169,9 @@ class OnebitAllReduce:
         self._handle = self._received = self._sent = None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the errors of this rank."""
         return {"worker": self.worker_error, "server": self.server_error}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the errors of the same buffer on the same rank of as many ranks."""
         self.worker_error.copy_(state["worker"])
         self.server_error.copy_(state["server"])
 
@@ -222,9 +199,7 @@ class OnebitAllReduce:
 
 
 def message_bytes(shard: int, scales: int) -> int:
-    """Return the bytes of the message for a range of `shard` elements with `scales` scales.
-
-    A reduction sends 2 * (world - 1) messages: one to each other rank, and the mean of this rank's range to each.
+    """Return the bytes of each of the 2 * (world - 1) messages for a range of `shard` elements with `scales` scales.
 
     >>> message_bytes(1 << 20, 12)
     131120

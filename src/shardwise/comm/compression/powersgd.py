@@ -5,10 +5,9 @@ gradient plus its error. One step of the power method from the last factor Q giv
 matrices: P = orthogonalized sum of M Q, and the sum of M^T P, which is the next Q. Each rank keeps the error M - P (M^T
 P)^T.
 
-Every parameter with two or more dimensions is a matrix, first dimension by the rest. Vectors, and matrices whose
-factors are hardly smaller, are sent exactly, in one collective with the first factors. Factors are summed in rank
-order, and every rank computes each block of rows of their product alike, so that all ranks and ZeRO stages get the same
-bits.
+Every parameter with two or more dimensions is a matrix, first dimension by the rest. Vectors, and matrices with hardly
+smaller factors, are sent exactly, in one collective with the first factors. Factors are summed in rank order, and every
+rank computes each block of rows of their product alike: all ranks and ZeRO stages get the same bits.
 """
 
 from __future__ import annotations
@@ -27,20 +26,14 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config.schema import gradients
 
-_BLOCK = 1 << 17
-"""Elements of a product of factors that are computed at a time."""
+_BLOCK = 1 << 17  # elements of a product of factors that are computed at a time
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A compressed parameter.
+    """A compressed parameter as a matrix: `rows` by `columns`, with factors of `rank` columns.
 
-    Attributes:
-        offset: first element in the flat parameter.
-        rows, columns: its shape as a matrix.
-        rank: columns of its factors.
-        error: first element in the error of the flat parameter.
-        p, q: first elements in the factors of the flat parameter.
+    First elements: `offset` in the flat parameter, `error` in its error, `p` and `q` in its factors.
     """
 
     offset: int
@@ -53,7 +46,6 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        """Elements of the matrix."""
         return self.rows * self.columns
 
     def view(self, flat: torch.Tensor, first: int) -> torch.Tensor:
@@ -71,15 +63,10 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Split:
-    """Layout of a flat parameter in messages.
+    """Layout of a flat parameter in messages: the first has P of all `matrices` and the exact parameters, the second Q.
 
-    Attributes:
-        matrices: compressed parameters.
-        exact: of each other parameter: first element in the flat parameter, number of elements, first element in the
-            message.
-        kept: elements of the error.
-        first: elements of the first message: P of all matrices and the exact parameters.
-        second: elements of the second: Q of all matrices.
+    `exact` has, of each parameter: first element in the flat parameter, number of elements, first element in the
+    message. `kept`, `first` and `second` are the elements of the error and of the messages.
     """
 
     matrices: tuple[Matrix, ...]
@@ -90,17 +77,11 @@ class Split:
 
 
 def split(shapes: Sequence[tuple[int, torch.Size]], rank: int, min_rate: float) -> Split:
-    """Choose the compressed parameters of a flat parameter.
+    """Choose the compressed parameters of a flat parameter, at a ratio of matrix to factors of at least `min_rate`.
 
-    Args:
-        shapes: first element and shape of each parameter.
-        rank: of the approximations.
-        min_rate: least ratio of the sizes of a matrix and its factors.
-
-    Example:
-        >>> found = split([(0, torch.Size([64, 32])), (2048, torch.Size([32]))], rank=2, min_rate=2.0)
-        >>> found.matrices[0].rows, found.first, found.second
-        (64, 160, 64)
+    >>> found = split([(0, torch.Size([64, 32])), (2048, torch.Size([32]))], rank=2, min_rate=2.0)
+    >>> found.matrices[0].rows, found.first, found.second
+    (64, 160, 64)
     """
     matrices: list[Matrix] = []
     vectors = []
@@ -123,7 +104,7 @@ def split(shapes: Sequence[tuple[int, torch.Size]], rank: int, min_rate: float) 
 
 
 def orthogonalize(matrix: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Return an orthonormal basis of a matrix's columns: by QR, or by Gram-Schmidt with `epsilon` added to the norms.
+    """Return an orthonormal basis of the columns: by QR, or by Gram-Schmidt with `epsilon` added to the norms.
 
     QR returns as many vectors as columns for any rank.
     """
@@ -139,13 +120,7 @@ def orthogonalize(matrix: torch.Tensor, epsilon: float) -> torch.Tensor:
 
 
 class PowerSGD(Compressor):
-    """Reduces matrices as the factors of a low-rank approximation.
-
-    Args:
-        parameters: of `shardwise.config.schema.gradients.PowerSGDOptions`.
-        comm: the data-parallel group.
-        hold: counts a buffer until it is released.
-    """
+    """Reduces matrices as the factors of a low-rank approximation."""
 
     def __init__(
         self, parameters: gradients.PowerSGDOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
@@ -248,7 +223,7 @@ class _Job:
             self.first[place_in : place_in + numel].copy_(self.flat.full[offset : offset + numel])
 
     def _revived(self, factors: torch.Tensor, seeded: torch.Tensor) -> torch.Tensor:
-        """Return factors with random columns in place of zero columns, which would stay zero."""
+        """Return factors with random columns in place of zero columns, because zeros would stay."""
         pairs = [(place.q_in(factors), place.q_in(seeded)) for place in self.split.matrices]
         return torch.cat([torch.where(q.any(dim=0), q, other).view(-1) for q, other in pairs])
 
@@ -259,17 +234,15 @@ class _Job:
             p = place.p_in(self.first)
             finite = p.isfinite().all()
             basis = orthogonalize(p.nan_to_num(0.0, 0.0, 0.0), epsilon)
-            # If any rank's matrix is not finite, nothing of it is sent but that: all of it stays where it is.
+            # If any rank's matrix is not finite, only that is sent: the whole matrix stays in the error.
             p.copy_(torch.where(finite, basis, 0.0))
             torch.mm(matrix.t(), p, out=place.q_in(self.second))
 
     def keep_rest(self) -> None:
-        """Subtract the sent part from the error."""
         for place, matrix in zip(self.split.matrices, self._matrices, strict=True):
             matrix.addmm_(place.p_in(self.first), place.q_in(self.second).t(), alpha=-1)
 
     def keep_factor(self) -> None:
-        """Keep the summed Q for the next step."""
         kept = self._method.kept.get(self._factor)
         summed = self.second[: self.split.second]
         if kept is None:
@@ -278,7 +251,6 @@ class _Job:
             kept.copy_(summed)
 
     def store(self, rank: int, accumulate: bool) -> None:
-        """Write the sums to their outputs."""
         flat = self.flat
         out = flat.own if flat.whole is None else flat.whole
         start = rank * flat.own.numel() if flat.whole is None else 0

@@ -9,8 +9,8 @@ Invariants:
 - Rounded to nearest, the error of a value is at most half a scale, (largest magnitude of its block) / (2 * 127), or
   / (2 * 7) in 4 bits, and a few roundings of fp32. Stochastic rounding doubles that bound and is unbiased.
 - A block with a non-finite value decodes to non-finite values: the receiver still finds an overflow.
-- A block of zeros decodes to zeros. A block whose largest magnitude is below 2 ** -119 counts as zeros, because its
-  scale would not be a normal number.
+- A block of zeros decodes to zeros. So does a block with magnitudes below 2 ** -119, because its scale would not be a
+  normal number.
 - The same values on the same type of device give the same codes, however they are split into calls.
 """
 
@@ -51,24 +51,19 @@ def chunk_of(numel: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class BlockCode:
-    """A code of values.
-
-    Attributes:
-        bits: 8 or 4.
-        block: values to a scale; even.
+    """A code of values in 8 or 4 `bits`, with an even number of values to a scale (`block`).
 
     Raises:
         ValueError: another number of bits, or a block that is not even and positive.
 
-    Example:
-        >>> code = BlockCode(bits=8, block=4)
-        >>> values = torch.tensor([[1.0, -2.0, 0.5, 0.0, 127.0, 3.0]])
-        >>> messages = torch.empty(1, code.nbytes(6), dtype=torch.uint8)
-        >>> code.encode(values, messages)
-        >>> back = torch.empty(1, 6)
-        >>> code.decode(messages, back)
-        >>> [round(v, 2) for v in back[0].tolist()]
-        [1.01, -2.0, 0.5, 0.0, 127.0, 3.0]
+    >>> code = BlockCode(bits=8, block=4)
+    >>> values = torch.tensor([[1.0, -2.0, 0.5, 0.0, 127.0, 3.0]])
+    >>> messages = torch.empty(1, code.nbytes(6), dtype=torch.uint8)
+    >>> code.encode(values, messages)
+    >>> back = torch.empty(1, 6)
+    >>> code.decode(messages, back)
+    >>> [round(v, 2) for v in back[0].tolist()]
+    [1.01, -2.0, 0.5, 0.0, 127.0, 3.0]
     """
 
     bits: int = 8
@@ -82,7 +77,6 @@ class BlockCode:
 
     @property
     def levels(self) -> int:
-        """The largest code."""
         return 127 if self.bits == 8 else 7
 
     def nbytes(self, numel: int) -> int:
@@ -167,13 +161,7 @@ class BlockCode:
             out[rows, begin:end].copy_(values[:, : end - begin])
 
     def add_up(self, messages: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False) -> None:
-        """Set (or add to) `out` the sum over the rows of `messages`, in fp32 and in order.
-
-        Args:
-            messages: (terms, nbytes(numel)) uint8.
-            out: (numel,) in a floating dtype.
-            accumulate: add to `out`.
-        """
+        """Set (or add to) 1-D `out` the sum over the rows of uint8 `messages`, in fp32 and in order."""
         if not out.numel():
             return
         scales, codes = self._parts(messages, out.numel())
@@ -197,10 +185,9 @@ class BlockCode:
         return messages[:, :scales].view(torch.float32), messages[:, scales : scales + codes]
 
     def _tiles(self, values: torch.Tensor) -> Iterator[tuple[slice, int, int, int]]:
-        """Yield the tiles to be coded: rows, first and last column, values to a block.
+        """Yield rows, first and last column, and values to a block of each tile; the rest of a row is one block.
 
-        The rest at the end of a row is a block of its own, with an even number of values. In a dry run one tile of each
-        kind stands for all, which take the same memory.
+        In a dry run one tile of each kind represents all, which take the same memory.
         """
         (rows, numel), device, all_ = values.shape, values.device, has_values(values)
         whole = numel - numel % self.block
@@ -224,7 +211,7 @@ class BlockCode:
         return scales, slice(begin, end) if self.bits == 8 else slice(begin // 2, -(-end // 2))
 
     def _scratch(self, rows: int, numel: int, device: torch.device) -> torch.Tensor:
-        # Made once for all tiles: memory that comes and goes has to be zeroed by the system each time.
+        # Made once for all tiles, because the system zeroes new memory each time.
         return torch.empty(self.scratch_bytes(rows, numel, device) // 8, device=device)
 
     def _values(
@@ -243,15 +230,12 @@ class BlockCode:
         values = _shaped(scratch, scale.shape[0], scale.shape[1] * width)
         blocks = values.view(*scale.shape[:2], width)
         self._unpack(codes[rows, range_], blocks)
-        # Not fused with a sum: a multiply-add would round otherwise, and only where the compiler has made one.
+        # Not fused with a sum, because a multiply-add would round differently, and only where the compiler forms one.
         blocks.mul_(scale)
         return values
 
     def _pack(self, work: torch.Tensor, codes: torch.Tensor) -> None:
-        """Write (rows, blocks, width) whole numbers; 4 bits overwrite `work`.
-
-        A block's second half is in the high bits of its first half's bytes, which keeps memory access contiguous.
-        """
+        """Write (rows, blocks, width) whole numbers; 4 bits overwrite `work` (second half of a block: high bits)."""
         if self.bits == 8:
             codes.view(torch.int8).copy_(work.flatten(1)[:, : codes.shape[1]])
         else:

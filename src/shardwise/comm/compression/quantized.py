@@ -1,7 +1,7 @@
 """Gradient reduction in quantised blocks, in one hop or, between nodes, in two.
 
 Each rank quantises its values for every rank, one all-to-all exchanges the codes, and each owner adds in fp32 and in
-rank order. The owner's own values are quantised, too, so that all terms are treated alike.
+rank order. The owner's own values are quantised, too: all terms are treated alike.
 
 In two hops (qgZ of Wang et al., "ZeRO++: Extremely efficient collective communication for giant model training", 2023,
 arXiv 2306.10209, section 3.3) the first exchange stays within the node. The rank at place p of a node receives the
@@ -9,8 +9,8 @@ node's values for the ranks at place p of all nodes, adds them, quantises each s
 per node crosses the network instead of one per rank. The order by place is the paper's reordering of slices.
 
 Error feedback adds the rounding error to the next gradient; with `memory`, as the moving average of Xie et al., "LoCo:
-Low-bit communication adaptor for large-scale model training", 2024, arXiv 2407.04480. The error is kept in bf16, whose
-own rounding is a 256th of it.
+Low-bit communication adaptor for large-scale model training", 2024, arXiv 2407.04480. The error is kept in bf16, with a
+rounding error of a 256th.
 """
 
 from __future__ import annotations
@@ -32,18 +32,12 @@ if TYPE_CHECKING:
 KEPT_DTYPE = torch.bfloat16
 """Dtype of rounding errors."""
 
-_SECOND = ".node"
-"""Suffix of the names of the second hop's errors."""
+_SECOND = ".node"  # suffix of the names of the second hop's errors
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """Error feedback.
-
-    Attributes:
-        memory: weight of the old error in the new one; 0: plain error feedback.
-        reset_every: steps after which errors are cleared; 0: never.
-    """
+    """Error feedback: weight of the old error in the new one (0: plain), and steps after which errors are cleared."""
 
     memory: float = 0.0
     reset_every: int = 0
@@ -51,12 +45,7 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Hops:
-    """The groups of a reduction in two hops.
-
-    Attributes:
-        node: the ranks of this rank's node.
-        across: the ranks at this rank's place in all nodes, in the order of nodes.
-    """
+    """The groups of two hops: `node` of this rank, and `across`, of ranks at this rank's place in all nodes."""
 
     node: Communicator
     across: Communicator
@@ -114,7 +103,7 @@ class QuantizedReduction(Compressor):
             for messages, part in self._by_receiver(sent):
                 self._encode(rows[part], messages[:, place], None if error is None else error[part])
         received, handle = self.exchange(sent, label, None if hops is None else hops.node)
-        arrived = [received]  # a list, so that `finish` releases the messages before it makes others
+        arrived = [received]  # a list, because `finish` releases the messages before it allocates others
 
         def finish() -> None:
             terms = arrived.pop()

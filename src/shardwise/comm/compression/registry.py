@@ -29,12 +29,6 @@ METHODS: dict[str, Callable[[Any, Communicator, Callable[[torch.Tensor], None]],
 
 
 def build(config: Config, comm: Communicator, hold: Callable[[torch.Tensor], None]) -> Compressor | None:
-    """Return the configured method, or None for exact reduction.
-
-    Args:
-        config: validated.
-        comm: the data-parallel group.
-        hold: counts a buffer until it is released.
-    """
+    """Return the configured method, or None for exact reduction; `hold` counts a buffer until it is released."""
     name, parameters = method_name(config), method_parameters(config)
     return None if name is None or comm.world == 1 else METHODS[name](parameters, comm, hold)

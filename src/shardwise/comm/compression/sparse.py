@@ -1,9 +1,9 @@
 """Sparse reductions: of each rank's range of the gradient only the largest entries are sent, with their positions.
 
-Every rank selects the same number of entries of each range, so that message sizes are known beforehand, and the owner
-adds received entries in rank order. The error (entries not sent) is added to the next gradient (Stich et al.,
-"Sparsified SGD with memory", 2018); otherwise small steady entries never arrive. `DGC` (Lin et al., "Deep gradient
-compression", 2018) accumulates momentum instead of gradients, so that late entries arrive with their momentum.
+Every rank selects the same number of entries of each range: message sizes are known beforehand, and the owner adds
+received entries in rank order. The error (entries not sent) is added to the next gradient (Stich et al., "Sparsified
+SGD with memory", 2018); otherwise small steady entries never arrive. `DGC` (Lin et al., "Deep gradient compression",
+2018) accumulates momentum instead of gradients: late entries arrive with their momentum.
 """
 
 from __future__ import annotations
@@ -24,24 +24,19 @@ if TYPE_CHECKING:
     from shardwise.comm.communicator import Communicator
     from shardwise.config.schema import gradients
 
-_CHUNK = 1 << 17
-"""Elements whose magnitudes a CPU computes at a time, to stay in the cache."""
-_FEW = 1 << 14
-"""Elements up to which all are ranked at once."""
-_ALIGN = 8
-"""Alignment in bytes of the parts of a message."""
+_CHUNK = 1 << 17  # elements of which a CPU computes magnitudes at a time, to stay in the cache
+_FEW = 1 << 14  # elements up to which all are ranked at once
+_ALIGN = 8  # alignment in bytes of the parts of a message
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the indices of the `count` entries of a 1-D tensor with the largest magnitudes, in any order; NaN is
-    largest.
+    """Return the indices of the `count` entries of a 1-D tensor with the largest magnitudes, unordered; NaN is largest.
 
-    On a CPU a sample gives a threshold that probably a few more than `count` entries reach, and only those are ranked.
+    On a CPU a sample gives a threshold that probably a few more than `count` entries reach, and only these are ranked.
     If fewer entries reach the threshold, all are ranked.
 
-    Example:
-        >>> largest(torch.tensor([0.0, -3.0, 1.0, 2.0]), 2).sort().values
-        tensor([1, 3])
+    >>> largest(torch.tensor([0.0, -3.0, 1.0, 2.0]), 2).sort().values
+    tensor([1, 3])
     """
     size = values.numel()
     if count >= size:
@@ -58,7 +53,6 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _above(values: torch.Tensor, threshold: float, expected: int) -> torch.Tensor:
-    """Return the indices of values with at least a threshold's magnitude: probably `expected` ones."""
     scratch = torch.empty(min(_CHUNK, values.numel()), dtype=values.dtype, device=values.device)
     found = []
     for start in range(0, values.numel(), _CHUNK):
@@ -66,7 +60,7 @@ def _above(values: torch.Tensor, threshold: float, expected: int) -> torch.Tenso
         magnitudes = torch.abs(chunk, out=scratch[: chunk.numel()])
         # Several times faster than torch's nonzero on a CPU.
         large = (magnitudes < threshold).logical_not_()
-        if not has_values(values):  # a dry run: NumPy has nothing to look at
+        if not has_values(values):  # a dry run, without values for NumPy
             return torch.empty(min(expected, values.numel()), dtype=torch.int64, device=values.device)
         reached = numpy.flatnonzero(large.numpy())
         found.append(torch.from_numpy(reached).add_(start))
@@ -75,12 +69,9 @@ def _above(values: torch.Tensor, threshold: float, expected: int) -> torch.Tenso
 
 @dataclass(frozen=True)
 class _Part:
-    """Place of a flat parameter in a message: int32 positions, then values.
+    """Place of a flat parameter in a message: `count` int32 positions, then as many values of `dtype`.
 
-    Attributes:
-        count: of positions and of values.
-        dtype: of the values.
-        positions, values, stop: first byte of the positions, of the values, and behind both.
+    `positions`, `values` and `stop` (the end) are byte offsets, in the last dimension of messages.
     """
 
     count: int
@@ -90,16 +81,14 @@ class _Part:
     stop: int
 
     def positions_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the positions in messages, whose last dimension is bytes."""
         return messages[..., self.positions : self.positions + 4 * self.count].view(torch.int32)
 
     def values_in(self, messages: torch.Tensor) -> torch.Tensor:
-        """Return the values in messages, whose last dimension is bytes."""
         return messages[..., self.values : self.values + self.dtype.itemsize * self.count].view(self.dtype)
 
 
 def _parts(shards: Sequence[int], dtypes: Sequence[torch.dtype], ratio: float) -> list[_Part]:
-    """Return the layout of a message: for each flat parameter, of `shards` elements a rank, the entries to be sent."""
+    """Return the layout of a message for flat parameters of `shards` elements a rank."""
     parts, stop = [], 0
     for shard, dtype in zip(shards, dtypes, strict=True):
         count = min(shard, math.ceil(ratio * shard))
@@ -122,13 +111,7 @@ class Sparse(Compressor):
         raise NotImplementedError
 
     def gather(self, flat: Flat, scale: float, first: bool) -> torch.Tensor:
-        """Return the candidates of a flat parameter: its gradient plus the error feedback state.
-
-        Args:
-            flat: the flat parameter.
-            scale: as in `Compressor.reduce`.
-            first: the first reduction in a step.
-        """
+        """Return the candidates: gradient plus error feedback state; `first`: the first reduction in a step."""
         raise NotImplementedError
 
     def sent(self, flat: Flat, first: int, positions: torch.Tensor) -> None:
@@ -176,40 +159,25 @@ class Sparse(Compressor):
         sending.copy_(chosen)
         part.positions_in(message).copy_(positions)
         self.sent(flat, first, positions)
-        # What rounding to a narrower type has left over stays.
+        # The rounding error of a narrower dtype stays.
         values.index_copy_(0, positions, chosen.sub_(sending))
 
 
 def _spreads(world: int, size: int, shards: Sequence[int]) -> bool:
-    """Return True if all-gathering all messages takes fewer bytes than all-gathering the owners' sums.
-
-    Args:
-        world: number of ranks.
-        size: bytes of one message.
-        shards: elements of one rank's range of each flat parameter; sums are fp32.
-    """
+    """Return True if all-gathering all messages takes fewer bytes than all-gathering the owners' sums (fp32)."""
     # To each other rank: all `world` messages, or one of them and then the sums.
     return world * size <= size + 4 * sum(shards)
 
 
 def _add(out: torch.Tensor, positions: torch.Tensor, values: torch.Tensor, shard: int) -> None:
-    """Add one rank's entries: for this rank (1-D), or for each (2-D), whose range begins at its number times `shard`.
-
-    The positions in a message differ, so that the order of additions does not matter.
-    """
+    """Add one rank's entries, for this rank (1-D) or each (2-D), in any order: positions in a message differ."""
     if positions.dim() == 2:
         positions = positions + shard * torch.arange(len(positions), device=out.device).unsqueeze(1)
     out.index_add_(0, positions.reshape(-1), values.reshape(-1).to(out.dtype))
 
 
 class TopK(Sparse):
-    """The largest entries of the gradient plus the error (Stich et al. 2018).
-
-    Args:
-        parameters: of `shardwise.config.schema.gradients.TopKOptions`.
-        comm: the data-parallel group.
-        hold: counts a buffer until it is released.
-    """
+    """The largest entries of the gradient plus the error (Stich et al. 2018)."""
 
     def __init__(
         self, parameters: gradients.TopKOptions, comm: Communicator, hold: Callable[[torch.Tensor], None]
@@ -240,11 +208,6 @@ class DGC(Sparse):
     u, with `momentum_factor_masking`). A late entry therefore arrives as momentum SGD would have applied it by then.
     Plain SGD steps the received sum. Of several micro-batches reduced in one step, the first reduction applies the
     momentum.
-
-    Args:
-        parameters: of `shardwise.config.schema.gradients.DGCOptions`.
-        comm: the data-parallel group.
-        hold: counts a buffer until it is released.
     """
 
     _FIRST_RATIO = 0.25
@@ -270,7 +233,7 @@ class DGC(Sparse):
         if clip:
             for gradient in _parameters_of(flat):
                 norm = torch.linalg.vector_norm(gradient, dtype=dtype)
-                # Not finite stays not finite: all ranks have to hear of it.
+                # Non-finite values stay, because all ranks must find them.
                 gradient.mul_((clip / norm).nan_to_num(1.0).clamp_(max=1.0))
         if not self._parameters.momentum:
             return total.add_(flat.full)

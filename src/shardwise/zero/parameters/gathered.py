@@ -17,19 +17,19 @@ from shardwise.zero.units import released
 class GatheredParameters:
     """Unshard parameters for the duration of a `with` block; every rank must enter it.
 
-    A parameter that is declared as a part of a tensor (`shardwise.declare_part`) is the whole tensor in the block, in
-    its global shape. It can be read, initialised or loaded as in one process. Its layer cannot compute in the block.
+    A declared part of a tensor (`shardwise.declare_part`) is the whole tensor in the block, in its global shape. It can
+    be read, initialised or loaded as in one process. Its layer cannot compute in the block.
 
     Args:
         params: a parameter or an iterable of parameters; parameters of no engine are ignored.
-        modifier_rank: global rank whose changes all ranks take over, into fp32 master weights too; each takes its part.
-            None drops changes to sharded parameters and to parts, with a warning.
+        modifier_rank: global rank whose changes all ranks take over, into fp32 master weights too. None drops changes
+            to sharded parameters and to parts, with a warning.
         fwd_module: accepted for existing code, without effect, because uses outside of the module are detected.
         enabled: False disables the block.
 
     Raises:
-        UsageError: a parameter is already gathered by an enclosing block, or ranks have no whole tensor of it: some
-            elements are on no rank, or belong to other parameters.
+        UsageError: a parameter is gathered by an enclosing block, or some elements of a tensor are on no rank, or
+            belong to other parameters.
 
     Example:
         >>> import shardwise, torch
@@ -106,8 +106,7 @@ class GatheredParameters:
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Accepted for existing code, without effect, because uses outside of the parameter's own module are detected.
 
-    Raises:
-        UsageError: the arguments are not a module and a parameter.
+    Raises UsageError if the arguments are not a module and a parameter.
     """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise UsageError(

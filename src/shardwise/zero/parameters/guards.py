@@ -3,13 +3,12 @@
 * In-place changes of gathered parameters between steps (`load_state_dict`, `p.clamp_()` under `no_grad`) reach the
   master weights. Version counters show them, except for changes through `p.data`.
 * Gradients of parameters in no optimizer group are dropped, because they would stay local and grow.
-* Unfrozen parameters have no gradient in a unit: stepping raises.
-* Frozen parameters are in flat parameters that the optimizer steps: stepping raises.
-* Parameters added to the optimizer's groups have gradients of this rank only: stepping raises.
+* Stepping raises for unfrozen parameters (no gradient in a unit), frozen parameters (the optimizer steps them), and
+  parameters added to the optimizer's groups (gradients of this rank only).
 * `load_state_dict(assign=True)` raises, because it would put unregistered parameters into the model.
 * `load_state_dict()` and `state_dict()` raise while values are sharded, and name the method to call instead.
-* The optimizer's own `state_dict()` has this rank's flat parameters: loading it elsewhere raises.
-* The optimizer's own `step()` raises, because it would find no gradients.
+* The optimizer's own `state_dict()` has this rank's flat parameters: loading it elsewhere raises. Its `step()` raises,
+  because it would find no gradients.
 """
 
 from __future__ import annotations
@@ -47,14 +46,9 @@ def belongs_to_engine(optimizer: torch.optim.Optimizer) -> bool:
 class Guards:
     """Installs and removes the guards of one engine; see the module docstring.
 
-    Args:
-        optimizer: stepped by `engine.step()`, or None.
-        absent: whether a parameter is sharded and cannot be unsharded by using it now.
-        layout: fingerprint of the optimizer's elements and their order.
-        drops: drop gradients of parameters that the optimizer does not have.
-
-    Attributes:
-        loaded: indices of changed parameters that `load_state_dict` has written as a whole.
+    `absent` returns True if a parameter is sharded and cannot be unsharded by using it now. `layout` is a fingerprint
+    of the optimizer's elements and their order. `drops`: drop gradients of parameters that the optimizer does not have.
+    `loaded` has the indices of changed parameters that `load_state_dict` has written as a whole.
     """
 
     def __init__(
@@ -119,11 +113,7 @@ class Guards:
             self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def check_trained(self) -> None:
-        """Raise unless the optimizer steps exactly the parameters that require a gradient.
-
-        Raises:
-            UsageError: names the parameters that have been frozen, unfrozen, or added to the optimizer.
-        """
+        """Raise UsageError, with names, unless the optimizer steps exactly the parameters that require a gradient."""
         with without_overrides():
             unfrozen = [tensor.name for tensor, parameter in self._frozen if parameter.requires_grad]
             trained = list(map(_requires_grad, (parameter for _, parameter in self._trained)))

@@ -1,11 +1,9 @@
 """zero.Init: builds models sharded, one module at a time.
 
-Inside the context, a parameter is whole until the next module registers parameters. Then each rank keeps a shard of
-rank 0's values, so ranks need not share a seed, and frees the rest. Later initialisation code gathers the parameter on
-demand, because all ranks construct alike. After the context, `GatheredParameters` gives values until `initialize()`
-builds units of the parameters.
-
-Construction draws the same random numbers as without the context, so the same seed gives the same model.
+Inside the context, a parameter is unsharded until the next module registers parameters. Then each rank keeps a shard of
+rank 0's values, so ranks need not share a seed. Because all ranks construct alike, later initialisation code gathers
+the parameter on demand. After the context, `GatheredParameters` gives values until `initialize()` builds units. Random
+numbers are those drawn without the context: the same seed gives the same model.
 """
 
 from __future__ import annotations
@@ -47,11 +45,8 @@ class _Narrowed:
 class PartStore(released.Owner):
     """Shards of parameters that are not in units yet.
 
-    Args:
-        comm: ranks over which parameters are sharded.
-        quantized_weights: request 8-bit all-gathers from the engine that adopts the parameters.
-        owns_comm: destroy the groups of `comm` with the last shard.
-        place: device of the shards until the engine is built; None: the device of each parameter.
+    `comm` has the ranks over which parameters are sharded; with `owns_comm` its groups are destroyed with the last
+    shard. `quantized_weights` requests 8-bit all-gathers from the engine. `place`: device of shards (None: unchanged).
     """
 
     def __init__(
@@ -93,19 +88,13 @@ class PartStore(released.Owner):
         self._current = home
 
     def flush(self) -> None:
-        """Shard all parameters that are whole."""
+        """Shard all parameters that are unsharded."""
         for parameter in self._whole.values():
             self.split(parameter)
         self._whole = {}
 
     def split(self, parameter: nn.Parameter, src: int = 0, place: torch.device | None = None) -> None:
-        """Shard the values of group rank `src`, and free the rest.
-
-        Args:
-            parameter: has the whole values.
-            src: see above.
-            place: device of the shard until the engine is built; None: the store's default.
-        """
+        """Shard the values of group rank `src`, and free the rest; `place` overrides the device of shards."""
         values = parameter.data
         flat = self._to_travel(values.contiguous().view(-1))
         self.comm.broadcast(flat, src, "zero.Init").wait()
@@ -145,7 +134,6 @@ class PartStore(released.Owner):
         return [boxes[number - first] for boxes in ranks]
 
     def _part_values(self, parameter: nn.Parameter, narrowed: _Narrowed) -> torch.Tensor:
-        """Return this rank's part of a narrowed tensor, by all-to-all between shards and parts (a collective)."""
         parts = self._parts_of_all(narrowed.number)
         own = self._to_travel(self._parts[parameter])
         outer, numel, size = whole(narrowed.shape), math.prod(narrowed.shape), own.numel()
@@ -188,10 +176,7 @@ class PartStore(released.Owner):
         return values if self.comm.world == 1 else values.to(self.comm.device)
 
     def values(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Gather the whole values, or those of the part of a narrowed parameter (a collective).
-
-        The parameter stays sharded. The values may be on another device than the parameter.
-        """
+        """Gather the unsharded values, or a narrowed parameter's part, on the device of `comm` (a collective)."""
         narrowed = self._narrowed.get(parameter)
         if narrowed is not None:
             with without_overrides():
@@ -220,10 +205,7 @@ class PartStore(released.Owner):
         self._make_whole(parameter)
 
     def detached(self, parameter: nn.Parameter) -> nn.Parameter | None:
-        """Return another parameter with the same shard, so that `state_dict()` gives names and shapes without values.
-
-        An access to its values raises as one to `parameter`; both can be gathered.
-        """
+        """Return another parameter with the same shard: `state_dict()` gives names and shapes without values."""
         return None if self.open else self._with_part(parameter, self._parts[parameter], parameter.device)
 
     def _with_part(self, parameter: nn.Parameter, part: torch.Tensor, device: torch.device) -> nn.Parameter:
@@ -296,11 +278,7 @@ class PartStore(released.Owner):
     def put_back(
         self, parameters: Iterable[nn.Parameter], gathered: list[tuple[nn.Parameter, int]], src: int | None
     ) -> None:
-        """End a `gather`.
-
-        Raises:
-            UsageError: changed parameters are parts of tensors.
-        """
+        """End a `gather`. Raises UsageError if changed parameters are parts of tensors."""
         for parameter, _ in gathered:
             narrowed = parameter in self._narrowed
             if src is None or narrowed:
@@ -327,7 +305,7 @@ class PartStore(released.Owner):
 
 
 def whole_values(parameter: nn.Parameter) -> tuple[torch.Tensor, bool]:
-    """Return a parameter's whole values for its unit, and whether all ranks are known to have the same values.
+    """Return a parameter's unsharded values for its unit, and whether all ranks are known to have the same values.
 
     A parameter built under `zero.Init` is gathered (a collective) and becomes plain.
     """
@@ -352,17 +330,15 @@ class Init:
 
     Args:
         module: shard this (possibly meta-device) module at once instead of acting as a context.
-        data_parallel_group: ranks that share the parameters; default all.
-        config_dict_or_path: configuration; `zero_optimization.stage` below 3 disables the context.
-        config: deprecated name of `config_dict_or_path`.
-        enabled: False disables the context.
-        dtype: dtype of floating parameters from sharding on; default: full precision, from which fp32 master weights
-            start.
-        remote_device: `cpu` or `nvme`: shards wait for the engine on the host. Only the engine puts them on a disk, as
-            `zero_optimization.offload_param` says. None or `none`: shards stay on the device of their parameter.
+        data_parallel_group, sequence_data_parallel_group: ranks that share the parameters; default all.
         mpu: gives the data-parallel group by `get_data_parallel_group()`.
+        config_dict_or_path: configuration; `zero_optimization.stage` below 3 disables the context. `config` is
+            deprecated.
+        enabled: False disables the context.
+        dtype: of floating parameters from sharding on; default: full precision, from which fp32 master weights start.
+        remote_device: `cpu` or `nvme`: shards wait for the engine on the host; only the engine puts them on a disk.
+            None or `none`: shards stay on the device of their parameter.
         zero_quantized_weights: the engine uses 8-bit all-gathers, as with `zero_optimization.zero_quantized_weights`.
-        sequence_data_parallel_group: used if `data_parallel_group` is None.
         mem_efficient_linear, pin_memory: accepted for existing code, without effect: shards are copied once.
         zero_param_parallel_group, zero_quantized_nontrainable_weights, param_swapper: refused.
 
@@ -485,19 +461,11 @@ def shard_module(
     store_of: Callable[[tuple[int, ...] | None], PartStore],
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard the parameters of a module, one submodule at a time; initialise submodules on the meta device first.
+    """Shard the parameters of a module in place, one submodule at a time; initialise meta-device submodules first.
 
-    Tensors of which ranks have parts are initialised whole, with rank 0's values. Initialisation runs on the ranks'
-    device and draws its random numbers; shards wait on the host, which has room for all.
-
-    Args:
-        module: changed in place.
-        store: store of all ranks.
-        store_of: returns the store of the ranks that share a part; None gives that of all ranks.
-        dtype: dtype of floating parameters; None: unchanged.
-
-    Raises:
-        UsageError: a meta-device submodule has no way to initialise its parameters.
+    Tensors of which ranks have parts are initialised unsharded, with rank 0's values, on the ranks' device; shards wait
+    on the host, which has room for all. `store_of` returns the store of the ranks that share a part (None: all).
+    `dtype` converts floating parameters. Raises UsageError if a submodule has no initialisation.
     """
     done: set[int] = set()
     for name, child in module.named_modules():
@@ -525,15 +493,8 @@ def shard_module(
 def spread_from_first(module: nn.Module, comm: Communicator) -> None:
     """Broadcast the first rank's values to ranks that have the module on the meta device (all ranks call).
 
-    These ranks hold one whole tensor at a time. Each rank keeps a shard of each parameter, on the host, until its unit
-    is built. Buffers are replicated.
-
-    Args:
-        module: changed in place; parameters keep their identity.
-        comm: the ranks.
-
-    Raises:
-        UsageError: a parameter is declared as a part, of which the first rank does not have all values.
+    These ranks hold one unsharded tensor at a time. Parameters keep their identity; shards wait on the host for units,
+    and buffers are replicated. Raises UsageError for parameters declared as parts, which the first rank lacks.
     """
     for name, parameter in module.named_parameters():
         if part_of(parameter).ranks is not None:
@@ -568,14 +529,8 @@ def spread_from_first(module: nn.Module, comm: Communicator) -> None:
 def materialize(root: nn.Module, name: str, module: nn.Module, device: torch.device) -> None:
     """Allocate and initialise a meta-device module's own parameters and buffers; parameters keep their identity.
 
-    Args:
-        root: the model.
-        name: name of `module` in the model.
-        module: module on the meta device.
-        device: device of the memory, and default device of the initialisation.
-
-    Raises:
-        UsageError: neither the module nor its root has an initialisation method, or tensors are left without values.
+    `root` is the model, `name` that of `module` in it. Raises UsageError if neither has an initialisation method, or
+    tensors are left without values.
     """
     fresh = {}
     for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -615,10 +570,7 @@ _BLANK_INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
 def _blank(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Allocate memory for a meta tensor, filled with a value that no initialisation leaves, if the dtype has one.
-
-    Because version counters miss changes through `.data`.
-    """
+    """Allocate memory of a value that no initialisation leaves, because version counters miss writes by `.data`."""
     shape = part_of(tensor).shape
     like = tensor.detach() if shape is None else tensor.detach().new_empty(shape)
     values = torch.empty_like(like, device=device)

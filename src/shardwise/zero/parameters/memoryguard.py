@@ -1,7 +1,7 @@
 """Guard that the model still has the sharded parameters, in the engine's memory.
 
-Scripts can attach, exchange and convert modules and parameters, or assign to `p.data`, at any time. Such a change does
-not fail at once, and a later failure or loss does not show its cause.
+Scripts can exchange and convert modules and parameters, or assign to `p.data`, at any time. Such a change does not fail
+at once, and a later failure or loss does not show its cause.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MemoryGuard:
         self._resident = [
             self._registry.parameters[t.index] for unit in self._units if not unit.sharded for t in unit.tensors
         ]
-        # Removed objects stay referenced, so that new ones cannot get their `id`.
+        # Removed objects stay referenced: new ones must not get their `id`.
         self._held = list(itertools.chain.from_iterable(map(dict.values, self._holders)))
         self._found = self._look()
 
@@ -68,11 +68,7 @@ class MemoryGuard:
 
     @never_compiled
     def check(self) -> None:
-        """Check the location of every parameter, with a few comparisons each.
-
-        Raises:
-            UsageError: the model has other trainable parameters now, or some have left the engine's memory.
-        """
+        """Raise UsageError if the model has other trainable parameters now, or some have left the engine's memory."""
         if self._look() != self._found:
             self._look_closer()
             self._note()

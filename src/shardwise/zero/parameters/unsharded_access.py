@@ -1,4 +1,4 @@
-"""Whole tensors of which ranks have parts: assembled from the parts, and cut again."""
+"""Tensors of which ranks have parts: assembled from the parts, and cut again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Shown = tuple[LogicalTensor, nn.Parameter, torch.Tensor]
 class Wholes:
     """Assembles the tensors of one engine.
 
-    All ranks call the methods, each with its parameter at one place of the units. These parameters may belong to
-    different tensors: experts that are divided over ranks have names of their own.
+    All ranks call the methods, each with its parameter at one place of the units. These may belong to different
+    tensors: experts that are divided over ranks have names of their own.
     """
 
     def __init__(
@@ -43,14 +43,9 @@ class Wholes:
         return any(not part.whole for part in self.parts_of(index))
 
     def assemble(self, index: int, own: torch.Tensor) -> torch.Tensor:
-        """Return the whole tensor that a parameter is a part of (all ranks call, if it is `divided`).
+        """Return the whole tensor of this rank's part `own`, of one dtype on all ranks (all ranks call, if `divided`).
 
-        Args:
-            index: the parameter.
-            own: this rank's part, in the parameter's shape, in a dtype that is the same on all ranks.
-
-        Raises:
-            UsageError: some elements are parts at other places, or on no rank; on all ranks alike.
+        Raises UsageError, on all ranks alike, if some elements are parts at other places, or on no rank.
         """
         if not self.divided(index):
             return own
@@ -78,7 +73,7 @@ class Wholes:
 
     @never_compiled
     def show(self, parameters: Iterable[nn.Parameter]) -> list[Shown]:
-        """Make unsharded parameters show the whole tensors that they are parts of; return the changed parameters."""
+        """Make unsharded parameters show the tensors that they are parts of; return the changed parameters."""
         shown: list[Shown] = []
         for parameter in parameters:
             tensor = self._registry.find(parameter)
@@ -90,10 +85,7 @@ class Wholes:
         return shown
 
     def agree(self, shown: Iterable[Shown], src: int) -> None:
-        """Broadcast the values of rank number `src`, for the shown tensors of which it has parts.
-
-        Other tensors (experts of other ranks) are broadcast by the first rank that has a part.
-        """
+        """Broadcast the values of rank number `src`, or of the first rank with a part if `src` has none (experts)."""
         for tensor, _, whole in shown:
             parts = self.parts_of(tensor.index)
             for name in dict.fromkeys(part.name for part in parts):

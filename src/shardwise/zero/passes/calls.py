@@ -1,9 +1,9 @@
 """Forward calls in autograd's graph: when the backward pass of a call begins, and when it is complete.
 
 A sharded unit must be unsharded from the moment at which outputs of its call are differentiated until the last node of
-the call's graph has run, whether its parameters are trained, frozen or detached. Nodes of a graph have sequence
-numbers: the nodes of a call lie between its outputs and the first nodes that are older than the call. Because nothing
-is inserted into the graph, gradients are summed in the same order as without sharding, bit by bit.
+the call's graph has run, whether its parameters are trained, frozen or detached. By their sequence numbers, the nodes
+of a call lie between its outputs and the first nodes that are older than the call. Because nothing is inserted into the
+graph, gradients are summed in the same order as without sharding, bit by bit.
 """
 
 from __future__ import annotations
@@ -30,12 +30,9 @@ from shardwise.zero.units.unit import Unit
 
 
 class Use:
-    """A forward call whose graph may be differentiated. Hooks of the graph's nodes keep it alive; it keeps no node.
+    """A forward call whose graph may be differentiated; `done` is called when a backward pass has run all of it.
 
-    Created when the call begins.
-
-    Args:
-        done: called whenever a backward pass has run the whole graph of the call.
+    Created when the call begins. Hooks of the graph's nodes keep it alive; it keeps no node.
     """
 
     __slots__ = ("__weakref__", "_done", "_edges", "_left", "_start", "_task")
@@ -47,14 +44,9 @@ class Use:
         self._task: int | None = None
 
     def follow(self, outputs: Any, before: Callable[[], None]) -> bool:
-        """Register hooks in the graph of the call.
+        """Register hooks in the graph of the call; return True if the call has made a graph of the outputs.
 
-        Args:
-            outputs: outputs of the call.
-            before: called before a backward pass runs a node that has computed an output.
-
-        Returns:
-            True if the outputs have a graph that the call has made.
+        `before` is called before a backward pass runs a node that has computed an output.
         """
         roots = {t.grad_fn for t in tensors_in(outputs) if t.grad_fn is not None}
         roots = {node for node in roots if number_of(node) >= self._start}
@@ -95,11 +87,7 @@ class Use:
 
 
 class AtEnd:
-    """A callback at the end of autograd's current backward pass.
-
-    Args:
-        end: called at the end of the pass, unless an exception ends the pass.
-    """
+    """Calls `end` at the end of autograd's current backward pass, unless an exception ends the pass."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         callback = partial(end)
@@ -113,11 +101,7 @@ class AtEnd:
 
 
 class UnitCalls:
-    """Forward calls of the units of one pass that a backward pass may differentiate.
-
-    Args:
-        units: all units of the pass.
-    """
+    """Forward calls of the units of one pass that a backward pass may differentiate."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._uses: dict[int, weakref.WeakSet[Use]] = {unit.index: weakref.WeakSet() for unit in units}
@@ -139,8 +123,8 @@ class UnitCalls:
     def differentiated(self, unit: Unit, phase: Phase) -> bool:
         """Return True if the graph of a call that begins now may be differentiated.
 
-        In a backward pass a call is a recomputation. Its graph is used only if the call in the forward pass had none,
-        as under re-entrant checkpointing.
+        In a backward pass the call is a recomputation. Its graph is used only if the forward call had none, as under
+        re-entrant checkpointing.
         """
         if not torch.is_grad_enabled():
             return False
@@ -149,8 +133,8 @@ class UnitCalls:
     def tracks(self, unit: Unit) -> bool:
         """Return True if calls of the unit are tracked through the backward pass.
 
-        Calls of sharded units are, because the units must be unsharded then. Calls of others are tracked until a graph
-        has shown that none of their gradients comes from a re-entrant checkpoint.
+        Sharded units must be unsharded then. Others are tracked until a graph has shown that none of their gradients
+        comes from a re-entrant checkpoint.
         """
         return unit.sharded or self._to_track is None or unit.index in self._to_track
 
@@ -159,14 +143,7 @@ class UnitCalls:
         self._to_track = set(nested) if self._to_track is None else self._to_track | set(nested)
 
     def begin(self, units: Sequence[Unit], done: Callable[[Unit], None]) -> Use:
-        """Track a call of a module of some units.
-
-        The units are in use until a backward pass has run the graph of the call, or the graph is freed.
-
-        Args:
-            units: see above.
-            done: called for each unit when a backward pass has run the graph.
-        """
+        """Track a call of some units until a backward pass has run its graph (`done` of each) or it is freed."""
 
         def ended(use: Use) -> None:
             for unit in units:
@@ -180,14 +157,7 @@ class UnitCalls:
         return use
 
     def end(self, units: Sequence[Unit], use: Use, outputs: Any, before: Callable[[Unit], None]) -> None:
-        """Record that the tracked call has returned.
-
-        Args:
-            units: as given to `begin`.
-            use: of the call.
-            outputs: of the call.
-            before: called for each unit before outputs are differentiated.
-        """
+        """Record the return of the tracked call; `before` is called for each unit before outputs are differentiated."""
         reference = weakref.ref(use)
 
         @never_compiled

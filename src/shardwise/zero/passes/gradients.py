@@ -1,4 +1,4 @@
-"""Gradients of one unit during backward passes: those that have come, and those that are still expected."""
+"""Gradients of one unit during backward passes: collected ones, and expected ones."""
 
 from __future__ import annotations
 
@@ -20,24 +20,15 @@ from shardwise.zero.units.unit import Unit
 class UnitGradients:
     """Gradients of one unit during backward passes.
 
-    Sums over the inner dimensions are on the device, also if gradients are offloaded.
-
-    Args:
-        unit: the unit.
-        level: level of the unit's domain to which each micro-batch is reduced; 0: gradients are reduced once a step.
-        calls: forward calls that a backward pass may differentiate.
-        accountant: counts the buffers.
+    Each micro-batch is reduced to `level` of the unit's domain; 0: gradients are reduced once a step. Sums over the
+    inner dimensions stay on the device, also if gradients are offloaded. Dictionary keys are places of flat parameters.
 
     Attributes:
-        domain: the unit's.
-        comm: ranks of its innermost dimension.
-        level: see above.
-        parameters: number of trainable parameters.
+        comm: ranks of the innermost dimension.
         loans: offloaded buffers in which micro-batches are added.
         resting: these buffers are on their tier, and not on the device.
-        task: number of the backward pass whose first gradient of the unit has come; -1: none.
-        buffers: buffers of this pass or window, by place of the flat parameter in the unit.
-        sums: sums over the inner dimensions, by place of the flat parameter.
+        task: number of the backward pass whose first gradient of the unit has arrived; -1: none.
+        buffers, sums: buffers of this pass or window, and sums over the inner dimensions.
         expected: parameters whose gradients the current pass still brings, by index.
         nested: nested backward passes (re-entrant checkpoints) may bring further gradients.
         reduced: the current pass has reduced the unit.
@@ -60,7 +51,7 @@ class UnitGradients:
         self._ends: list[dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]] = [{}, {}]
         self._window = 0
         self._watched: list[set[torch.dtype]] = [set(), set()]
-        self.sums: dict[int, torch.Tensor] = {}  # over some of the ranks, by place of the section
+        self.sums: dict[int, torch.Tensor] = {}  # over some ranks, by place of the flat parameter
         self.seen: set[int] = set()  # parameters whose gradients have been collected since the last step, and freed
         self.expected: set[int] = set()
         self._tasks: set[int] = set()
@@ -76,7 +67,7 @@ class UnitGradients:
         Because hooks run on the CUDA stream on which the node was created, it must be the stream of the script's
         passes, which may differ from that of `initialize()`.
         """
-        # Only the graph node is wanted, not values: released parameters need not come back for it.
+        # The graph node needs no values of resharded parameters.
         with without_overrides():
             return [
                 (slot.index, get_gradient_edge(self.unit.registry.parameters[slot.index]).node)
@@ -87,9 +78,7 @@ class UnitGradients:
     def begin(self, *, used: bool, outside: bool) -> None:
         """Find the gradients that the backward pass which has just begun will produce.
 
-        Args:
-            used: the unit has computed something that may be differentiated now.
-            outside: the loss does not depend on the model.
+        `used`: the unit has computed outputs that may be differentiated. `outside`: the loss is not of the model.
         """
         self.reduced = False
         self.task = -1
@@ -97,7 +86,7 @@ class UnitGradients:
         self._tasks = set()
         if not outside:
             self.look_ahead()
-        # What this graph does not know of may be in a nested one, made by a re-entrant checkpoint.
+        # A nested graph, of a re-entrant checkpoint, may have the others.
         self.nested = used and not outside and len(self.expected) < self.parameters
 
     def look_ahead(self) -> None:
@@ -119,7 +108,7 @@ class UnitGradients:
             self.resting = False
 
     def rest(self) -> None:
-        """Return the offloaded buffers to their tier, because nothing is added for now."""
+        """Return the offloaded buffers to their tier."""
         if self.loans.away and not self.resting:
             self.loans.give_back(written=True)
             self.resting, self.task = True, -1
@@ -179,8 +168,8 @@ class UnitGradients:
     def watch(self, values: torch.Tensor) -> None:
         """Record the minimum and maximum of values to be sent: one of them is not finite if any value is not.
 
-        It reads the values once, and does not wait for the device. The results have permanent memory, because small
-        tensors, new in each pass, would fragment the memory of large ones.
+        It reads the values once, without waiting for the device. Because small new tensors in each pass would fragment
+        memory, the results have permanent memory.
         """
         if not values.numel():
             return
@@ -203,11 +192,7 @@ class UnitGradients:
         self._watched[self._window].clear()
 
     def was_finite(self, *, formerly: bool = False) -> bool | None:
-        """Return True if all watched values of this window are finite; None: there are none (waits for the device).
-
-        Args:
-            formerly: of the window before.
-        """
+        """Return True if watched values of this (`formerly`: the last) window are finite, None if unknown. Blocking."""
         window = self._window ^ int(formerly)
         ends = [end for dtype in self._watched[window] for end in self._ends[window][dtype]]
         return all(bool(torch.isfinite(end)) for end in ends) if ends else None

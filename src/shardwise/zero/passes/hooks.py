@@ -1,7 +1,7 @@
 """Hooks on the modules of a model chunk, which call its pass.
 
-The outermost hooked call begins a forward pass and ends it, also when it raises. Hooks lie outside of `forward`, so
-that a compiled module stays one region.
+The outermost hooked call begins a forward pass and ends it, also when it raises. Because hooks lie outside of
+`forward`, a compiled module stays one region.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from shardwise.zero.units.unit import Unit
 
 
 class _Running(NamedTuple):
-    """A running call of a module."""
-
     module: nn.Module
     call: Call
     range: AbstractContextManager[Any]
@@ -32,13 +30,7 @@ class _Running(NamedTuple):
 
 
 class Hooks:
-    """Registers and removes the hooks of one model chunk.
-
-    Args:
-        root: the module whose call is a forward pass.
-        units: all units of the chunk.
-        model_pass: called by the hooks.
-    """
+    """Registers and removes the hooks of one model chunk; a call of `root` is a forward pass."""
 
     def __init__(self, root: nn.Module, units: Sequence[Unit], model_pass: Pass) -> None:
         self.root = root
@@ -85,10 +77,7 @@ class Hooks:
         self._handles.append(module.register_forward_hook(ModuleHook(after), with_kwargs=True, always_call=True))
 
     def _bypassed(self) -> bool:
-        """Return True for a call under a transform of torch.func of a model that is not sharded.
-
-        The transform differentiates by itself, and accumulates nothing into parameters.
-        """
+        """Return True under a transform of torch.func, which accumulates no gradients, of an unsharded model."""
         return transforming() and not self._sharded
 
     def _open(self, module: nn.Module) -> None:
@@ -122,10 +111,8 @@ class Hooks:
     def settle(self, entered: nn.Module | None = None) -> None:
         """End a pass that an exception has ended early: its collectives take place, its gradients stay partial.
 
-        The next use of the model calls this, not the code that catches the exception, which must not wait for peers.
-
-        Args:
-            entered: the module whose call has just begun, if that is the next use.
+        The next use of the model (perhaps the call of `entered`) calls this, because the code that catches the
+        exception must not wait for peers.
         """
         phase = self._pass.phase
         if phase is Phase.IDLE or backward_pass() is not None:

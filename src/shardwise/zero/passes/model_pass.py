@@ -1,8 +1,7 @@
 """Pass: runs the forward and backward passes of a model chunk over its units.
 
-The hooks of modules call `pre_forward` and `post_forward`; hooks in autograd's graph call `pre_backward`; hooks of
-parameters call `post_backward` when gradients are complete. The unsharder and the reducer do the work, and share one
-`UnitOrder`.
+Hooks of modules call `pre_forward` and `post_forward`, hooks in autograd's graph `pre_backward`, hooks of parameters
+`post_backward` when gradients are complete. The unsharder and the reducer do the work, and share one `UnitOrder`.
 """
 
 from __future__ import annotations
@@ -33,24 +32,14 @@ class Call(NamedTuple):
     """A running call of a module that has units, or of a function that uses a parameter."""
 
     units: Sequence[Unit]
-    """Units whose call is tracked through the backward pass."""
+    """Units with a call that is tracked through the backward pass."""
     use: Use | None
     saves: bool
     """Whether the hooks on saved tensors are in force for this call."""
 
 
 class Pass:
-    """Runs the passes of one model chunk; see the module docstring.
-
-    Args:
-        order: orders of the units.
-        usage: how often units are used.
-        calls: forward calls that a backward pass may differentiate.
-        unsharder: unshards and reshards.
-        reducer: reduces gradients; None if nothing is trained.
-        registry: names the parameters.
-        presence: knows whether state has been moved off the device.
-    """
+    """Runs the passes of one model chunk. `reducer` is None if nothing is trained."""
 
     def __init__(
         self,
@@ -79,7 +68,7 @@ class Pass:
 
     @property
     def phase(self) -> Phase:
-        """What the pass does now."""
+        """Phase of the pass."""
         return self.order.phase
 
     def set_order(self, forward: Sequence[int], backward: Sequence[int]) -> None:
@@ -98,11 +87,7 @@ class Pass:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Begin a forward pass.
-
-        Raises:
-            UsageError: the parameters have been moved off the device.
-        """
+        """Begin a forward pass. Raises UsageError if the parameters are off the device."""
         self._presence.require("a forward pass cannot begin", values=True)
         order = self.order
         order.builds_graph = torch.is_grad_enabled()
@@ -263,7 +248,7 @@ class Pass:
         return arrived
 
     def post_backward(self, unit: Unit) -> None:
-        """Reshard a unit whose gradients are complete, and launch its reduction."""
+        """Reshard a unit with complete gradients, and launch its reduction."""
         if self._closed or self.order.phase is Phase.FORWARD:
             return
         reducer = self.reducer
@@ -277,18 +262,9 @@ class Pass:
     # -- uses of parameters outside of their own modules ---------------------------------------------------------------
 
     def touch(self, unit: Unit, tensor: LogicalTensor, what: str) -> Call | None:
-        """Unshard a unit for a function that uses a parameter outside of its own module.
+        """Unshard a unit for the function `what`, which uses a parameter outside of its own module; return the use.
 
-        Args:
-            unit: of the parameter.
-            tensor: the parameter.
-            what: name of the function.
-
-        Returns:
-            The tracked use, for `end_touch`; None if it is not tracked.
-
-        Raises:
-            ReleasedParameterError: no pass is under way, and the unit is resharded.
+        Raises ReleasedParameterError if no pass is under way and the unit is resharded.
         """
         order, unsharder = self.order, self.unsharder
         if order.phase is Phase.IDLE:
@@ -311,8 +287,7 @@ class Pass:
                 )
         if order.phase is Phase.FORWARD and order.builds_graph:
             self.usage.touch(unit)
-        # A recomputation; or nothing is known yet of how often the unit will be used; or a kernel will be launched on
-        # the address, whose use cannot be seen.
+        # A recomputation, or the number of uses is unknown, or a kernel will use the address unseen.
         if order.phase is Phase.BACKWARD or not self.usage.passes or what == "data_ptr":
             unsharder.keep_to_end(unit)
         # Without a graph it may be a re-entrant checkpoint, which uses the unit again in the backward pass.
@@ -325,15 +300,14 @@ class Pass:
         return Call([unit], self.calls.begin([unit], self.post_backward), self.saved.open())
 
     def end_touch(self, unit: Unit, call: Call | None, result: Any) -> None:
-        """Track the result of the function, so that the unit is unsharded before the result is differentiated."""
+        """Track the result of the function, because its backward needs the unit unsharded."""
         if call is not None and call.saves:
             self.saved.close()
         order = self.order
         if not unit.sharded or order.phase is Phase.IDLE:
             return
         if any(unit.owns(value) for value in tensors_in(result)):
-            # A view, whose uses cannot be seen. The unit stays unsharded to the end of this pass, and in each whole
-            # backward pass.
+            # Uses of a view cannot be seen: the unit stays unsharded to the end of this pass and each backward pass.
             self.unsharder.keep_to_end(unit)
             if order.builds_graph:
                 self.usage.untracked.add(unit.index)
@@ -343,13 +317,9 @@ class Pass:
 
 
 def backward_order(units: Sequence[Sequence[nn.Module]], root: nn.Module) -> list[int]:
-    """Return all units in the order in which a backward pass is likely to need them, from the module tree alone.
+    """Return all units (given by their modules) in the likely backward order, from the module tree only.
 
-    The unit whose modules end last comes first; of two that end together, the one around the other.
-
-    Args:
-        units: the modules of each.
-        root: the user's model.
+    The unit that ends last in the tree comes first; of two that end together, the outer one.
     """
     start: dict[nn.Module, int] = {}
     end: dict[nn.Module, int] = {}

@@ -30,8 +30,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 class ModuleHook:
     """Hook of one module: calls `function` outside of compiled regions, and does nothing in a copy of the module.
 
-    `copy.deepcopy`, `pickle` and `torch.save` copy hooks with their module. The engine's hooks would treat the copy as
-    part of the engine's model, and local functions cannot be pickled.
+    Because `copy.deepcopy`, `pickle` and `torch.save` copy hooks with their module, the engine's hooks would treat the
+    copy as part of the engine's model, and local functions cannot be pickled.
     """
 
     __slots__ = ("function",)
@@ -48,5 +48,4 @@ class ModuleHook:
         return self.function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        """Pickle as a function that returns a hook without effect."""
         return _in_a_copy, ()

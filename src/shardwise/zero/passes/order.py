@@ -1,17 +1,15 @@
 """Order of the units of a pass, and the position of the current pass in it.
 
-Each forward pass and each backward pass unshards every sharded unit exactly once, in an order that all ranks have
-agreed on, whether this rank uses the unit or not. Each reducing backward pass reduces every trained unit exactly once.
-So all ranks launch the same all-gathers and the same reduce-scatters in the same order, whatever branches their data
-takes.
+Each forward and backward pass unshards every sharded unit exactly once, in an order that all ranks have agreed on,
+whether this rank uses the unit or not. Each reducing backward pass reduces every trained unit exactly once. Hence all
+ranks launch the same all-gathers and reduce-scatters in the same order, for any branches of their data.
 
-All-gathers and reduce-scatters are two sequences, and a rank may wait in either. Two rules prevent ranks from waiting
-for each other across the sequences:
+All-gathers and reduce-scatters are two sequences. Two rules prevent ranks from waiting for each other across these:
 
-1. A unit is reduced after the launch of all all-gathers up to its own position in the backward order.
-2. A rank may need an all-gather far ahead of its own reductions. If the host waits for reductions, the rank reports the
-   position to its peers (`UnitOrder.lags_behind`); peers that wait in a reduction launch the all-gather. If the device
-   orders reductions, the rank does not wait for the all-gather (`UnitOrder.must_not_wait`), but copies the shards.
+* A unit is reduced after the launch of all all-gathers up to its own position in the backward order.
+* A rank may need an all-gather far ahead of its own reductions. If the host waits for reductions, the rank reports the
+  position to its peers (`UnitOrder.lags_behind`); peers that wait in a reduction launch the all-gather. If the device
+  orders reductions, the rank does not wait for the all-gather (`UnitOrder.must_not_wait`), but copies the shards.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from shardwise.zero.units.unit import Unit
 
 
 class Phase(Enum):
-    """What the pass does now."""
+    """Phase of a pass."""
 
     IDLE = "idle"
     """Between passes. All units are resharded, except the unit that is kept for the backward pass."""
@@ -38,23 +36,17 @@ class Phase(Enum):
 class UnitOrder:
     """Orders and positions that the unsharder and the reducer of one pass share; see the module docstring.
 
-    Args:
-        units: all units of the pass, in registration order.
-
     Attributes:
         indices: indices of all units in the forward and in the backward order.
-        forward: sharded units in the order of first use in the forward pass.
-        backward: sharded units in the reverse order of last use in the forward pass.
-        reductions: indices of trained units in the order in which they are reduced: the reverse of the forward order.
+        forward, backward: sharded units in the order of first use, and in the reverse order of last use, in forward.
+        reductions: indices of trained units in the order of reductions, the reverse of the forward order.
         traced: the orders are those of a forward pass, not of registration.
-        phase: what the pass does now.
         builds_graph: whether the current or last forward pass records a graph for autograd.
         sequence: units that the current pass unshards, in order; without units that the script keeps unsharded.
         position: index of each unit in `sequence`, by unit index.
         next: number of all-gathers of `sequence` that have been launched.
-        reduces: whether the current backward pass reduces gradients.
-        on_device: whether the device orders reductions, so that the host does not wait for them.
-        reduced: number of reductions that the current backward pass has launched.
+        reduces, reduced: whether the current backward pass reduces gradients, and launched reductions.
+        on_device: whether the device orders reductions, and the host does not wait for them.
         lossy_in_flight: number of lossy reductions in flight, which may launch further collectives.
     """
 
@@ -79,8 +71,7 @@ class UnitOrder:
         self.backward = [units[index] for index in backward if units[index].sharded]
         self.reductions = [index for index in reversed(forward) if units[index].trainable]
         self._places = {unit.index: place for place, unit in enumerate(self.backward)}
-        # By reduction: the last place in the backward order whose all-gather has been launched before it. Units that
-        # are not sharded launch no all-gather.
+        # By reduction: the last place in the backward order whose all-gather (of a sharded unit) is launched before it.
         self._launched = list(accumulate((self._places.get(index, -1) for index in self.reductions), max))
 
     def begin(self, phase: Phase) -> None:
@@ -97,10 +88,10 @@ class UnitOrder:
         return self.sequence[self.next] if self.next < len(self.sequence) else None
 
     def lags_behind(self, unit: Unit) -> bool:
-        """Return True if a peer may wait in a reduction to come here without having launched the unit's all-gather."""
+        """Return True if a peer may wait in a reduction without having launched the unit's all-gather."""
         if self.on_device or not self.reduces:
             return False
-        # A peer that has come as far may also wait for the further collectives of a lossy reduction.
+        # A peer at the same position may also wait for the further collectives of a lossy reduction.
         if self.reduced >= len(self.reductions) and not self.lossy_in_flight:
             return False
         return self._launched[min(self.reduced, len(self._launched) - 1)] < self._places.get(unit.index, -1)
@@ -109,8 +100,8 @@ class UnitOrder:
         """Return True if the unit's all-gather may run, on another rank, after a reduction to be launched here.
 
         If the device orders reductions, each rank launches the all-gather at place p before reduction r, the first with
-        `_launched[r] >= p`. At that time its computing stream waits for reductions up to r - 2 at most. So a rank that
-        has launched these may wait for the all-gather: each collective waits for earlier ones only.
+        `_launched[r] >= p`. Then its computing stream waits for reductions up to r - 2 at most. Hence a rank that has
+        launched these may wait for the all-gather: each collective waits for earlier ones only.
         """
         if not (self.on_device and self.reduces):
             return False

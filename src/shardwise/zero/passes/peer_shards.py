@@ -12,7 +12,7 @@ from shardwise.zero.units.unit import Unit
 
 
 class PeerShards(Protocol):
-    """Reads shards of peers for a rank that needs a unit again, and lets peers launch all-gathers that it waits for."""
+    """Reads shards of peers for a rank that needs a unit again; lets peers launch all-gathers that it waits for."""
 
     def fetch(self, unit: Unit) -> None:
         """Fill the unsharded values of a unit, whose memory is allocated, from the shards of all ranks."""
@@ -27,10 +27,10 @@ class PeerShards(Protocol):
         """Raise if a peer will not take part in another all-gather."""
 
     def raise_helper_error(self) -> None:
-        """Raise an error of the thread that answers peers; note the calling thread's stream for all-gathers."""
+        """Raise an error of the thread that answers peers; record the calling thread's stream for all-gathers."""
 
     def shards_written(self, mark: Mark) -> None:
-        """Note that shards have new values when the device reaches a mark."""
+        """Record that shards have new values when the device reaches an event."""
 
     def end_together(self, where: str, phase: str, *, cut_short: bool) -> str:
         """Wait until all ranks call; return why the ranks cannot go on together ("" if they can)."""
@@ -40,7 +40,7 @@ class PeerShards(Protocol):
 
 
 class NoPeers(PeerShards):
-    """Shards of a single rank, or of ranks that are imagined: no thread, no port."""
+    """Shards of a single rank, or of fake ranks: no thread, no port."""
 
     @override
     def fetch(self, unit: Unit) -> None:

@@ -1,8 +1,8 @@
 """Gradients of an engine without an optimizer: averaged over ranks in `.grad`, for the script's own step.
 
-Only for replicated parameters (stage 0). One all-reduce a unit follows each backward pass. Gradients that have been
-averaged before keep their values, because a mean of equal values is that value, and new ones are added. A sum of equal
-values is not: gradients that have been summed before are copied, and taken out of the next sum.
+Only for replicated parameters (stage 0). One all-reduce a unit follows each backward pass. Because the mean of equal
+values is that value, gradients that have been averaged before keep their values, and new ones are added. Sums would
+grow: gradients that have been summed before are copied, and taken out of the next sum.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from shardwise.zero.units.unit import Unit
 
 
 class PlainGradients:
-    """Averages gradients after backward passes (`averages`), or sums them; see the module docstring.
-
-    Attributes:
-        paused: accumulate gradients on each rank, until the first backward pass after the pause averages them.
-    """
+    """Averages (or sums) gradients after backward passes; `paused`: only accumulate, until a pass after the pause."""
 
     def __init__(self, units: Sequence[Unit], comm: Communicator, accountant: Accountant, *, averages: bool) -> None:
         self.paused = False

@@ -1,20 +1,17 @@
 """Reducer: reduces gradients from autograd into this rank's fp32 accumulator.
 
-A gradient is copied into its unit's flat buffer and freed the moment autograd has produced it; on a device one call
-copies all gradients of a unit together instead. When all gradients that this backward pass will produce
-for a unit are there (known from autograd's graph), the unit is reduced:
-reduce-scatter in rank order, in fp32, added to the accumulator. Units are reduced exactly once per reducing backward
-pass, in the reverse of the agreed forward order; what a rank has not used contributes zeros. One reduction is in flight
-at a time, so the buffers held are one unit's gradient being filled, one being sent and the pieces being received.
+A gradient is copied into its unit's flat buffer and freed at once; on a device one call copies all gradients of a unit.
+When all gradients that this backward pass will produce for a unit are there (known from autograd's graph), the unit is
+reduced: reduce-scatter in rank order, in fp32, added to the accumulator. Units are reduced exactly once per reducing
+backward pass, in the reverse of the agreed forward order; parameters that a rank has not used contribute zeros. One
+reduction is in flight: buffers hold one unit's gradient being filled, one being sent, and received ranges.
 
-Where ranks lie in a grid of several dimensions (`shardwise.comm.domain`), a unit is reduced over one after the other.
-Over those that gradients are divided over it is in every reducing pass; what has been summed so is added up over
-micro-batches, and is reduced over the rest at the accumulation boundary. The reduction of the next unit begins when
-that over the first dimension has ended.
+On a mesh of several dimensions (`shardwise.comm.domain`) a unit is reduced over one after the other. Each reducing pass
+reduces over the dimensions that shard gradients; the sums are added up over micro-batches, and the accumulation
+boundary reduces them over the other dimensions. The next unit starts when the first dimension is done.
 
-Where gradients are not sharded and several micro-batches make a step, gradients are first added up locally in fp32 and
-reduced once, in the backward pass of the last micro-batch. Where the optimizer communicates itself, they may stay as
-they are.
+Unsharded gradients of several micro-batches are first added locally in fp32, and reduced in the last backward pass. An
+optimizer that communicates itself may take them unreduced.
 """
 
 from __future__ import annotations
@@ -50,27 +47,14 @@ from shardwise.zero.updates.update import Update
 class Reducer:
     """Collects and reduces the gradients of one pass; see the module docstring.
 
-    Args:
-        units: all units.
-        domain: of the pass group. Units may have domains of some of its ranks.
-        accountant: counts the buffers.
-        plan: level of a unit's domain to which each micro-batch is reduced.
-        wire_dtype: dtype of communication; None: that of the flat parameters, or else of the local gradients.
-        prescale: factor on gradients before communication.
-        keeps_gradients: keep the memory of accumulators between steps.
-        compressor: lossy reduction method, used once it has started.
-        order: orders of the units, shared with the unsharder.
-        calls: forward calls that a backward pass may differentiate.
-        unsharder: the other half of the pass.
-        update: steps the parameters with the reduced gradients.
-        driver: knows the position of a pass in its accumulation window.
+    `domain` is that of the pass group; units may have domains of some of its ranks. `wire_dtype` None: that of the flat
+    parameters, or else of the local gradients. `prescale` multiplies gradients before communication. `compressor` is
+    used once it has started. `driver` knows the position of a pass in its accumulation window.
 
     Attributes:
-        watching: record whether this rank's gradients of the unit reduced last are finite. A value that is not finite
-            spreads to that unit in the backward pass.
+        watching: record whether this rank's gradients of the unit reduced last are finite: NaN and inf spread to it.
         watches_all: record it for each unit, which reads each gradient once more.
-        separate: units whose reduction must end before buffers for another unit are allocated, with several
-            micro-batches a step (see `shardwise.zero.units.peaks.reduced_alone`).
+        separate: units whose reduction must end before other buffers are allocated (`shardwise.zero.units.peaks`).
         local: gradients of this window are only added locally, for an optimizer that communicates itself.
         brought: the current backward pass has brought gradients.
         passes: number of backward passes that have ended.
@@ -98,7 +82,7 @@ class Reducer:
         self.accountant = accountant
         self._every_pass = plan.shard_gradients
         self._launches = domain.ranks.streams.beside
-        self._exchanges = domain.world > 1 or plan.shard_optimizer  # by oneself, if that is asked for
+        self._exchanges = domain.world > 1 or plan.shard_optimizer  # also of one rank
         self.wire_dtype = wire_dtype
         self.prescale = prescale
         self._keeps_gradients = keeps_gradients
@@ -117,17 +101,17 @@ class Reducer:
         self.watching = False
         self.watches_all = not domain.ranks.streams.beside
         self.separate: Collection[int] = frozenset()
-        # What needs numbers of other ranks on the host, or launches more when it is waited for, blocks the host.
+        # These need numbers of other ranks on the host, or launch more work in their wait.
         self._blocks_host = self.compressor is not None or any(unit.codes is not None for unit in units)
         self._in_flight: deque[_Flight] = deque()
         self._onward: tuple[UnitGradients, WorkChain, Sequence[FlatParamStorage]] | None = None
         self._replicating: list[Work] = []
-        self._returned: UnitGradients | None = None  # what has just been given back, and may still be being stored
+        self._returned: UnitGradients | None = None  # returned to its tier, maybe still being stored
         self._stretches = Stretches("backward")
         self.follow_order()
 
     def follow_order(self) -> None:
-        """Take the order of reductions over from `order`, which has changed (between passes only)."""
+        """Take over the order of reductions after a change of `order` (between passes only)."""
         self._queue = [self.gradients[index] for index in self.order.reductions]
         self.find_separate()
 
@@ -143,7 +127,7 @@ class Reducer:
 
     @property
     def on_device(self) -> bool:
-        """Whether the device orders reductions and the memory that they read, so that the host waits for none.
+        """Whether the device orders reductions and the memory that they read; the host waits for none.
 
         The launch of a reduction makes the computing stream wait for the reduction before the last one. An all-gather
         that this rank launches later may run after that wait: see `UnitOrder.must_not_wait`.
@@ -153,7 +137,7 @@ class Reducer:
     def block_host(self) -> None:
         """Let the host wait for reductions from now on, because ranks run units in different orders (all ranks call).
 
-        A rank that waits launches the all-gathers that its peers need, which is faster than copying each unit.
+        Because a waiting host launches the all-gathers that its peers need, this is faster than copying each unit.
         """
         if not self._blocks_host and self.domain.ranks.rank == 0:
             logger.info(
@@ -163,11 +147,7 @@ class Reducer:
         self._blocks_host = True
 
     def begin(self, *, differentiates: bool) -> None:
-        """Begin a backward pass (all ranks call).
-
-        Args:
-            differentiates: False: the loss of this rank does not depend on the model, so its gradients are zeros.
-        """
+        """Begin a backward pass (all ranks call). `differentiates` False: this rank's gradients are zeros."""
         self.brought = False
         self.boundary = self.driver.reduces_now()
         self._settle_local()
@@ -178,9 +158,9 @@ class Reducer:
         self.driver.backward_begins()
 
     def end(self) -> None:
-        """End a backward pass: reduce the units that are left, with zeros for gradients that this rank lacks.
+        """End a backward pass: reduce the other units, with zeros for gradients that this rank lacks.
 
-        A pass that an exception has ended early is ended in the same way, because peers wait for its collectives.
+        Because peers wait for its collectives, a pass that an exception has ended early is ended in the same way.
         """
         self._stretches.end()
         if self.reducing:
@@ -210,11 +190,7 @@ class Reducer:
         self.partial = False
 
     def first_of_pass(self, gradients: UnitGradients, index: int) -> None:
-        """Prepare for the first gradient of a unit in a backward pass: that of parameter `index`.
-
-        Raises:
-            UsageError: the unit has been reduced in this pass.
-        """
+        """Prepare for a unit's first gradient in a backward pass. Raises UsageError if the unit has been reduced."""
         self.brought = True
         if gradients.resting:
             gradients.bring()
@@ -229,7 +205,6 @@ class Reducer:
         gradients.task = number_of_pass()
 
     def _collected_as(self, section: FlatParamStorage) -> tuple[bool, torch.dtype]:
-        """Return True if gradients of one pass are reduced separately, and the dtype of their buffer."""
         # Micro-batches are summed in the accumulator's dtype; the gradient of a single pass is sent in its own dtype.
         # The choice is the same on all ranks.
         separate = section.domain.world > 1 and not self.local and (self._every_pass or self._single)
@@ -237,7 +212,6 @@ class Reducer:
 
     @property
     def _single(self) -> bool:
-        """Whether this backward pass is the only one of its window."""
         return self.boundary and not self.partial and self.driver.begins_window()
 
     def buffer_for(self, gradients: UnitGradients, place: int, section: FlatParamStorage) -> GradientBuffer:
@@ -254,8 +228,7 @@ class Reducer:
 
         buffer: GradientBuffer
         if not (separate or gradients.accumulated or section.gradient_loans.away) and section.keeps_whole_gradient:
-            # The reduced gradient will be as large as the sum, and nothing is in its place yet. One copy of a unit's
-            # gradients costs less than one of each where the host launches them; elsewhere it only takes memory.
+            # The accumulator is free and as large as the sum. One copy per unit has fewer launches, but takes memory.
             if self._launches and section.domain.world == 1 and self._single and not self.local:
                 buffer = GradientList(section.places, dtype, lambda: section.whole_gradient, self.accountant)
             else:
@@ -285,10 +258,10 @@ class Reducer:
         for gradients in self._queue if self._every_pass else ():
             sections, inner = gradients.unit.trainable, gradients.comm
             sent = sum(s.layout.numel * (self.wire_of(s) or s.layout.dtype).itemsize for s in sections)
-            received = inner.received(sent)
+            received, once = (inner.received(sent, accumulate=adds) for adds in (True, False))
             own = sum((s.master_stop - s.master_start) * s.accumulate_dtype.itemsize for s in sections)
             whole = sum(s.layout.numel * s.accumulate_dtype.itemsize for s in sections)
-            queue.append(ReductionSizes(gradients.unit.index, sent, received, own, whole))
+            queue.append(ReductionSizes(gradients.unit.index, sent, received, once, own, whole))
         self.separate = reduced_alone(queue)
 
     def wire_of(self, section: FlatParamStorage) -> torch.dtype | None:
@@ -296,11 +269,9 @@ class Reducer:
         return self.wire_dtype or section.layout.wire_dtype
 
     def _cast_to(self, section: FlatParamStorage) -> torch.dtype | None:
-        """Return `wire_of` a flat parameter; None for lossy methods, which choose themselves."""
         return None if self.compressor is not None and self.compressor.active else self.wire_of(section)
 
     def _prescale(self, domain: Domain) -> float:
-        """Return the factor on gradients before communication."""
         return self.prescale * domain.prescale
 
     def watch_everything(self, wanted: bool) -> None:
@@ -308,30 +279,23 @@ class Reducer:
         self.watches_all = wanted or not self._launches
 
     def was_finite(self, index: int, *, formerly: bool = False) -> bool | None:
-        """Return whether this rank's gradients of a unit were finite when they were sent; None: it is not known.
-
-        Args:
-            index: of the unit.
-            formerly: in the window before.
-        """
+        """Return whether this rank's sent gradients of a unit were finite (`formerly`: a window ago); None: unknown."""
         own = self.gradients[index].was_finite(formerly=formerly)
         if own is None and self._queue[-1].was_finite(formerly=formerly) is False:
             return False
         return own
 
     def _watches(self, gradients: UnitGradients) -> bool:
-        # Of a single rank, whatever is not finite was so before it was added up.
+        # With one rank, the sum is the gradient itself.
         if not self.watching or self.domain.world == 1:
             return False
         return self.watches_all or gradients is self._queue[-1]
 
     def _waits_for_separate(self, gradients: UnitGradients) -> bool:
-        """Whether buffers of a unit are allocated only when the reductions in flight have ended; see `separate`."""
         accumulates = not self.boundary or self.local or gradients.accumulated
         return accumulates and any(flight.gradients.unit.index in self.separate for flight in self._in_flight)
 
     def _prepare(self, gradients: UnitGradients, section: FlatParamStorage, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the complete flat gradient, scaled and in the dtype of communication."""
         if self._prescale(section.domain) != 1.0:
             buffer.mul_(self._prescale(section.domain))
         wire = self._cast_to(section)
@@ -348,7 +312,7 @@ class Reducer:
             self._profile_range()
 
     def _profile_range(self) -> None:
-        """Show the unit that is differentiated now to profilers: the next one whose gradients are not complete."""
+        """Show the unit that is differentiated now to profilers: the next one with incomplete gradients."""
         coming = next((gradients.unit.name for gradients in self._queue if not gradients.complete), None)
         if coming is None:
             self._stretches.end()
@@ -364,7 +328,7 @@ class Reducer:
         return gradients.complete
 
     def launch_complete(self, unit: Unit) -> None:
-        """Launch the next reductions whose gradients are complete, after those of a unit have become complete."""
+        """Launch the next complete reductions, after the gradients of a unit have become complete."""
         gradients = self.gradients.get(unit.index)
         if gradients is not None and gradients.loans.away and not self.reducing:
             gradients.rest()
@@ -389,7 +353,6 @@ class Reducer:
             self._start_reduction(gradients)
 
     def _in_place(self, gradients: UnitGradients) -> bool:
-        """Whether the buffers of a unit are its accumulators."""
         unit = gradients.unit
         return (
             not gradients.loans.away
@@ -404,7 +367,6 @@ class Reducer:
         )
 
     def _complete_in_place(self, gradients: UnitGradients) -> None:
-        """Complete the reduction of a single rank whose buffers are its accumulators."""
         self.order.reduced += 1
         gradients.reduced, gradients.accumulated, gradients.task = True, True, -1
         gradients.free()
@@ -440,7 +402,6 @@ class Reducer:
         )
 
     def _exactly(self, gradients: UnitGradients, buffers: Mapping[int, torch.Tensor]) -> list[Launch]:
-        """Return the launches that reduce a unit's buffers."""
         unit, level, depth = gradients.unit, gradients.level, gradients.domain.depth
         places = [place for place, section in enumerate(unit.sections) if section.layout.trainable]
         sections = [unit.sections[place] for place in places]
@@ -468,7 +429,7 @@ class Reducer:
         return launches
 
     def _sum_of(self, gradients: UnitGradients, place: int, *, kept: bool) -> torch.Tensor:
-        """Return the sum over the inner dimensions that micro-batches are added to (undefined content if it is new)."""
+        """Return the sum over inner dimensions that micro-batches are added to (undefined content if it is new)."""
         known = gradients.sums.get(place)
         if known is None:
             section = gradients.unit.sections[place]
@@ -479,7 +440,6 @@ class Reducer:
         return known
 
     def _beyond(self, gradients: UnitGradients) -> list[Launch]:
-        """Return the launches that reduce `gradients.sums` over the outer dimensions."""
         gradients.borrow_sums()
         pairs = [(gradients.unit.sections[place].own_gradient, total) for place, total in gradients.sums.items()]
         before, gradients.accumulated, gradients.sums = gradients.accumulated, True, {}
@@ -492,19 +452,14 @@ class Reducer:
 
     @property
     def _ahead(self) -> int:
-        """How many reductions may be in flight when another one is launched.
-
-        With 0 on a device the host would wait for the last reduction, and the device would have no work queued.
-        """
+        # With 0 a device would have no queued work while the host waits.
         return 1 if self.domain.async_reductions else 0
 
     def _wait_oldest(self, most: int, *, blocking: bool | None = None) -> None:
         """Wait for the oldest reductions until at most `most` are in flight.
 
-        Args:
-            most: see above.
-            blocking: the host waits instead of the current stream, because a stream that waits for a reduction must not
-                delay all-gathers that peers need before they can take part in it. None: unless `on_device`.
+        `blocking`: the host waits (default: unless `on_device`), because a waiting stream must not delay all-gathers
+        that peers need before they can take part in the reduction.
         """
         if blocking is None:
             blocking = not self.on_device
@@ -540,7 +495,6 @@ class Reducer:
         self._replicate(gradients, own_only)
 
     def _replicate(self, gradients: UnitGradients, own_only: Sequence[FlatParamStorage]) -> None:
-        """All-gather reduced gradients over the ranks that step the same parameters."""
         if not gradients.accumulated:
             return  # it is reduced over more ranks at the accumulation boundary
         domain, depth = gradients.domain, gradients.domain.depth
@@ -559,7 +513,7 @@ class Reducer:
                 else:
                     self.domain.reductions.synchronize(link, f"the reduction of unit {gradients.unit.name!r}")
         gradients.return_sums()
-        # What is stored may take as long as the next unit's reduction.
+        # Storing may take as long as the next unit's reduction.
         self._settle_returned()
         self._returned = gradients
 
@@ -571,8 +525,8 @@ class Reducer:
     def complete_window(self) -> None:
         """Complete the accumulators of the window, before the step; `zero_absent` follows.
 
-        Gradients that have been added locally are reduced, if the boundary was declared after the last backward pass.
-        If gradients stay local, `own_gradient` is completed instead.
+        Gradients that were only added locally are reduced (the boundary was declared after the last backward pass).
+        Gradients that stay local complete `own_gradient`.
         """
         self._settle_local()
         if self.local:
@@ -595,11 +549,7 @@ class Reducer:
             self._flush()
 
     def zero_absent(self) -> None:
-        """Fill accumulators with zeros that no backward pass of this window has written (no collective).
-
-        Raises:
-            OffloadError: an offloaded accumulator cannot be written.
-        """
+        """Zero accumulators that no backward pass of this window has written (no collective). Raises OffloadError."""
         for gradients in self.gradients.values() if not self.local else ():
             if not gradients.accumulated:
                 gradients.borrow_sums()
@@ -627,7 +577,7 @@ class Reducer:
         return self._own[id(section)]
 
     def unused(self) -> list[str]:
-        """Return the names of trainable parameters that have received no gradient on this rank since the last step."""
+        """Return the names of trainable parameters without a gradient on this rank since the last step."""
         return [
             gradients.unit.registry[slot.index].name
             for gradients in self.gradients.values()
@@ -653,8 +603,6 @@ class Reducer:
 
 
 class _Flight(NamedTuple):
-    """A reduction in flight."""
-
     gradients: UnitGradients
     handle: Work
     own_only: Sequence[FlatParamStorage]
@@ -664,7 +612,6 @@ class _Flight(NamedTuple):
 
 
 def _flat(unit: Unit, section: FlatParamStorage, buffer: torch.Tensor) -> Flat:
-    """Return the gradients of a flat parameter as arguments of a compressor."""
     whole = section.whole_gradient
     return Flat(
         name=f"{unit.index}.{unit.name}.{unit.sections.index(section)}",

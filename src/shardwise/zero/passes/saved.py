@@ -1,14 +1,14 @@
-"""Saved-tensor hooks of sharded units: autograd keeps positions, so that graphs do not keep unsharded values.
+"""Saved-tensor hooks of sharded units: autograd keeps positions; graphs do not keep unsharded values.
 
 A graph can be entered elsewhere than at a call's outputs: by a loss kept on the module, an activation from a hook, or a
 gradient that is differentiated again. Nodes that saved a weight then run before the nodes of any output, or without
-them. So the hooks receive all tensors that autograd saves while a unit computes. Of a tensor in a unit's memory only
-its position is kept; reading it unshards the unit. Other tensors are kept as by autograd.
+them. Therefore the hooks receive all tensors that autograd saves while a unit computes. Of a tensor in a unit's memory
+only its position is kept; reading it unshards the unit. Other tensors are kept as by autograd.
 
 Autograd calls only the innermost pair of hooks. Pairs outside of this one (activation checkpointing, offloading) are
-called from here with every tensor. If the object that their functions are bound to has a true attribute
-`activations_only`, they get no tensors of units. Pairs inside of this one (a checkpoint in a block) replace it: their
-tensors are recomputed or copied. They can check by `lets_go` whether this pair needs a tensor, and pass it on.
+called from here with every tensor, or without tensors of units if the object of their functions has a true attribute
+`activations_only`. Pairs inside of this one (a checkpoint in a block) replace it: their tensors are recomputed or
+copied. They can check by `lets_go` whether this pair needs a tensor, and pass it on.
 """
 
 from __future__ import annotations
@@ -83,10 +83,7 @@ class SavedValues:
         return around.pack, around.unpack
 
     def place_of(self, tensor: torch.Tensor) -> _Place | None:
-        """Return the position of a tensor in a unit's memory; None: it has none, or it cannot be rebuilt from it.
-
-        The position refers to the tensor's version counter.
-        """
+        """Return the position (with the version counter) of a tensor in a unit's memory, or None if there is none."""
         try:
             unit = self._units.get(tensor.untyped_storage()._cdata)
         except RuntimeError:  # without a storage (sparse tensors)
@@ -100,14 +97,11 @@ class SavedValues:
         return _Place(unit, section, view, counter, counter._version)
 
     def lets_go(self, tensor: torch.Tensor) -> bool:
-        """Return True if inner hooks may keep a tensor in their own way, because it is in no unit's memory."""
+        """Return True if inner hooks may keep a tensor themselves, because it is in no unit's memory."""
         return self.place_of(tensor) is None
 
     def cover(self) -> None:
-        """Enable the hooks for tensors that the running node saves, if its graph may be differentiated again.
-
-        Called inside of the node; autograd restores its own hooks after each node.
-        """
+        """Enable the hooks inside of a running node that may be differentiated again; autograd restores its own."""
         if backward_pass() is not None:
             self.open()
 
@@ -134,13 +128,7 @@ class SavedValues:
 
 
 class _Place:
-    """Position of a saved tensor in an unsharded flat parameter.
-
-    Args:
-        view: dtype, offset, size and stride of the tensor.
-        counter: tensor without values that has the version counter.
-        version: version of the tensor when it was saved.
-    """
+    """Position of a saved tensor in a flat parameter: (dtype, offset, size, stride), and its version counter."""
 
     __slots__ = ("counter", "section", "unit", "version", "view")
 
@@ -165,8 +153,6 @@ class _Place:
 
 
 class _WithOuterHooks:
-    """Hooks of `saved` that call an outer pair."""
-
     def __init__(self, saved: SavedValues, pack: Pack, unpack: Unpack) -> None:
         self.saved = saved
         self._outer_pack = pack
@@ -175,7 +161,6 @@ class _WithOuterHooks:
         self._activations_only = getattr(self._outer, "activations_only", False)
 
     def lets_go(self, tensor: torch.Tensor) -> bool:
-        """Return True if both pairs let inner hooks keep a tensor in their own way."""
         outer_lets_go = getattr(self._outer, "lets_go", None)
         return self.saved.lets_go(tensor) and outer_lets_go is not None and bool(outer_lets_go(tensor))
 
@@ -206,8 +191,6 @@ class _WithOuterHooks:
 
 
 class _Packed:
-    """Result of an outer pair for a saved tensor, with the unit of the tensor's memory, if any."""
-
     __slots__ = ("content", "unit")
 
     def __init__(self, unit: Unit | None, content: Any) -> None:

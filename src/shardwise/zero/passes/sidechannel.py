@@ -1,27 +1,23 @@
 """Side channel: point-to-point messages outside the order of collectives, for ranks that take different branches.
 
-A rank connects to a peer at its first message (`shardwise.comm.p2p`), so most models open no connection. A thread
-answers peers, independently of the main thread, which computes or waits.
+A rank connects to a peer at its first message (`shardwise.comm.p2p`); most models open no connection. A thread answers
+peers, independently of the main thread. The pass of this rank raises the thread's errors.
 
 *fetch*: a rank needs a resharded unit once more than in any pass before (a shared layer, a router that picks a layer
-twice). Threads of the peers send their shards. Shards do not change while any rank is in a pass, because no rank steps
-before all have ended backward. If the host does not wait for collectives, the fetching rank may be a step ahead. A peer
-answers it when its device has made that step, and answers other ranks meanwhile: a rank in the pass before, for which
-the step waits, is answered at once. So ranks never wait for each other, for any number of micro-batches. Shards are
-sent in chunks, without a second copy.
+twice). Threads of the peers send their shards in chunks, without a second copy. Shards do not change while any rank is
+in a pass, because no rank steps before all have ended backward. If the host does not wait for collectives, the fetching
+rank may be a step ahead. A peer answers it when its device has made that step, and answers other ranks meanwhile: the
+step may wait for a rank in the pass before. Ranks never wait for each other, for any number of micro-batches.
 
 *want*: a rank waits for an all-gather before it has launched earlier reductions. A peer that waits for such a reduction
-would never launch the all-gather. The message makes the peer's thread launch the all-gather.
+would never launch the all-gather; the peer's thread launches it.
 
-*end*, *where*: a rank is in `destroy()`, which all-gathers all units. All ranks meet there through the store, where
-each compares itself with the first. After a while a rank reports to the next few missing ranks, and requests the
-collectives that they have launched: a collective that only they have launched will never end. The stall watchdog names
-missing ranks.
+*end*, *where*: a rank is in `destroy()`, which all-gathers all units. All ranks meet there through the store, and
+compare themselves with the first. After a while a rank reports to the next few missing ranks, and requests the
+collectives that they have launched: a collective that only they have launched will never end.
 
-On CUDA, a stream of its own copies shards, after the event of their last write. Because the stream of the pass may wait
+On CUDA, a separate stream copies shards, after the event of their last write, because the stream of the pass may wait
 for an all-gather that the fetching rank launches later.
-
-Errors of the thread are raised by the pass of this rank.
 """
 
 from __future__ import annotations
@@ -153,9 +149,7 @@ class SideChannel(PeerShards):
     def fetch(self, unit: Unit) -> None:
         """Fill the unsharded values of a unit, whose memory is allocated, from the shards of all ranks.
 
-        Raises:
-            PeerLostError: a peer is lost, or has not answered within the group's timeout.
-            DesyncError: as before, and the peer waits for this rank elsewhere.
+        Raises PeerLostError if a peer is lost or silent for the group's timeout; DesyncError if it waits elsewhere.
         """
         begin = time.monotonic()
         deadline = begin + self.comm.timeout.total_seconds()
@@ -183,16 +177,11 @@ class SideChannel(PeerShards):
     def end_together(self, where: str, phase: str, *, cut_short: bool) -> str:
         """Wait until all ranks call; return why the ranks cannot go on together ("" if they can).
 
-        Args:
-            where: activity of this rank, for errors of other ranks.
-            phase: phase of the pass.
-            cut_short: an exception on this rank may have interrupted a pass.
-
-        Raises:
-            PeerLostError: a peer is lost, or has not come within the group's timeout.
+        `where` is this rank's activity, for errors of other ranks; `phase` that of the pass. `cut_short`: an exception
+        here may have interrupted a pass. Raises PeerLostError if a peer is lost or late by the group's timeout.
         """
         if self.comm.device.type == "cuda" and not cut_short:
-            torch.cuda.synchronize(self.comm.device)  # then every rank has launched the same collectives
+            torch.cuda.synchronize(self.comm.device)  # all ranks have launched the same collectives
         own = {"text": where[:_TEXT_CHARACTERS], "launched": self.comm.launched, "phase": phase}
         with self._changed:
             self._own_end = own
@@ -278,7 +267,7 @@ class SideChannel(PeerShards):
         if self._thread is not threading.current_thread():
             self._thread.join(limit)
 
-    # -- asking ----------------------------------------------------------------------------------------------------
+    # -- requests --------------------------------------------------------------------------------------------------
 
     def _send(self, peer: int, kind: int, first: int = 0, second: int = 0, text: str = "", *, deadline: float) -> None:
         data = text.encode()[:_TEXT_BYTES]
@@ -287,7 +276,7 @@ class SideChannel(PeerShards):
         connection.sendall(_REQUEST.pack(kind, len(data), first, second) + data)
 
     def _send_all(self, kind: int, first: int = 0, second: int = 0, text: str = "") -> None:
-        """Send a message without an answer to all peers; lost peers are detected by later requests."""
+        """Send a message without an answer to all peers; later requests detect lost peers."""
         deadline = time.monotonic() + self.comm.timeout.total_seconds()
         with self._requesting:
             for peer in (rank for rank in range(self.comm.world) if rank != self.comm.rank):
@@ -296,7 +285,6 @@ class SideChannel(PeerShards):
 
     @contextlib.contextmanager
     def _naming_errors(self, peer: int, what: str, begin: float) -> Iterator[None]:
-        """Convert an error of a connection into an error that names the peer and the request."""
         with p2p.reaching(self.comm, peer, what, begin):
             try:
                 yield
@@ -372,7 +360,6 @@ class SideChannel(PeerShards):
         self._selector.register(connection, selectors.EVENT_READ, _Peer(rank, connection))
 
     def _serve_peer(self, peer: _Peer) -> None:
-        """Send pending answers to a peer, or handle its next message."""
         try:
             sent = peer.flush()
             if sent and not peer.receive_bytes():
@@ -398,8 +385,7 @@ class SideChannel(PeerShards):
     def _postpones(self, peer: _Peer) -> bool:
         """Return True if a peer fetches values that are still to be written here, by the host or by the device.
 
-        The thread does not wait for them: the device may be in a step that a third rank has still to launch, and that
-        rank may fetch values of the step before.
+        The thread does not wait: the device may run a step that a third rank has to launch, which may fetch old values.
         """
         version = peer.version()
         with self._changed:
@@ -445,7 +431,7 @@ class SideChannel(PeerShards):
         with self._changed:
             if self._own_end is not None:
                 return {**self._own_end, "ended": True}
-        # Read first, so that the description of the rank is not older.
+        # Read first: the description of the rank must not be older.
         launched = self.comm.launched
         open_ones = [record for record in self.comm.ledger.records() if record.finished is None]
         text = "is outside of collectives"
@@ -476,15 +462,12 @@ class SideChannel(PeerShards):
 
 
 class _Rendezvous:
-    """Rendezvous of all ranks in `destroy()`, through the store, with a few requests of each rank.
-
-    `key` is the prefix of its keys, unique to this rendezvous.
-    """
+    """Rendezvous of all ranks in `destroy()`, through keys of the store with the unique prefix `key`."""
 
     def __init__(self, key: str, rank: int, world: int) -> None:
         self._key, self._rank, self._world = key, rank, world
         store = default_store()
-        assert store is not None  # by which the ranks have met
+        assert store is not None
         self._store = store
 
     def arrive(self, own: dict[str, Any]) -> None:
@@ -550,11 +533,7 @@ class _Peer:
         return int(second) if kind == _FETCH else 0
 
     def next_message(self) -> tuple[int, int, int, bytes] | None:
-        """Return the next message: kind, two numbers and text; None if it is incomplete.
-
-        Raises:
-            UsageError: the message is too long.
-        """
+        """Return kind, two numbers and text of the next message; None: it is incomplete. UsageError: it is too long."""
         if len(self._inbox) < _REQUEST.size:
             return None
         kind, size, first, second = _REQUEST.unpack_from(self._inbox)
@@ -602,7 +581,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def _leave_all() -> None:
     # Joining the thread may take a while, in which peers may time out waiting for this rank.
     publish_end()
-    # After an uncaught exception the process exits soon, so that peers detect the loss.
+    # After an uncaught exception the process exits soon: peers detect the loss.
     limit = _LEAVING_S if getattr(sys, "last_value", None) is None else _LEAVING_FAILED_S
     for channel in list(_open):
         channel.leave(limit)

@@ -20,7 +20,7 @@ from shardwise.zero.units.unit import Unit
 
 @dataclass
 class _Part:
-    """Flat parameters whose gradients are read together, with the ranges of these gradients."""
+    """Flat parameters with gradients that are read together, and the ranges of these gradients."""
 
     sections: Sequence[FlatParamStorage]
     runs: Runs | None = None
@@ -28,13 +28,7 @@ class _Part:
 
 
 class GradientSums:
-    """Computes the sums of one engine.
-
-    Args:
-        comm: the pass group, whose ranks have the same units.
-        norm_group: ranks over which squares and local statistics are summed. It contains the pass group; other pass
-            groups in it have other parameters.
-    """
+    """Sums of one engine. `norm_group` contains the pass group `comm`, and pass groups of other parameters."""
 
     def __init__(
         self,
@@ -67,11 +61,7 @@ class GradientSums:
         self._parts += [(_Part(sections), []) for sections in by_device.values()]
 
     def own_squares(self) -> torch.Tensor:
-        """Return this rank's sums of squares by tensor (no collective).
-
-        Raises:
-            OffloadError: offloaded gradients cannot be read.
-        """
+        """Return this rank's sums of squares by tensor (no collective). Raises OffloadError."""
         with self._accountant.owning(Category.OTHER):
             own = self._formed(Runs.sums_of_squares)
             return own.mul_(self._comm.world) if self._reducer.local else own
@@ -83,16 +73,10 @@ class GradientSums:
     def total(
         self, own: torch.Tensor, facts: Sequence[float | torch.Tensor], *, tensors: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Sum the squares of all gradients over the norm group, in one all-reduce of a few numbers.
+        """Sum the squares `own` of all gradients, and `facts`, over the norm group, in one all-reduce of a few numbers.
 
-        Args:
-            own: result of `own_squares`.
-            facts: further numbers to sum; the host does not wait for numbers on a device.
-            tensors: sum by tensor over the pass group, too.
-
-        Returns:
-            (fp64 tensor whose sum is the sum of squares, sums of `facts`, sums by tensor or None). Gradients that are
-            not reduced give the bound of `_own_runs`.
+        The host does not wait for facts on a device. Returns (fp64 tensor whose sum is the sum of squares, sums of
+        `facts`, sums by tensor over the pass group if `tensors`). Unreduced gradients give a bound (`_own_runs`).
         """
         joined = tensors and self._norm_group is self._comm
         with self._accountant.owning(Category.OTHER):
@@ -109,19 +93,12 @@ class GradientSums:
         return sums
 
     def probe(self) -> torch.Tensor:
-        """Return `shardwise.precision.norms.Runs.probe` of this rank's accumulated gradients (no collective).
-
-        Raises:
-            OffloadError: offloaded gradients cannot be read.
-        """
+        """Return `Runs.probe` of this rank's accumulated gradients (no collective). Raises OffloadError."""
         with self._accountant.owning(Category.OTHER):
             return self._formed(Runs.probe)
 
     def add(self, values: torch.Tensor, label: str) -> None:
-        """Replace values by their sums over ranks, for a report.
-
-        Imagined ranks exchange nothing, because their values differ and they need not agree on a report.
-        """
+        """Replace values by their sums over ranks, for a report. Fake ranks exchange nothing: their values differ."""
         if not self._comm.imagined:
             self._comm.all_reduce(values, label).wait()
 
@@ -152,8 +129,7 @@ class GradientSums:
         """Return this rank's own gradients, for optimizers that compress them before the reduction.
 
         The norm is the root of the mean over ranks of the squared norms of own gradients, an upper bound of the norm of
-        the mean. An own gradient counts as the number of ranks times the local sum, so that the mean over ranks is the
-        sum; hence the factor in `own_squares`.
+        the mean. Because an own gradient counts as the number of ranks times the local sum, `own_squares` has a factor.
         """
         runs = [
             (slot.index, self._reducer.own_gradient(section)[slot.offset : slot.offset + slot.numel])

@@ -1,15 +1,14 @@
 """Unsharder: launches all-gathers of units in the agreed order, waits for them, and reshards units after use.
 
-The first use of a unit launches the all-gathers of all units before it in the order. The end of a pass launches what is
-left. When a unit is resharded may differ by rank: after as many uses as earlier passes have shown, at the latest at the
-end of the pass. The first forward pass, which knows no counts, prefetches nothing. In the memory that prefetching would
-take, used units stay unsharded; the oldest is resharded first.
+The first use of a unit launches the all-gathers of all units before it in the order; the end of a pass launches the
+others. The time of resharding may differ by rank: after as many uses as earlier passes have shown, at the latest at the
+end of the pass. The first forward pass, which knows no counts, prefetches nothing, and keeps used units unsharded in
+the memory of prefetching (the oldest is resharded first).
 
-The unit that a backward pass needs first stays unsharded after the forward pass. Whether a backward pass follows is the
-same on all ranks, so all ranks keep it. Any other use of the model reshards it (`reshard_kept`).
-
-If a rank needs a unit after it has resharded it, the values come from the peers' shards without a collective
-(`shardwise.zero.passes.sidechannel`). The unit then stays unsharded to the end of such passes.
+The first unit of the backward pass stays unsharded after the forward pass, on all ranks, because all know whether a
+backward pass follows. Any other use of the model reshards it (`reshard_kept`). If a rank needs a unit after it has
+resharded it, the values come from the peers' shards (`shardwise.zero.passes.sidechannel`), and the unit stays unsharded
+to the end of such passes.
 """
 
 from __future__ import annotations
@@ -33,18 +32,12 @@ _NOTHING = contextlib.nullcontext()
 class Unsharder:
     """Unshards and reshards the units of one pass; see the module docstring.
 
-    Args:
-        order: orders of the units, shared with the reducer.
-        usage: how often units are used.
-        peers: the side channel; None if no unit is sharded.
-        queue: launches the all-gathers.
-        prefetch: launch the all-gather of the next unit while the current unit computes.
-        prefetch_elements: launch further all-gathers while their units have at most so many elements.
-        backward_follows: whether forward passes are followed by backward passes.
+    `peers` is None if no unit is sharded. `prefetch` launches the next unit's all-gather during the computation of a
+    unit; `prefetch_elements` launches more while their units have at most so many elements.
 
     Attributes:
-        suspended: all units are unsharded by the script; passes launch no all-gathers.
-        late: number of units that have been copied from peers, because they had been resharded too early.
+        suspended: the script has unsharded all units; passes launch no all-gathers.
+        late: number of units copied from peers, because they had been resharded too early.
     """
 
     def __init__(
@@ -89,7 +82,7 @@ class Unsharder:
         self._begin(Phase.FORWARD)
 
     def end_forward(self) -> None:
-        """Launch the all-gathers that are left, and reshard all units but the first one of the backward order."""
+        """Launch the other all-gathers, and reshard all units but the first one of the backward order."""
         self._end(keep=self._first_of_backward)
 
     def begin_backward(self) -> None:
@@ -101,7 +94,7 @@ class Unsharder:
                 self._launch_to(self._last_at_start)
 
     def end_backward(self) -> None:
-        """Launch the all-gathers that are left, and reshard all units."""
+        """Launch the other all-gathers, and reshard all units."""
         self._end()
 
     def _begin(self, phase: Phase) -> None:
@@ -139,11 +132,6 @@ class Unsharder:
         self._refuse_lost_changes()
 
     def _refuse_lost_changes(self) -> None:
-        """Raise for changes in place that this pass has lost, after the pass has ended on this rank.
-
-        Raises:
-            UsageError: parameters with rounded values have been changed in place.
-        """
         dropped = [name for unit in self.order.sequence for name in unit.dropped]
         for unit in self.order.sequence:
             unit.dropped = []
@@ -157,7 +145,6 @@ class Unsharder:
 
     @property
     def _first_of_backward(self) -> Unit | None:
-        """The unit that stays unsharded after a forward pass."""
         return self.order.backward[0] if self._backward_follows and self.order.backward else None
 
     def reshard_kept(self, units: Sequence[Unit] | None = None) -> None:
@@ -174,7 +161,6 @@ class Unsharder:
     # -- launching ---------------------------------------------------------------------------------------------------
 
     def _launch_to(self, position: int) -> int:
-        """Launch all-gathers up to a position of the sequence that have not been launched; return their number."""
         order, launched = self.order, 0
         while order.next <= position:
             unit = order.sequence[order.next]
@@ -212,7 +198,7 @@ class Unsharder:
                 self._launch_to(self.order.position.get(unit.index, -1))
 
     def launch_rest(self) -> None:
-        """Launch the all-gathers that are left of a backward pass, whose values this rank does not need."""
+        """Launch the other all-gathers of a backward pass, of units that this rank does not need."""
         while self._in_backward and (unit := self.order.following) is not None:
             with self._lock:
                 self._launch_to(self.order.next)
@@ -221,7 +207,7 @@ class Unsharder:
     def launch_first(self, units: Collection[int]) -> None:
         """Launch all-gathers up to these units, by index, at the beginning of each backward pass (all ranks call).
 
-        No rank has waited for a reduction then. So ranks that need the units early may wait for their all-gathers.
+        Because no rank waits for a reduction then, ranks that need the units early may wait for their all-gathers.
         """
         self._first = frozenset(units)
 
@@ -232,7 +218,7 @@ class Unsharder:
     # -- peers -------------------------------------------------------------------------------------------------------
 
     def blocked(self) -> AbstractContextManager[None]:
-        """Let the side channel launch all-gathers that peers wait for while this rank waits for a reduction inside."""
+        """Let the side channel launch all-gathers for peers in the block, in which this rank waits for a reduction."""
         return _NOTHING if self.peers is None else self._while_blocked()
 
     @contextlib.contextmanager
@@ -297,7 +283,7 @@ class Unsharder:
         return position > self._last_at_start and self.order.must_not_wait(unit)
 
     def _make_room(self, unit: Unit, position: int) -> None:
-        """Reshard units that the first forward pass has used, except as many as fit beside the units needed now."""
+        """Reshard units that the first forward pass has used, until the units needed now fit."""
         self._recent.pop(unit.index, None)
         while self._recent:
             order = self.order
@@ -308,7 +294,6 @@ class Unsharder:
             self._recent.pop(next(iter(self._recent))).reshard()
 
     def _launch_ahead(self, position: int) -> None:
-        """Prefetch the units after a position."""
         order = self.order
         if not self._prefetch or not (self.usage.passes or order.phase is Phase.BACKWARD):
             return
@@ -330,10 +315,9 @@ class Unsharder:
         self._copy_from_peers(unit)
 
     def _copy_from_peers(self, unit: Unit) -> None:
-        """Copy the shards of a unit from the peers, without a collective."""
         assert self.peers is not None
         if unit.state is UnitState.UNSHARDING:
-            self._queue.leave()  # the all-gather goes on into memory that is given back, and reads the shard
+            self._queue.leave()  # the running all-gather writes into freed memory, and reads the shard
         for section in unit.sections:
             section.allocate()
         self.peers.fetch(unit)
@@ -355,7 +339,7 @@ class Unsharder:
             self._recent[unit.index] = unit
 
     def after_backward_use(self, unit: Unit) -> None:
-        """Reshard a unit whose gradients are complete, and whose calls have all been differentiated."""
+        """Reshard a unit when its gradients are complete and all of its calls have been differentiated."""
         if self._in_backward and unit.index not in self._to_end:
             self._reshard(unit)
 

@@ -1,7 +1,7 @@
-"""Usage of units in forward passes: in which order and how often this rank uses each unit.
+"""Usage of units in forward passes: order and number of uses of each unit on this rank.
 
-The first forward pass of a job finds the orders that all ranks then agree on (`shardwise.zero.passes.order`). How often
-a unit is used may differ by rank: it decides only when this rank reshards the unit.
+The first forward pass of a job finds the orders that all ranks then agree on (`shardwise.zero.passes.order`). Counts
+may differ by rank: they decide only when this rank reshards the unit.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from shardwise.zero.units.unit import Unit
 class UnitUsage:
     """Counts uses of the units of one pass.
 
-    Args:
-        units: all units of the pass, in registration order.
-
     Attributes:
         passes: number of forward passes that have ended.
         first_uses: indices of units in the order of first use in the last forward pass with a graph.
         branches: fingerprint of the uses since the last step, for `strict_sync`.
-        untracked: indices of units whose uses are not all seen: they stay unsharded in each backward pass.
+        untracked: indices of units with unseen uses: they stay unsharded in each backward pass.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -73,10 +70,7 @@ class UnitUsage:
         return self._by_use({index: place for place, index in enumerate(self.first_uses)})
 
     def backward_order(self) -> list[int]:
-        """Return all units in the reverse order of last use in the last forward pass.
-
-        It is not the reverse of `forward_order`: a tied embedding is used first and last.
-        """
+        """Return all units in the reverse order of last use; a tied embedding is first and last."""
         return self._by_use(self._last_uses)[::-1]
 
     def _by_use(self, use: dict[int, int]) -> list[int]:

@@ -1,18 +1,15 @@
 """Memory of a flat parameter: unsharded values, this rank's shard, master weights and gradient.
 
-* `full`: one flat buffer whose views are the user's parameters. Sharded parameters have one only while they are
-  unsharded. Resharding drops the reference and never frees the memory by force: another reference (a `state_dict()`, a
-  NumPy view, a tensor that the script keeps) stays valid, with the values of that time, and keeps the memory. Tensors
-  that autograd has saved are handled apart: `shardwise.zero.passes.saved`.
+* `full`: one flat buffer with the user's parameters as views; empty while resharded. Resharding drops only the
+  reference: another reference (a `state_dict()`, a NumPy view) keeps the memory and the values of that time. Tensors
+  that autograd has saved: `shardwise.zero.passes.saved`.
 * `shard`: this rank's range of it, in the same dtype (`full` itself if parameters are not sharded).
-* `master`: this rank's range that the optimizer updates, in fp32 or wider. It is all of the flat parameter if the
-  optimizer is not sharded, and may be a part of the shard. If the shard (or `full`) has the dtype of master weights, it
-  is a view of that.
-* `gradient`: the accumulated gradient for `master`, from the backward pass that reduces it to the end of the step.
-* `second`: the secondary shard, this rank's range of `full` sharded over a few ranks: values of the last forward pass,
-  for the all-gather of the backward pass.
+* `master`: range that the optimizer updates, in fp32 or wider: all elements if the optimizer is not sharded, maybe a
+  part of the shard. It is a view of the shard (or `full`) if dtypes are equal.
+* `gradient`: accumulated gradient for `master`, from the backward pass that reduces it to the end of the step.
+* `second`: secondary shard, over a few ranks: values of the last forward pass, for the backward pass's all-gather.
 
-State that is offloaded (`shardwise.memory.places`) has memory on the device only while it is used.
+Offloaded state (`shardwise.memory.places`) has memory on the device only while it is used.
 """
 
 from __future__ import annotations
@@ -35,26 +32,12 @@ from shardwise.zero.units.plan import Levels
 class FlatParamStorage:
     """Memory of one flat parameter of a unit; see the module docstring.
 
-    Args:
-        layout: what lies where.
-        domain: the ranks that have it.
-        levels: over how many of their dimensions its state is divided.
-        stepped: whether the optimizer steps the master here; elsewhere ranges at the finest level get new values.
-        device: where it lies.
-        master_dtype: of the master weights.
-        accumulate_dtype: of the gradient.
-        accountant: is told about the buffers.
-        homes: where its state lives.
-        label: the unit's name.
+    If the optimizer does not step the master here (`stepped`), ranges at the finest level get new values. `steps_on` is
+    the device of a step. The four `Loans` are tiered tensors of the state.
 
     Attributes:
-        written_level: at which level this rank's range is that gets new values here.
-        sharded: whether the whole values are released between uses.
-        steps_on: where master weights, gradients and the optimizer's state are when it steps.
-        optimizer_loans: lend the master weights and the optimizer's state.
-        gradient_loans: lend the gradient.
-        shard_loans: lend the shard.
-        second_loans: lend the second shard.
+        written_level: level at which this rank's range gets new values.
+        sharded: whether the parameters are resharded between uses.
     """
 
     def __init__(
@@ -100,12 +83,12 @@ class FlatParamStorage:
 
     @cached_property
     def away(self) -> list[Loans]:
-        """Loans of offloaded state, except the secondary shard."""
+        """Tiered tensors of offloaded state, except the secondary shard."""
         return [loans for loans in (self.optimizer_loans, self.gradient_loans, self.shard_loans) if loans.away]
 
     @property
     def stepping(self) -> list[Borrowed]:
-        """Loans that are needed to step the flat parameter."""
+        """Tiered tensors that a step acquires."""
         found = [loans for loans in self.away if not self._in_place(loans)]
         wanted = [x for x in found if x is not self.gradient_loans or not self._fetches]
         return [
@@ -128,7 +111,6 @@ class FlatParamStorage:
 
     @property
     def _fetches(self) -> bool:
-        """Whether the gradient is copied to the host for the step."""
         loans = self.gradient_loans
         return self.steps_apart and loans.away and not loans.home.at_hand and loans.home.used_on is None
 
@@ -167,7 +149,7 @@ class FlatParamStorage:
             if self.gradient_loans.away:
                 self.gradient_loans.keep(Category.GRADIENTS, self.gradient)
                 return self.gradient
-            self._accountant.disregard(self.gradient)  # its storage comes and goes: told by the bytes
+            self._accountant.disregard(self.gradient)  # its storage is freed and allocated again: bytes are counted
             self._accountant.add(Category.GRADIENTS, self.gradient.nbytes, self._gradients.tier)
         elif size and not self.gradient_loans.away and not self.gradient.untyped_storage().nbytes():
             self.gradient.untyped_storage().resize_(self.gradient.nbytes)
@@ -228,7 +210,7 @@ class FlatParamStorage:
 
     @property
     def keeps_whole_gradient(self) -> bool:
-        """Whether this rank updates all of the flat parameter, and so needs all of the reduced gradient."""
+        """Whether this rank updates all elements, and needs the full reduced gradient."""
         return self.master_stop - self.master_start == self.layout.numel
 
     @property
@@ -238,10 +220,7 @@ class FlatParamStorage:
 
     @property
     def master_is_stored(self) -> bool:
-        """Whether the optimizer updates the parameters where they live, and are lent from to the device.
-
-        Frozen parameters, and those of an engine without an optimizer, have no master.
-        """
+        """Whether the optimizer updates offloaded parameters on their tier. Frozen parameters have no master."""
         return self.master is not None and self.master_is_parameter and self.steps_apart
 
     @property
@@ -251,7 +230,6 @@ class FlatParamStorage:
 
     @property
     def _gradients(self) -> StateHome:
-        """Tier of the accumulated gradient."""
         return self.gradient_loans.home
 
     def widen_source(self, dtype: torch.dtype) -> None:
@@ -260,11 +238,7 @@ class FlatParamStorage:
         self._accountant.hold(Category.OTHER, self.source)
 
     def settle(self, *, keep_master: bool) -> None:
-        """Make parameters, shard and master weights of the unsharded initial values in `source`.
-
-        Args:
-            keep_master: whether the optimizer steps masters kept here (False: somebody else owns them).
-        """
+        """Make parameters, shard and (`keep_master`) master weights of the unsharded initial values in `source`."""
         if self.source is not self.full:
             self.full.copy_(self.source)
         if self.sharded:
@@ -291,13 +265,10 @@ class FlatParamStorage:
         self._accountant.hold(Category.GATHERED, self.full)
 
     def pass_memory_to(self, heir: FlatParamStorage) -> None:
-        """Give the unsharded memory to another flat parameter, if it has the same size and no other reference.
-
-        New memory costs the processor the time to clear it. (The allocators of devices keep memory themselves.)
-        """
+        """Give unshared memory to a flat parameter of the same size, because a CPU must clear new memory."""
         alike = heir.layout.numel == self.layout.numel and heir.layout.dtype is self.layout.dtype
         if alike and self.full.numel() and not is_shared(self.full):
-            heir._inherited = self.full.data  # with a count of changes of its own
+            heir._inherited = self.full.data  # with its own version counter
 
     def drop_inherited(self) -> None:
         """Free memory of `pass_memory_to` that has not been used."""
@@ -372,5 +343,5 @@ class FlatParamStorage:
 
 
 def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Returns True if two 1-D tensors of one dtype and device have equal bytes, so that NaN equals itself."""
+    """Return True if two 1-D tensors of one dtype and device have equal bytes (NaN equals itself)."""
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

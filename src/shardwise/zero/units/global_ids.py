@@ -25,14 +25,7 @@ from shardwise.zero.units.partition import UnitSpec
 
 
 class _Held(NamedTuple):
-    """Part of a tensor that some ranks hold, as one of them describes it.
-
-    Attributes:
-        number: index of the parameter on these ranks.
-        box: their part; None: the whole tensor.
-        shape: shape of the whole tensor.
-        dtype: name of torch's dtype.
-    """
+    """Part of a tensor, as one of its ranks describes it: index, name, box (None: all), shape of the tensor."""
 
     number: int
     name: str
@@ -59,26 +52,19 @@ class _Version:
 
 
 class GlobalTensorIds:
-    """Numbers the tensors of all ranks; see the module docstring (all ranks call).
+    """Numbers the tensors of all ranks of `job`; see the module docstring (all ranks call).
 
-    Ranks exchange descriptions of the tensors of each domain. Of ranks with equal descriptions one sends, so messages
-    grow with the number of different parts, and by a few bytes with the number of ranks.
-
-    Args:
-        job: all ranks that step together.
+    Of ranks with equal descriptions one sends: messages grow with the number of different parts, and by a few bytes
+    with the number of ranks. Raises DesyncError if units of ranks do not correspond, UsageError if parts of a tensor
+    overlap or ranks disagree about its shape.
 
     Attributes:
         names: names of all tensors, by place.
         places: places of this rank's tensors, by index.
-        counts: by index, whether this rank's group counts the tensor in sums: one of the groups with the same part
-            does.
-        shapes: shapes of all whole tensors, by place.
+        counts: by index, whether this rank's group counts the tensor in sums, of all groups with the same part.
+        shapes: shapes of all tensors, by place.
         holders: ranks that have a part of the tensor, by place; places of the same ranks share a list.
         cut: places of tensors of which some ranks have only a part.
-
-    Raises:
-        DesyncError: ranks have units that do not correspond.
-        UsageError: parts of a tensor overlap, or ranks disagree about its shape.
     """
 
     def __init__(
@@ -159,10 +145,7 @@ class GlobalTensorIds:
         return self._first[repr((self.names[place], _as_json(box)))] == ranks
 
     def parts_of(self, index: int) -> tuple[HeldPart, ...]:
-        """Return the parts that all ranks have at the place of this rank's tensor in its unit, each once, in one order.
-
-        Empty if all ranks have the same tensors.
-        """
+        """Return the parts of all ranks at the place of this tensor, each once, in one order; empty if equal."""
         if not self._versions:
             return ()
         if index not in self._known:
@@ -209,7 +192,6 @@ def _check_alike(gathered: Sequence[Any]) -> None:
 
 
 def _versions(gathered: Sequence[Any]) -> list[_Version]:
-    """Group ranks by their descriptions. Equal values are one object."""
     found: dict[int, _Version] = {}
     for rank, value in enumerate(gathered):
         if id(value) not in found:
@@ -231,10 +213,7 @@ def _groups(job: Communicator, members: Sequence[Sequence[int]]) -> list[list[li
 
 
 def _check_parts(tensors: Sequence[tuple[int, str, Any, Any]]) -> None:
-    """Raise if different parts of a tensor overlap: their common elements would have several gradients.
-
-    `tensors` has (rank, name, box, shape) of each part, with one rank that has it.
-    """
+    """Raise UsageError if parts (rank, name, box, shape) overlap: common elements would have several gradients."""
     found: dict[str, dict[Region, int]] = {}
     shapes: dict[str, tuple[int, Any]] = {}
     for rank, name, box, shape in tensors:

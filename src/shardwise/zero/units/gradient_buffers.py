@@ -17,24 +17,19 @@ from shardwise.memory import Accountant, Category
 
 
 class GradientPlaces:
-    """Positions of the gradients of a flat parameter in its flat gradient.
-
-    Args:
-        numel: elements of the flat gradient.
-        slots: first element and number of elements of each gradient, in ascending order, without overlap.
-    """
+    """Positions of gradients in a flat gradient: (first element, number of elements), ascending, without overlap."""
 
     def __init__(self, numel: int, slots: Sequence[tuple[int, int]]) -> None:
         self.numel = numel
         self.slots = list(slots)
         ends = [0, *(first + count for first, count in self.slots)]
         self._end = ends[-1]
-        # One call can copy them together: each gradient has elements, and the next one begins at its end.
+        # Every gradient has elements and begins at the end of the last one: one call can copy all.
         self._solid = all(count and end == first for (first, count), end in zip(self.slots, ends, strict=False))
         self._gaps = [first - end for (first, _), end in zip([*self.slots, (numel, 0)], ends, strict=True)]
 
     def join(self, gradients: Sequence[torch.Tensor | None], flat: torch.Tensor) -> None:
-        """Copy gradients into the flat gradient, and fill the rest with zeros."""
+        """Copy gradients into the flat gradient, and zero the rest."""
         there = [gradient for gradient in gradients if gradient is not None]
         alike = len(there) == len(gradients) and len({gradient.dtype for gradient in there}) == 1
         if self._solid and alike:
@@ -56,7 +51,7 @@ class GradientPlaces:
             torch._foreach_copy_(places, [gradient.reshape(-1) for gradient in there])
 
     def zero_rest(self, flat: torch.Tensor, present: Sequence[bool]) -> None:
-        """Fill the flat gradient with zeros except at gradients that are present."""
+        """Zero the flat gradient except at gradients that are present."""
         # Zeroing the whole buffer beforehand would write every byte once more.
         end = 0
         for (first, count), there in zip(self.slots, present, strict=True):
@@ -69,15 +64,7 @@ class GradientPlaces:
 
 
 class GradientBuffer(ABC):
-    """Collects the gradients of one flat parameter.
-
-    Args:
-        places: positions of the gradients.
-
-    Attributes:
-        flat: the flat gradient; None: it has no memory yet.
-        present: by number of a gradient, whether it has been added.
-    """
+    """Collects the gradients of one flat parameter into `flat` (None: no memory yet); `present` has them by number."""
 
     flat: torch.Tensor | None = None
 
@@ -95,16 +82,11 @@ class GradientBuffer(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Stop counting the bytes of gradients that the buffer keeps beside `flat`."""
+        """Stop counting the bytes of gradients outside of `flat`."""
 
 
 class FlatGradient(GradientBuffer):
-    """Adds gradients to a flat tensor.
-
-    Args:
-        places: positions of the gradients.
-        flat: the flat tensor. Its content is undefined before `complete`, except at gradients that have been added.
-    """
+    """Adds gradients to `flat`, whose other content is undefined before `complete`."""
 
     flat: torch.Tensor
 
@@ -135,14 +117,7 @@ class FlatGradient(GradientBuffer):
 
 
 class GradientList(GradientBuffer):
-    """Keeps gradients where autograd has put them, until one call copies them together.
-
-    Args:
-        places: positions of the gradients.
-        dtype: of sums of several gradients of one parameter.
-        make: returns the flat tensor.
-        accountant: counts the bytes.
-    """
+    """Keeps autograd's tensors (sums have `dtype`), until one call copies them into the tensor that `make` returns."""
 
     def __init__(
         self, places: GradientPlaces, dtype: torch.dtype, make: Callable[[], torch.Tensor], accountant: Accountant

@@ -1,14 +1,12 @@
 """Layout of a unit: position of each parameter in a flat parameter, and the range of each rank.
 
-A unit has one flat parameter for each (dtype, trainable, dtype of gradients on the wire, stepped whole or in parts).
-Inside it, parameters are grouped by optimizer group (lanes). Each parameter begins at an aligned boundary. A flat
-parameter is padded to a multiple of the number of ranks, and split into equal ranges, one a rank. In a mesh of several
-dimensions, ranges of several ranks make one range of a coarser level (`shardwise.comm.domain`). An optimizer steps
-segments: the parts of a range that lie in one lane.
+A unit has one flat parameter for each (dtype, trainable, dtype of gradients on the wire, stepped unsharded or in
+ranges). Parameters are grouped by optimizer group (lanes), and begin at aligned boundaries. A flat parameter is padded
+to a multiple of the number of ranks, and split into equal ranges. In a mesh of several dimensions, ranges of several
+ranks make one range of a coarser level. An optimizer steps segments: parts of a range in one lane.
 
-All functions compute with sizes only. Invariants: every element of every parameter lies in exactly one rank's range.
-Every segment begins and ends at an aligned boundary, so vectorised kernels treat an element alike at every world size
-and unit size.
+Every element lies in exactly one rank's range. Every segment begins and ends at an aligned boundary, hence vectorised
+kernels treat an element alike at every world size and unit size.
 """
 
 from __future__ import annotations
@@ -25,10 +23,7 @@ from shardwise.registry import LogicalTensor
 
 
 def alignment(dtype: torch.dtype, device_type: str) -> int:
-    """Return the number of elements between aligned boundaries: 64 bytes (256 on CUDA) of fp32 and of `dtype`.
-
-    The boundary holds for both, because master weights and gradients are fp32 for every dtype of parameters.
-    """
+    """Return the elements between aligned boundaries: 64 bytes (256 on CUDA) of `dtype` and of fp32."""
     size = 256 if device_type == "cuda" else 64
     return size // min(dtype.itemsize, 4)
 
@@ -58,10 +53,7 @@ class GroupRange:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Range `[start, stop)` of a flattened parameter inside a rank's range.
-
-    `index` is the parameter's index in the registry, `offset` the first element in the rank's range.
-    """
+    """Range `[start, stop)` of flattened parameter `index` in a rank's range, where its first element is `offset`."""
 
     index: int
     start: int
@@ -77,7 +69,7 @@ class FlatParam:
         numel: number of elements, padding included.
         sizes: sizes of the mesh dimensions, innermost first.
         wire_dtype: dtype in which gradients are reduced; None: the dtype in which they are computed.
-        whole: the optimizer steps whole tensors, each on one rank, instead of ranges.
+        whole: the optimizer steps unsharded tensors, each on one rank, instead of ranges.
         cut: ranks have different parts of the tensors.
     """
 
@@ -112,10 +104,7 @@ class FlatParam:
         return number * self.size(level), (number + 1) * self.size(level)
 
     def segments(self, start: int, stop: int) -> list[GroupRange]:
-        """Return the parts of the lanes inside `[start, stop)`, with positions counted from `start`.
-
-        Padding at the end belongs to the last lane.
-        """
+        """Return the parts of the lanes inside `[start, stop)`, counted from `start`, with padding at the end."""
         cut = []
         for lane in self.lanes:
             first, last = max(lane.start, start), min(lane.stop, stop)
@@ -156,12 +145,8 @@ def lay_out(
 ) -> tuple[FlatParam, ...]:
     """Lay out the parameters of one unit in flat parameters, trainable ones first.
 
-    Args:
-        tensors: parameters of the unit in registration order.
-        sizes: sizes of the mesh dimensions over which the unit is sharded, innermost first.
-        device_type: `cpu`, `cuda`, ...; decides the alignment.
-        whole: optimizer groups whose tensors are stepped whole.
-        cut: indices of tensors of which ranks have different parts.
+    `sizes` are those of the mesh dimensions over which the unit is sharded, innermost first. `whole` has optimizer
+    groups whose tensors are stepped unsharded, `cut` the indices of tensors of which ranks have different parts.
     """
     kinds: dict[tuple[bool, str, str, bool, bool], list[LogicalTensor]] = {}
     for tensor in tensors:

@@ -1,7 +1,7 @@
 """Leaf modules: modules that a script marks, before the engine is built, to be kept in one unit each.
 
-The mark is an attribute of the module, as in scripts written for DeepSpeed. `zero_optimization.leaf_module` names such
-modules in the configuration; `initialize` marks them.
+The mark is an attribute of the module, as in scripts written for DeepSpeed. `initialize` marks the modules of
+`zero_optimization.leaf_module`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,9 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 def set_z3_leaf_modules(
     model: nn.Module, classes_or_names: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Mark the modules of some classes, and return them. Call it before `initialize`.
+    """Mark the modules of some classes (or their names, maybe with the module), and return them; before `initialize`.
 
-    Args:
-        model: the model.
-        classes_or_names: classes, or their names with or without the name of the defining module.
-        raise_if_not_found: raise if the model has no module of these classes.
-
-    Raises:
-        NoSuchModuleError: the model has no such module.
-        UsageError: an entry is neither a class nor a name.
+    Raises NoSuchModuleError if there is none and `raise_if_not_found`, UsageError for another kind of entry.
     """
     return _set(model, classes_or_names, True, raise_if_not_found)
 
@@ -57,19 +50,9 @@ def unset_z3_leaf_modules(
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their names in `model.named_modules()`, before `initialize`.
+    """Mark (or, with `flag` False, unmark) modules by their names in `model.named_modules()`, before `initialize`.
 
-    Args:
-        model: the model.
-        module_names: whole names.
-        flag: False removes the marks.
-        raise_if_not_found: raise if a name matches no module.
-
-    Returns:
-        (matched modules, names that match no module).
-
-    Raises:
-        NoSuchModuleError: a name matches no module.
+    Returns (matched modules, names that match no module). Raises NoSuchModuleError if `raise_if_not_found` for these.
     """
     return _set_named(model, module_names, flag, raise_if_not_found, str.__eq__)
 

@@ -1,12 +1,12 @@
 """Partition of a model into units, found from the module tree in registration order.
 
 The outermost repeated containers (`nn.ModuleList`, `nn.Sequential` with several children that hold parameters) name the
-blocks. A block within the cap is a unit, containers included; so children chosen by data (experts) are in the unit of
-their parent. Other modules (embeddings, final norms, heads) are taken one by one, and small neighbours are packed
+blocks. A block within the cap is a unit, containers included, hence children chosen by data (experts) are in the unit
+of their parent. Other modules (embeddings, final norms, heads) are taken one by one, and small adjacent ones are packed
 together up to the size of the largest block.
 
-Parameters that only some ranks share are in units of their own. All sizes are relative to the model; the cap is the
-user's. If ranks have parts of different sizes, the largest counts, so that all ranks find the same units.
+Parameters that only some ranks share are in units of their own. Sizes are relative to the model; the cap is the user's.
+If ranks have parts of different sizes, the largest counts: all ranks find the same units.
 """
 
 from __future__ import annotations
@@ -23,13 +23,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass
 class UnitSpec:
-    """Unit to be built.
-
-    Attributes:
-        name: name of its first module, for messages (`h.3`, or `(root)`).
-        modules: modules whose forward needs the unit.
-        sizes: elements of each parameter, on the rank that has the largest part.
-    """
+    """Unit to be built, named by its first module (`h.3`, or `(root)`); `sizes` are the largest of any rank."""
 
     name: str
     modules: list[nn.Module]
@@ -127,12 +121,8 @@ def find_units(
 ) -> list[UnitSpec]:
     """Split a model into units, in registration order. Each tensor of the registry is in exactly one unit.
 
-    Args:
-        root: the user's model.
-        registry: logical tensors of the model.
-        cap: largest number of elements in a unit; a larger parameter is a unit of its own.
-        leaves: modules that stay in one unit even above the cap (config `zero_optimization.leaf_module`).
-        sizes: elements of each parameter, by index, the same on all ranks; None: this rank's.
+    A parameter larger than `cap` elements is a unit of its own. Modules `leaves` stay in one unit even above the cap.
+    `sizes` has the elements of each parameter, by index, the same on all ranks; None: this rank's.
     """
     sizes = [tensor.numel for tensor in registry] if sizes is None else sizes
     finder = _Finder(root, registry, cap, leaves, sizes)
@@ -142,7 +132,7 @@ def find_units(
 
 
 def _pack(specs: list[UnitSpec], registry: Registry, cap: int, leaves: set[int]) -> list[UnitSpec]:
-    """Join small neighbours up to the size of the largest repeated block (of the largest layer, if no size repeats)."""
+    """Join small adjacent units up to the size of the largest repeated block (or largest layer, if no size repeats)."""
     sizes: dict[int, int] = {}
     for spec in specs:
         sizes[spec.size] = sizes.get(spec.size, 0) + 1

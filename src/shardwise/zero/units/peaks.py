@@ -1,6 +1,6 @@
 """Decisions from sizes: units that stay unsharded, and units that are reduced one after the other.
 
-All functions compute with bytes and orders only, so all ranks decide alike before tensors are allocated.
+All functions compute with bytes and orders only, hence all ranks decide alike before tensors are allocated.
 """
 
 from __future__ import annotations
@@ -16,25 +16,17 @@ Orders = tuple[Sequence[int], Sequence[int]]
 def gathered_together(
     orders: Orders, sharded: Collection[int], numels: Mapping[int, int], ahead: int | None, kept: Collection[int] = ()
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the units that are unsharded together, for each unit and pass: (units held around it, the unit and
-    prefetched ones).
+    """Yield (units held around it, the unit and prefetched ones) for each unit and pass: the sets unsharded together.
 
     A unit encloses another if it comes first in the order of the pass and in the opposite order: it is used before and
-    after the other, and held in between.
-
-    Args:
-        orders: orders of all units.
-        sharded: units that are unsharded in passes.
-        numels: elements of the units.
-        ahead: elements that may be prefetched beyond the next unit; None: no prefetching.
-        kept: units that stay unsharded from their all-gather to the end of the pass.
+    after the other. `ahead` is the number of elements prefetched beyond the next unit (None: no prefetching). Units
+    `kept` stay unsharded from their all-gather to the end of the pass.
     """
     forward, backward = orders
     for order, other in ((forward, backward), (backward, forward)):
         sequence = [index for index in order if index in sharded]
         place = {index: position for position, index in enumerate(other)}
-        # Last place, in the opposite order, of the units from here on. A held unit at a later place encloses no more
-        # units.
+        # Last place, in the opposite order, of the units from here on. A held unit behind it encloses no more units.
         latest = list(accumulate((place[index] for index in reversed(sequence)), max))[::-1]
         held: list[int] = []
         for position, index in enumerate(sequence):
@@ -69,15 +61,8 @@ def best_whole(
 
     Greedy: of the largest set, keep the unit that gives the least peak (a held unit, or the largest of the others), and
     repeat; the least peak on the way is taken. Then each unit of the largest set is tried once more. Of equal peaks,
-    the one with fewer all-gathers is taken.
-
-    Args:
-        orders: orders of all units.
-        whole: bytes of each unsharded unit.
-        shard: bytes of this rank's shard of each unit.
-        numels: elements of the units.
-        ahead: as in `gathered_together`.
-        already: units that stay unsharded in any case.
+    the one with fewer all-gathers is taken. `whole` and `shard` are bytes of units and of this rank's shards; units
+    `already` stay unsharded in any case.
 
     Example:
         >>> both = ([0, 1, 2], [2, 1, 0])
@@ -125,7 +110,8 @@ class ReductionSizes:
 
     Attributes:
         sent: gradient on the wire.
-        received: gradients received from peers.
+        received: gradients received from peers, and their sum if it is added to that of earlier micro-batches.
+        received_of_sum: the same for a sum of micro-batches, which is reduced once.
         own: this rank's part of the sum.
         whole: sum of the micro-batches, if accumulated before it is reduced.
     """
@@ -133,6 +119,7 @@ class ReductionSizes:
     unit: int
     sent: int
     received: int
+    received_of_sum: int
     own: int
     whole: int
 
@@ -140,21 +127,18 @@ class ReductionSizes:
 def reduced_alone(queue: Sequence[ReductionSizes]) -> frozenset[int]:
     """Return the units whose reduction ends before other gradients are collected, if micro-batches are accumulated.
 
-    Because the next unit's gradient is collected while a unit is reduced. On few ranks, two large units would take more
+    Because the next unit's gradient is collected while a unit is reduced, on few ranks two large units would take more
     memory than whole sums of micro-batches, which are reduced one after the other.
 
-    Args:
-        queue: all units with gradients, in the order of reduction.
-
     Example:
-        >>> two = [ReductionSizes(unit, sent=8, received=4, own=4, whole=8) for unit in range(2)]
+        >>> two = [ReductionSizes(unit, 8, received=4, received_of_sum=4, own=4, whole=8) for unit in range(2)]
         >>> sorted(reduced_alone(two)), sorted(reduced_alone(two * 4))
         ([0], [])
     """
     limit, held = 0, sum(sizes.whole for sizes in queue)
     for sizes in queue:
         held += sizes.own
-        limit = max(limit, held + sizes.received)
+        limit = max(limit, held + sizes.received_of_sum)
         held -= sizes.whole
     kept = sum(sizes.own for sizes in queue)
     return frozenset(

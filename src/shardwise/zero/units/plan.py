@@ -1,10 +1,9 @@
 """Plan table: dimensions and tiers of the state of each ZeRO stage.
 
 A stage is a row: the mesh dimensions over which optimizer state, gradients and parameters are sharded (Rajbhandari et
-al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020). Over other dimensions they are
-replicated. A row with a dimension beyond "shard" is HSDP, or MiCS (Zhang et al., "MiCS: Near-linear scaling for
-training gigantic model on public cloud", 2022). Tiers are chosen independently of the row. Stage numbers occur in the
-configuration and here only.
+al., "ZeRO: Memory optimizations toward training trillion parameter models", 2020); over others they are replicated. A
+row with a dimension beyond "shard" is HSDP, or MiCS (Zhang et al., "MiCS: Near-linear scaling for training gigantic
+model on public cloud", 2022). Tiers are independent of the row. Stage numbers occur in the configuration and here only.
 """
 
 from __future__ import annotations
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """Mesh dimensions over which each kind of state is sharded.
-
-    Optimizer state is sharded over at least the dimensions of gradients, and parameters over at most these.
-    """
+    """Mesh dimensions over which each kind of state is sharded (parameters <= gradients <= optimizer state)."""
 
     optimizer: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
@@ -56,18 +52,16 @@ class Plan:
 
     Attributes:
         stage: ZeRO stage in the configuration; for messages only.
-        reduces_micro_batches: whether the stage reduces every micro-batch, on one rank too, so that scripts behave
-            alike.
+        reduces_micro_batches: whether the stage reduces every micro-batch; on one rank too, for equal behaviour.
         over: mesh dimensions over which state is sharded.
         where: tiers of the state.
         unit_cap: largest number of elements in a unit (a larger parameter is a unit of its own).
         prefetch: whether the next unit is unsharded while the current one computes.
         prefetch_elements: elements that may be prefetched beyond the next unit.
         keeps_what_saves: keep units unsharded whose resharding would not lower the peak.
-        persistent_elements: keep units of at most this many elements unsharded.
-        persistent_total: most elements of these units in all.
+        persistent_elements, persistent_total: keep units of at most so many elements, in all, unsharded.
         quantized_weights: all-gathers of trained passes send 8-bit codes (ZeRO++, qwZ).
-        secondary: ranks of each group over which a secondary shard is kept for backward passes (ZeRO++, hpZ); 1: none.
+        secondary: ranks that share a secondary shard for backward passes (ZeRO++, hpZ); 1: none.
     """
 
     stage: int
@@ -115,14 +109,7 @@ class Plan:
 
     @classmethod
     def of(cls, zero: ZeroConfig, domain: Domain, *, forced: bool = False, where: Where | None = None) -> Plan:
-        """Derive the plan from the `zero_optimization` section.
-
-        Args:
-            zero: the section.
-            domain: ranks of the parameters.
-            forced: shard over dimensions of one rank, too, so that passes unshard, reshard and reduce.
-            where: tiers of the state; None: from the section.
-        """
+        """Derive the plan. `forced` shards over dimensions of one rank, too. `where` overrides the section's tiers."""
         if where is None:
             where = where_of(zero)
         row = TABLE[zero.stage]
@@ -163,8 +150,7 @@ _HOST = {True: "host", False: "pageable"}
 def where_of(zero: ZeroConfig) -> Where:
     """Return the tiers of the state, from the `zero_optimization` section.
 
-    Gradients wait on the host if the optimizer steps there, even if its state is on a disk; `gradients` moves them to a
-    disk.
+    Gradients wait on the host if the optimizer steps there, even if its state is on a disk; `gradients` may say disk.
     """
     optimizer, parameters = zero.offload_optimizer, zero.offload_param
     stepped = "device" if optimizer is None else _PLACES[optimizer.device]

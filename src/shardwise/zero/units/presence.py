@@ -29,12 +29,7 @@ class Presence:
         self.away: frozenset[OffloadStateTypeEnum] = frozenset()
 
     def require(self, what: str, *, values: bool = False) -> None:
-        """Raise UsageError if state (or parameters, with `values`) is on the host.
-
-        Args:
-            what: subject of the message: the operation that cannot be done.
-            values: check the parameters only.
-        """
+        """Raise UsageError, with the operation `what`, if state (`values`: only parameters) is on the host."""
         missing = self.away & {OffloadStateTypeEnum.lp_params} if values else self.away
         if missing:
             names = ", ".join(kind.value for kind in OffloadStateTypeEnum if kind in missing)

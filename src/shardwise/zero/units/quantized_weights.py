@@ -1,11 +1,11 @@
 """All-gather of a unit's parameters as 8-bit codes (qwZ of Wang et al., "ZeRO++", 2023, arXiv 2306.10209, section 3.1).
 
-Every rank quantises its shard in blocks. One collective gathers codes and scales. Every rank computes with the decoded
-values, also of its own range, so all ranks have the same values. Shards and master weights stay exact.
+Every rank quantises its shard in blocks, and one collective gathers codes and scales. Every rank computes with the
+decoded values, also of its own range: all ranks have the same values. Shards and master weights stay exact.
 
 Parameters with fewer than two dimensions (biases, gains of normalisations) are sent exactly, behind the codes. Because
-they are small, the model is sensitive to them, and their magnitudes would coarsen the blocks of neighbouring matrices.
-Flat parameters of integers and of fp64 are sent exactly.
+they are small, the model is sensitive to them, and their magnitudes would coarsen the blocks of adjacent matrices. Flat
+parameters of integers and of fp64 are sent exactly.
 """
 
 from __future__ import annotations
@@ -44,12 +44,8 @@ def travels_exactly(shape: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Exact:
-    """Elements of a quantised flat parameter that are sent exactly.
-
-    Attributes:
-        counts: number of these elements in each rank's range.
-        positions: positions in the flat parameter, in order.
-        places: positions in the exact parts of all messages, of `most` elements each.
+    """Elements of a quantised flat parameter that are sent exactly: `counts` in each rank's range, `positions` in the
+    flat parameter, and `places` in the exact parts of all messages, of `most` elements each.
     """
 
     counts: tuple[int, ...]
@@ -107,11 +103,7 @@ class _Part:
 
 
 class UnitCodes(GatherSource):
-    """Encodes, gathers and decodes the flat parameters of one unit; see the module docstring.
-
-    Attributes:
-        coded: whether any flat parameter is quantised.
-    """
+    """Encodes, gathers and decodes the flat parameters of one unit. `coded`: any of them is quantised."""
 
     fills = False
 
@@ -168,7 +160,6 @@ class UnitCodes(GatherSource):
                 self._decode(part, messages)
 
     def _encode(self, part: _Part, values: torch.Tensor, message: torch.Tensor, rank: int) -> None:
-        """Write the range of a rank, 1-D, into its message, (1, bytes)."""
         exact = part.exact_in(message)[0]
         if part.exact_part is None:
             exact.copy_(values)

@@ -1,10 +1,10 @@
 """Guarded parameters: resharded parameters keep identity, shape, dtype and numel, and never give wrong values.
 
-While a unit is resharded, or its all-gather is in flight, its parameters are instances of a subclass whose
-`__torch_function__` receives every access. Metadata is returned at once. An access that needs values calls the unit's
-owner, which unshards (inside a forward or backward pass) or raises `ReleasedParameterError`. Inside the forward and
-backward of their own modules, and where the script has gathered them, parameters have their own class and cost nothing.
-A use elsewhere is detected even while the values are valid, because its backward needs them again.
+While a unit is resharded, or its all-gather is in flight, its parameters have a class with a `__torch_function__` that
+receives every access. It returns metadata. An access to values calls the unit's owner, which unshards in a pass, or
+raises `ReleasedParameterError`. Inside the forward and backward of their own modules, and in `GatheredParameters`,
+parameters have their own class and cost nothing. A use elsewhere is detected even while the values are valid, because
+its backward needs them again.
 """
 
 from __future__ import annotations
@@ -102,11 +102,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 
 
 class Released(nn.Parameter):
-    """Class of guarded parameters.
-
-    Scripts written for DeepSpeed find such parameters by `hasattr(p, "ds_id")` and `p.ds_status`, and unshard them with
-    `GatheredParameters`. The class has these attributes, so that none is attached to a parameter.
-    """
+    """Class of guarded parameters, with attributes that scripts written for DeepSpeed look for (`ds_id`, ...)."""
 
     @property
     def ds_id(self) -> int:
@@ -141,7 +137,6 @@ class Released(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Return metadata, and unshard for any other access; see the module docstring."""
         kwargs = kwargs or {}
         if func is torch.autograd.grad and not any(is_released(value) for value in args[0]):
             return _gradients_of(*args, **kwargs)
@@ -196,7 +191,6 @@ class Released(nn.Parameter):
             owner.end_touch(self, token, None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return shape, dtype and device, without values."""
         with without_overrides():
             return f"Parameter(released, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
@@ -206,10 +200,7 @@ _released: set[type] = {Released}
 
 
 def _converted(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Parameter | None:
-    """Convert a guarded parameter without its values; return None if that is impossible.
-
-    The target dtype and device are found by converting an empty tensor.
-    """
+    """Convert a guarded parameter without values, if possible; converting an empty tensor gives dtype and device."""
     parameter = args[0]
     if not is_released(parameter) or kwargs.get("copy") or kwargs.get("memory_format") is not None:
         return None
@@ -236,10 +227,10 @@ def _arranged(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def blank(like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of this shape, dtype and device whose elements all refer to one element of memory: NaN.
+    """Return a tensor of this shape, dtype and device with all elements at one element of memory: NaN.
 
-    Each guarded parameter refers to a blank tensor of its own. Code that reads it undetected (`torch.tensor(p)`, a
-    kernel called directly) gets NaN, or the smallest integer, and never other memory. torch refuses to write to it.
+    Each guarded parameter refers to its own blank. Code that reads it undetected (`torch.tensor(p)`, a kernel called
+    directly) gets NaN, or the smallest integer, and never other memory. torch refuses to write to it.
     """
     with without_overrides():
         element = torch.empty(1, dtype=like.dtype, device=like.device)
@@ -251,10 +242,7 @@ def blank(like: torch.Tensor) -> torch.Tensor:
 
 
 def blank_of(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the blank tensor of a parameter: the same one each time, at an address of its own.
-
-    So addresses distinguish parameters, as scripts expect that count shared weights by `data_ptr()`.
-    """
+    """Return the blank of a parameter, the same each time: scripts count shared weights by `data_ptr()`."""
     found = _blanks.get(parameter)
     like = (parameter.dtype, parameter.device, parameter.shape)  # offloaded experts change the shape
     if found is None or (found.dtype, found.device, found.shape) != like:
@@ -266,7 +254,7 @@ def blank_of(parameter: nn.Parameter) -> torch.Tensor:
 def _gradients_of(
     outputs: Any, inputs: tuple[Any, ...], *, materialize_grads: bool = False, **kwargs: Any
 ) -> tuple[torch.Tensor | None, ...]:
-    """Call `torch.autograd.grad` with gradient edges in place of guarded inputs, so that it needs no values.
+    """Call `torch.autograd.grad` with gradient edges in place of guarded inputs, which need no values.
 
     The pass runs with overrides in force, because recomputation may use any parameter.
     """
@@ -337,10 +325,10 @@ def classes_of(parameters: Iterable[nn.Parameter]) -> Classes:
 
 @functools.cache
 def _guarded(own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the guarded class of parameters whose own class is `own`.
+    """Return the guarded class of parameters of class `own`.
 
-    Classes that dispatch operators must go on dispatching. torch's fake tensors, of a dry run, get a guarded subclass.
-    Other such classes do not keep their values in the units' memory, and are returned as they are.
+    Classes that dispatch operators must go on dispatching: fake tensors get a guarded subclass. Other such classes do
+    not keep their values in the units' memory, and are returned as they are.
     """
     if own.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
         return Released

@@ -18,16 +18,15 @@ from shardwise.zero.units.flat_param import FlatParamStorage
 class GatherSource(ABC):
     """Source of the all-gather of a unit.
 
-    Attributes:
-        fills: the all-gather writes into the unsharded buffers, which have memory before its launch. Else `finish`
-            writes into them, and they get memory then.
+    `fills`: the all-gather writes into the unsharded buffers, which have memory before its launch. Else `finish` writes
+    into them, and they get memory then.
     """
 
     fills = True
 
     @abstractmethod
     def launches(self, label: str, kind: str = "gather") -> Sequence[Launch]:
-        """Return the collectives to be launched in turn (`shardwise.comm.collective_queue.CollectiveQueue.start`)."""
+        """Return the collectives to be launched in turn (`CollectiveQueue.start`)."""
 
     def finish(self) -> None:  # noqa: B027, because most sources have nothing to do
         """Complete the unsharded buffers when the all-gather has ended."""
@@ -37,11 +36,7 @@ class GatherSource(ABC):
 
 
 class _OffloadedShards:
-    """Copies offloaded shards into the unsharded buffers, which no peer fills.
-
-    Args:
-        sections: flat parameters of the unit.
-    """
+    """Copies offloaded shards into the unsharded buffers, which no peer fills."""
 
     scratch: Sequence[torch.Tensor] = ()
 
@@ -51,18 +46,12 @@ class _OffloadedShards:
             section.begin_to_bring_shard()
 
     def wait(self) -> None:
-        """Wait until the copies have ended."""
         for section in self._sections:
             section.bring_shard()
 
 
 class ShardSource(GatherSource):
-    """The shards of all ranks of a domain.
-
-    Args:
-        sections: flat parameters of the unit.
-        domain: of the unit.
-    """
+    """The shards of all ranks of a domain."""
 
     def __init__(self, sections: Sequence[FlatParamStorage], domain: Domain) -> None:
         self._sections = sections
@@ -90,12 +79,7 @@ class ShardSource(GatherSource):
 
 
 class SecondShardSource(GatherSource):
-    """The secondary shards of a few ranks (ZeRO++, hpZ).
-
-    Args:
-        sections: flat parameters of the unit.
-        comm: ranks over which the secondary shards are sharded.
-    """
+    """The secondary shards of the few ranks of `comm` (ZeRO++, hpZ)."""
 
     def __init__(self, sections: Sequence[FlatParamStorage], comm: Communicator) -> None:
         self._sections = sections

@@ -6,11 +6,7 @@ from enum import Enum
 
 
 class ZeroParamStatus(Enum):
-    """Whether the values of a sharded parameter are on this rank.
-
-    A resharded parameter has an attribute `ds_status`, which is `NOT_AVAILABLE`. An unsharded parameter has no such
-    attribute, or `AVAILABLE` if scripts use `deepspeed`.
-    """
+    """Whether the values of a sharded parameter are on this rank; `ds_status` of a resharded one is NOT_AVAILABLE."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

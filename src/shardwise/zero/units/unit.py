@@ -1,7 +1,4 @@
-"""Unit: parameters that are unsharded, reduced and stepped together (FSDP2: parameter group; DDP: bucket).
-
-A unit has flat parameters (`shardwise.zero.units.flat_param`), which have the memory of its parameters.
-"""
+"""Unit: parameters that are unsharded, reduced and stepped together (FSDP2: parameter group; DDP: bucket)."""
 
 from __future__ import annotations
 
@@ -43,37 +40,24 @@ class UnshardReason(Enum):
     FORWARD = "forward"
     """A forward pass that may be differentiated."""
     BACKWARD = "backward"
-    """Its backward pass."""
     PLAIN = "plain"
-    """Anything else: evaluation, updated values, access by the script."""
+    """Evaluation, updated values, or access by the script."""
 
 
 class Unit:
-    """Parameters that are unsharded, reduced and stepped together; see the module docstring.
+    """Parameters that are unsharded, reduced and stepped together; its flat parameters have the memory.
 
-    `shardwise.zero.build` creates a unit unsharded, and then shards it.
-
-    Args:
-        index: number of the unit, in registration order.
-        name: for messages.
-        modules: modules whose `forward` needs the unit.
-        tensors: its parameters.
-        registry: of all parameters.
-        sections: its flat parameters.
-        domain: ranks that have the unit.
-        take_over: called when unsharded values have been changed in place, to update master weights.
-        await_copies: called before shards or master weights are written, because a copy may still read them.
+    `shardwise.zero.build` creates a unit unsharded, and then shards it. `modules` need the unit in `forward`.
+    `take_over` is called after in-place changes of unsharded values, to update master weights; `await_copies` before
+    shards or master weights are written, because a copy may still read them.
 
     Attributes:
-        trainable: flat parameters that receive gradients.
         sharded: whether the parameters are resharded between uses.
         level: level of the domain at which the parameters are sharded between uses.
-        state: whether the parameters are unsharded.
-        unguarded: whether parameters have their own classes, so that uses are not seen.
+        unguarded: whether parameters have their own classes, and uses are not seen.
         pins: number of users outside of passes that keep the unit unsharded.
-        exact: source of all-gathers: the shards.
-        codes: source of all-gathers in trained passes: quantized weights; None: `exact`.
-        second: source of all-gathers in backward passes: secondary shards; None: there are none.
+        exact, codes, second: sources of all-gathers: shards; in trained passes quantized weights; in backward passes
+            secondary shards (None: there are none).
         second_valid: whether secondary shards have the current values.
         rounded: whether the unsharded values come from `codes`.
         dropped: names of parameters that were changed in place while their values were rounded.
@@ -157,7 +141,7 @@ class Unit:
 
     @property
     def between_uses(self) -> str:
-        """Where the values of a resharded unit are, for errors."""
+        """Place of the values of a resharded unit, for errors."""
         parts = self.domain.parts(self.level)
         return f"sharded over {parts} ranks" if self.level else "kept elsewhere than on the device"
 
@@ -171,7 +155,6 @@ class Unit:
 
     @never_compiled
     def _detach(self) -> None:
-        """Point the parameters at blanks (`shardwise.zero.units.released.blank_of`)."""
         with without_overrides():
             for parameter, blank in self._blanks:
                 parameter.data = blank
@@ -183,13 +166,9 @@ class Unit:
         self.state = UnitState.UNSHARDING
 
     def all_gather_update(self, kind: str = "gather", *, everything: bool = False) -> None:
-        """Launch the all-gather of values that the optimizer or a checkpoint has written on this rank.
+        """Launch the all-gather of values that the optimizer or (`everything`) a checkpoint has written on this rank.
 
-        Parameters that are not sharded are valid when it has ended; of a sharded unit the shard is.
-
-        Args:
-            kind: collectives of one kind are launched in one order.
-            everything: all flat parameters have new values; else those that are trained.
+        Unsharded parameters are valid after it; of a sharded unit the shard is. Collectives of a `kind` have one order.
         """
         sections = self.sections if everything else self.trainable
         level = self.level
@@ -207,7 +186,7 @@ class Unit:
     def _all_gather_update(self, sections: Sequence[FlatParamStorage], kind: str) -> None:
         level = self.level
         moves = [(s.shard, s.written, s.written_level) for s in sections]
-        self.domain.gathers.follow()  # the current stream has written, and has read what was there before
+        self.domain.gathers.follow()  # the current stream has written, and read the old values
         if self.sharded:
             self._refreshing = self.domain.gather(moves, level, self.name, kind)
         else:
@@ -223,13 +202,12 @@ class Unit:
             self._refreshing = None
 
     def _source_for(self, purpose: UnshardReason) -> GatherSource:
-        """Return the source of the all-gather, the same on all ranks."""
         if self.second is not None and self.second_valid and purpose is UnshardReason.BACKWARD:
             return self.second
         return self.exact if self.codes is None or purpose is UnshardReason.PLAIN else self.codes
 
     def _launch(self, purpose: UnshardReason, *, aside: bool = False) -> Work:
-        """Launch an all-gather; `aside`: into memory that is freed when it has ended."""
+        """Launch an all-gather; `aside`: into memory that is freed after the all-gather."""
         self.wait_for_update()
         self.rounded = self.codes is not None and purpose is not UnshardReason.PLAIN
         # Secondary shards get the values that the forward pass has computed with.
@@ -247,19 +225,16 @@ class Unit:
         return link
 
     def gather_whole(self, kind: str = "gather") -> Work:
-        """Launch the all-gather from the shards into flat buffers that have memory.
-
-        On a device it waits for the last `CollectiveQueue.follow`, not for the current stream.
-        """
+        """Launch the all-gather from the shards into existing buffers, after the last `CollectiveQueue.follow`."""
         self.wait_for_update()
         return self.domain.gathers.start(self.exact.launches(self.name, kind))
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gather. The values are valid then; parameters of sharded units are still guarded."""
+        """Wait for the all-gather; the values are valid then, and parameters of sharded units still guarded."""
         if self.state is not UnitState.UNSHARDING:
             self.wait_for_update()
             if self._arrived is not None:
-                self._arrived.wait()  # the stream that goes on now may be another than the one that has waited
+                self._arrived.wait()  # the current stream may not have waited
             return
         assert self._handle is not None
         with named("wait for gather", self.name):
@@ -275,15 +250,15 @@ class Unit:
     def _complete(self) -> None:
         self._source.finish()
         if not self._source.fills:
-            self.domain.gathers.follow()  # to which the memory of what has been gathered belongs
+            self.domain.gathers.follow()  # gathered memory belongs to the stream of all-gathers
 
     def join_unshard(self, purpose: UnshardReason) -> None:
-        """Take part in an all-gather of the peers, although the values are, or have been, unsharded here."""
+        """Take part in an all-gather of the peers, although the unit is, or has been, unsharded here."""
         if self.domain.async_gathers and self.codes is None:
             self._launch(purpose, aside=True)
             self.domain.gathers.leave()
             return
-        self.domain.gathers.follow()  # the current stream may still read what is written once more
+        self.domain.gathers.follow()  # the current stream may still read the memory
         link = self._launch(purpose)
         with named("wait for gather", self.name):
             link.wait()
@@ -313,16 +288,16 @@ class Unit:
             released.unguard_all(self._classes)
 
     def guard(self) -> None:
-        """Guard the parameters, so that each use is seen; the values stay."""
+        """Guard the parameters: each use is seen, and the values stay."""
         if self.unguarded and not self.pins:
             self.unguarded = False
             released.guard_all(self._classes)
 
     def owner_of(self, tensor: torch.Tensor) -> FlatParamStorage | None:
-        """Return the flat parameter whose unsharded memory contains a tensor; None: no one."""
+        """Return the flat parameter whose unsharded memory contains a tensor, or None."""
         if tensor.layout is not torch.strided:
             return None
-        storage = tensor.untyped_storage()._cdata  # not its address, which tensors of a dry run have not
+        storage = tensor.untyped_storage()._cdata  # fake tensors of a dry run have no address
         return next((s for s in self.sections if s.full.numel() and s.full.untyped_storage()._cdata == storage), None)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -330,11 +305,7 @@ class Unit:
         return self.owner_of(tensor) is not None
 
     def reshard(self, heir: Unit | None = None) -> None:
-        """Free the unsharded memory of a sharded unit.
-
-        Args:
-            heir: the unit whose all-gather is launched next; it may get the memory.
-        """
+        """Free the unsharded memory of a sharded unit; `heir`, the unit unsharded next, may get it."""
         if not self.sharded or self.state is UnitState.SHARDED or self.pins:
             return
         if self.state is UnitState.UNSHARDING and self._may_forget:
@@ -351,7 +322,7 @@ class Unit:
             self._store_second()
         self.guard()
         self._detach()
-        self.domain.gathers.follow()  # to which the memory belongs: it takes it again behind what has used it
+        self.domain.gathers.follow()  # the memory belongs to that stream, which reuses it after all users
         if heir is not None and not self.domain.async_gathers:
             for section, other in zip(self.sections, heir.sections, strict=False):
                 section.pass_memory_to(other)
@@ -404,10 +375,9 @@ class Unit:
             return [parameter._version for parameter, _, _ in self._classes]
 
     def _keep_changes(self) -> None:
-        """Store changes in place that `forward` has made (a codebook, a clamped weight).
+        """Store changes in place that `forward` has made (a codebook, a clamped weight), the same on all ranks.
 
-        All ranks are assumed to have made the same change, as without sharding: each stores its range. Changes of
-        rounded values cannot be told from the rounding: they are dropped, and the names are kept for an error.
+        Changes of rounded values are dropped, because rounding hides them; an error gives the names.
         """
         if not self._versions or self._versions == self._read_versions():
             return
@@ -447,10 +417,7 @@ class Unit:
         return names
 
     def borrowing(self) -> list[Borrowed]:
-        """Return the loans that are needed to write any of the unit's state.
-
-        State that the optimizer steps on its own tier is written there.
-        """
+        """Return the tiered tensors needed to write any of the unit's state that is not stepped on its own tier."""
         wanted = [(section, loans) for section in self.sections for loans in section.away]
         return [(x, True) for section, x in wanted if x is not section.shard_loans or not section.master_is_stored]
 
@@ -466,11 +433,7 @@ class Unit:
         self.second_valid = True
 
     def store_shard(self) -> None:
-        """Copy this rank's range of the changed unsharded values into the shard.
-
-        Raises:
-            UsageError: the values are rounded.
-        """
+        """Copy this rank's range of the unsharded values into the shard. Raises UsageError if they are rounded."""
         if self.rounded:
             raise UsageError(
                 f"parameters of unit {self.name!r} cannot be changed inside of a forward or backward pass: under "

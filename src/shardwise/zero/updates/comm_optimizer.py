@@ -2,8 +2,8 @@
 
 Before each window such an optimizer chooses between reduced gradients and this rank's own gradients. With own
 gradients, backward has no reduction, and the optimizer averages its own results
-(`shardwise.comm.compression.averaging`). It gets flat parameters as blocks. At ZeRO stage 1 it steps this rank's range,
-and the parameters are all-gathered as usual. It cannot use sharded gradients (stages 2 and 3).
+(`shardwise.comm.compression.averaging`). At ZeRO stage 1 it steps this rank's range, and the parameters are
+all-gathered as usual. It cannot use sharded gradients (stages 2 and 3).
 """
 
 from __future__ import annotations
@@ -30,15 +30,9 @@ _ANOTHER = "Take another one"
 
 
 class CommUpdate(Update):
-    """Steps an optimizer that communicates itself.
+    """Steps a `CommOptimizer`, which gets flat parameters as blocks; `domains` is one domain, in one dimension.
 
-    Args:
-        optimizer: a `shardwise.optim.comm_optimizer.CommOptimizer`.
-        segments: serves all flat parameters.
-        domains: one domain, in one dimension.
-
-    Raises:
-        ConflictError: the plan shards state that the optimizer needs whole, or ranks are in groups.
+    Raises ConflictError if the plan shards or offloads state that the optimizer needs, or ranks are in groups.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Owner-sharded updates: each whole tensor is stepped on the rank that owns it, for optimizers like Muon and Adafactor.
+"""Owner-sharded updates: each unsharded tensor is stepped on the rank that owns it, as Muon and Adafactor need.
 
-Owners balance elements, or the optimizer's cost of each tensor. Gradients go to the owner by all-to-all, and updated
-values come back by all-to-all. No rank holds all tensors. A tensor of which ranks have different parts is owned by one
-of all ranks (`shardwise.zero.updates.tp_split`), at every stage.
+Owners balance elements, or the optimizer's cost of each tensor. Gradients go to the owner, and updated values come
+back, by all-to-all. No rank holds all tensors. A tensor of which ranks have different parts is owned by one of all
+ranks (`shardwise.zero.updates.tp_split`), at every stage.
 """
 
 from __future__ import annotations
@@ -42,14 +42,9 @@ from shardwise.zero.updates.update import (
 
 
 def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]] | None = None) -> list[int]:
-    """Assign items to ranks greedily: largest first, to the least loaded rank.
+    """Assign items to ranks greedily: largest first, to the least loaded rank (`among`: of the ranks that may get it).
 
-    No rank gets more than the mean plus the largest item (Graham, "Bounds on multiprocessing timing anomalies", 1969).
-
-    Args:
-        costs: cost of each item.
-        world: number of ranks.
-        among: ranks that may get an item, by its place; other items may go to all ranks.
+    No rank gets more than the mean plus the largest item (Graham, 1969).
 
     Example:
         >>> owners([1, 5, 2, 2], 2)
@@ -65,20 +60,11 @@ def owners(costs: Sequence[float], world: int, among: Mapping[int, Sequence[int]
 
 
 class WholeUpdate(UpdatePart):
-    """Steps whole tensors, each on its owner.
+    """Steps unsharded tensors, each on its owner.
 
-    Args:
-        optimizer: its groups are edited in place to hold the master weights of owned tensors.
-        parts: tensors of which ranks have different parts; None: there are none.
-        is_elementwise: see `StateKind`.
-        stepping: groups that are stepped whole, and their cost.
-        replicated: every rank steps all tensors (the optimizer is not sharded).
-        home: tier of master weights and state that belong to no flat parameter.
-
-    Attributes:
-        loans: loans of this state.
-        owner: owner of each tensor, by index: a rank of its domain, or any rank if ranks have parts of it.
-        cut: indices of tensors of which ranks have parts.
+    `parts` has tensors of which ranks have different parts, or None. `replicated`: every rank steps all tensors. `home`
+    is the tier of master weights and state that belong to no flat parameter; `loans` has that state. `owner` is a rank
+    of the tensor's domain, or any rank if ranks have parts, by index. `cut` has the indices of these.
     """
 
     def __init__(
@@ -175,10 +161,7 @@ class WholeUpdate(UpdatePart):
         label: str,
         category: Category | None = None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Gather the parts of a unit at their owners; yield indices and values of tensors that are complete now.
-
-        The caller counts the memory of the values if `category` is None.
-        """
+        """Gather the parts of a unit at their owners; yield indices and values of tensors that are complete now."""
 
         def into(index: int) -> torch.Tensor:
             found = self._arriving.get(index)
@@ -197,8 +180,7 @@ class WholeUpdate(UpdatePart):
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
         """Add the owned master weights to the members of each group, with the old state of their parameters.
 
-        Raises:
-            UsageError: the state is that of a part, but the owner needs that of the whole tensor.
+        Raises UsageError if the state is that of a part, but the owner needs that of the unsharded tensor.
         """
         for index in self.cut:
             tensor, state = self.registry[index], old_state.get(id(self.registry.parameters[index]), {})
@@ -236,13 +218,13 @@ class WholeUpdate(UpdatePart):
                 hold(state, self._accountant, self._tier)
 
     def stepping(self) -> list[Borrowed]:
-        """Return the loans that are needed to step all tensors."""
+        """Return the tiered tensors needed to step all tensors."""
         sections = [section for unit in self.units for section in _whole(unit)]
         away = [(loans, loans is not section.gradient_loans) for section in sections for loans in section.away]
         return [*self.borrowing(), *away]
 
     def borrowing(self) -> list[Borrowed]:
-        """Return the loans of master weights and state that belong to no flat parameter."""
+        """Return the tiered tensors of master weights and state that belong to no flat parameter."""
         return [(self.loans, True)] if self.loans.away else []
 
     def keep_state(self) -> None:
@@ -254,10 +236,7 @@ class WholeUpdate(UpdatePart):
 
     @contextlib.contextmanager
     def around(self, factor: float | torch.Tensor) -> Iterator[None]:
-        """Send gradients to their owners, let the optimizer step in the block, and send the results back.
-
-        Offloaded state is acquired all at once.
-        """
+        """Send gradients to owners, let the optimizer step in the block, and send results back; acquires all state."""
         with borrowed(self.stepping()):
             with self._gradients_there(factor):
                 yield
@@ -375,7 +354,6 @@ class WholeUpdate(UpdatePart):
         dtype: torch.dtype,
         label: str,
     ) -> None:
-        """All-to-all of lists of ranges; ranges of one peer are one message."""
         into, sizes_in = [run for runs in receives for run in runs], [sum(map(torch.numel, runs)) for runs in receives]
         given, sizes_out = [run for runs in sends for run in runs], [sum(map(torch.numel, runs)) for runs in sends]
         sent = torch.cat(given) if given else torch.empty(0, dtype=dtype, device=section.device)

@@ -1,8 +1,8 @@
 """Memory into which an optimizer writes parameters: their own, or a host buffer from which they are copied.
 
 An optimizer that steps on the host writes low-precision parameters into one of two host buffers. While it steps the
-next flat parameters, a stream of its own copies the other buffer to the device. Parameters that live on the host
-between uses are written there.
+next flat parameters, a separate stream copies the other buffer to the device. Parameters that live on the host between
+uses are written there.
 """
 
 from __future__ import annotations
@@ -90,6 +90,5 @@ class Outputs:
 
 
 def _staged_bytes(section: FlatParamStorage) -> int:
-    """Return the bytes of a flat parameter in a buffer, aligned for every dtype."""
     size = section.published.nbytes
     return size + -size % 64

@@ -48,9 +48,8 @@ Segment = tuple[FlatParamStorage, slice, nn.Parameter]
 """Flat parameter, range of its master weights, and the optimizer's parameter for that range."""
 
 ORIGINS = "shardwise_origins"
-"""Attribute of optimizers that need the origin of the elements of each parameter, by `id(parameter)`: (logical tensor,
-first element of the tensor, first element of the parameter, count) of all ranges. Such an optimizer takes gradients of
-any dtype, and steps each parameter independently.
+"""Attribute of optimizers that need the origin of each parameter's elements, by `id`: (tensor, first element of the
+tensor, first element of the parameter, count). They take gradients of any dtype, and step parameters independently.
 """
 
 
@@ -65,12 +64,7 @@ class Part:
 class SegmentUpdate(UpdatePart):
     """Steps segments of master weights with an elementwise optimizer.
 
-    Args:
-        optimizer: the client's or the configured optimizer; its groups are edited in place.
-        job: all ranks that step together.
-        is_elementwise: see `StateKind`.
-        norms: the optimizer needs norms of whole tensors.
-        at_once: the optimizer cannot be stepped unit by unit.
+    `job` has all ranks. `norms`: the optimizer needs norms of unsharded tensors. `at_once`: units are not split.
     """
 
     def __init__(
@@ -229,7 +223,7 @@ class SegmentUpdate(UpdatePart):
     ) -> Iterator[tuple[int, int, list[ShardSlice]]]:
         """Yield the segments of a lane: start and stop in the master weights, and ranges counted from the start.
 
-        A segment has one step count: the lane is cut between parameters with different counts (`_counts_of`).
+        Because a segment has one step count, the lane is split between parameters with different counts.
         """
         first = section.master_start + lane.start
         start, counts, pieces = 0, None, []  # type: tuple[int, Any, list[ShardSlice]]
@@ -267,11 +261,7 @@ class SegmentUpdate(UpdatePart):
             self.optimizer.state[segment] = target
 
     def step(self, factor: float | torch.Tensor) -> None:
-        """Step all segments and write the parameters.
-
-        Segments that are offloaded, copied to the device, or have gradients to be widened are stepped unit by unit, if
-        the optimizer permits.
-        """
+        """Step all segments and write the parameters; unit by unit, if a step takes memory and can be split."""
         if not (self._in_turn and self._splits()):
             super().step(factor)
             return
@@ -297,12 +287,12 @@ class SegmentUpdate(UpdatePart):
 
     @cached_property
     def away(self) -> list[Borrowed]:
-        """Loans that are needed to step all segments."""
+        """Tiered tensors that a step of all segments acquires."""
         return [borrows for _, wanted in self._parts for borrows in wanted]
 
     @cached_property
     def _in_turn(self) -> bool:
-        """Whether a step takes memory for the segments: for loans, host buffers, or wide gradients."""
+        """Whether a step takes memory for the segments: copies from tiers, host buffers, or wide gradients."""
         sections = self._everything.sections
         narrow = any(section.accumulate_dtype.itemsize < 4 for section in sections)
         return narrow or bool(self.away) or any(map(self._outputs.stages, sections))
@@ -336,7 +326,6 @@ class SegmentUpdate(UpdatePart):
 
     @contextlib.contextmanager
     def _stepping(self, part: Part, factor: float | torch.Tensor) -> Iterator[None]:
-        """Set gradients for the block, in which the optimizer steps a part; write the parameters afterwards."""
         written = self._outputs.of(part.sections)
         with contextlib.ExitStack() as lent:
             try:

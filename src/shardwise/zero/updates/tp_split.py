@@ -1,14 +1,13 @@
-"""Tensors of which ranks have different parts: gathered at an owner that steps them whole, and sent back.
+"""Tensors of which ranks have different parts: gathered at an owner that steps them unsharded, and sent back.
 
-If two groups of ranks have columns of a matrix, each rank has a range of its group's columns. One of all ranks owns the
-matrix. One all-to-all a unit sends gradients to the owner, each element from one rank. Another sends updated values to
-every rank that has them:
+If two groups of ranks have columns of a matrix, each rank has a range of its group's columns, and one of all ranks owns
+the matrix. One all-to-all a unit sends gradients to the owner, each element from one rank; another sends updated values
+to every rank that has them:
 
     columns A on ranks 0 and 2, B on 1 and 3; rank 1 owns the tensor
     rank 0 [A..]  rank 2 [..A]  rank 1 [B..]  rank 3 [..B]   ->  rank 1 [A B]  ->  all four
 
-Ranks exchange once the positions of parts in their flat parameters; of ranks with the same part one sends. The ranges
-of a rank follow from its place in its domain. Of a part only its box is known.
+Ranks exchange the positions of parts (boxes) in flat parameters once; a rank's place in its domain gives its range.
 """
 
 from __future__ import annotations
@@ -37,13 +36,7 @@ from shardwise.zero.units.unit import Unit
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements `[start, stop)` of a part that lie in a rank's range of a flat parameter.
-
-    Attributes:
-        place: number of the tensor (`GlobalTensorIds`).
-        counts: whether this rank sends the elements, of several ranks that have them.
-        box: box of the part; None: the whole tensor.
-    """
+    """Elements `[start, stop)` of a part in a rank's range. `counts`: this rank sends them, of several with them."""
 
     place: int
     start: int
@@ -53,14 +46,11 @@ class _Run:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """Part of a tensor in a flat parameter: number of the tensor, first element and number of elements."""
-
     place: int
     offset: int
     numel: int
@@ -69,14 +59,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Laid:
-    """Flat parameter with cut tensors, which is the same on the ranks of some groups.
-
-    Attributes:
-        unit: number of the unit.
-        kind: name of the dtype of the parameters.
-        shard: elements of each rank's range.
-        groups: groups of ranks, by their numbers in the job.
-    """
+    """Flat parameter with parts of tensors, the same on the ranks of some groups; a rank has `shard` elements."""
 
     unit: int
     kind: str
@@ -94,15 +77,10 @@ class _Laid:
 
 
 class SplitTensors:
-    """Exchanges parts of tensors between ranks and owners; see the module docstring (all ranks call).
+    """Exchanges parts of tensors between ranks and owners (all ranks call); parts are in separate flat parameters.
 
-    Args:
-        layouts: flat parameters of the units; cut tensors are in flat parameters of their own.
-
-    Attributes:
-        job: all ranks.
-        places: numbers of the cut tensors, by the index of this rank's part.
-        known: numbers of all cut tensors, with those of which this rank has no part.
+    `job` has all ranks. `places` has the numbers of these tensors by the index of this rank's part; `known` has the
+    numbers of all, also of tensors of which this rank has no part.
     """
 
     def __init__(
@@ -154,7 +132,6 @@ class SplitTensors:
         self._owned: dict[tuple[int, str], dict[int, list[_Run]]] = {}
 
     def _of_all(self, own: list[Any], number: int, domain: Domain) -> list[_Laid]:
-        """Return the flat parameters of a domain on all ranks (a collective), in the order of units."""
         world = self.job.world
         if self.job.imagined:  # other ranks have as much
             groups = [list(range(first, first + domain.world)) for first in range(0, world, domain.world)]
@@ -192,7 +169,6 @@ class SplitTensors:
                 self._complete.setdefault(unit, []).append(self._index[place])
 
     def _counts(self, slot: _Slot, ranks: Sequence[int]) -> bool:
-        """Return True if this group sends its part, of several groups that have it."""
         return self.job.imagined or self._numbering.counted_by(slot.place, slot.box, [*ranks])
 
     def completed_by(self, unit: Unit) -> list[int]:
@@ -213,13 +189,9 @@ class SplitTensors:
         dtype_of: Callable[[torch.dtype], torch.dtype],
         label: str,
     ) -> None:
-        """Send the parts of a unit to the owners (all ranks call).
+        """Send the parts of a unit to the owners, in `dtype_of` the parameters' dtype (all ranks call).
 
-        Args:
-            unit: unit of this rank; other ranks send theirs of the same number.
-            read: returns the values of this rank's own range of a flat parameter; 1-D.
-            into: returns the memory of an owned tensor, by index; 1-D.
-            dtype_of: dtype on the wire, by dtype of the parameters.
+        `read` returns the values of this rank's range of a flat parameter, `into` the memory of an owned tensor.
         """
         for kind in self._kinds(unit):
             dtype = dtype_of(getattr(torch, kind))
@@ -244,10 +216,7 @@ class SplitTensors:
     ) -> None:
         """Send owned tensors of a unit to all ranks that have a part (all ranks call).
 
-        Args:
-            unit: as in `gather`.
-            values_of: returns an owned tensor, in the dtype of its parameter, by index; 1-D.
-            write: returns the memory of this rank's own range of a flat parameter; 1-D.
+        `values_of` returns an owned tensor in the dtype of its parameter, `write` the memory of this rank's range.
         """
         for kind in self._kinds(unit):
             sent: list[list[torch.Tensor]] = []
@@ -318,7 +287,6 @@ class SplitTensors:
     def _exchange(
         self, sizes: Sequence[int], sent: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype, label: str
     ) -> list[torch.Tensor]:
-        """All-to-all of lists of ranges; ranges of one rank are one message."""
         given = [run for runs in sent for run in runs]
         message = torch.cat(given) if given else torch.empty(0, dtype=dtype, device=self.job.device)
         received = torch.empty(sum(sizes), dtype=dtype, device=self.job.device)

@@ -1,8 +1,8 @@
 """Updates: optimizer steps of sharded parameters.
 
-An elementwise optimizer steps segments of flat parameters (`shardwise.zero.updates.segments`). An optimizer that needs
-whole tensors steps the tensors that a rank owns (`shardwise.zero.updates.owner_sharded`). One optimizer may have groups
-of both kinds. The client's optimizer instance is kept: its groups are edited in place, and its state is taken over.
+An elementwise optimizer steps segments of flat parameters (`segments`). An optimizer that needs unsharded tensors steps
+the tensors that a rank owns (`owner_sharded`). One optimizer may have groups of both kinds. The client's optimizer
+instance is kept: its groups are edited in place, and its state is taken over.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Stepping:
     """Requirements of an optimizer.
 
     Attributes:
-        whole: optimizer groups whose tensors are stepped whole; other groups are stepped in segments.
-        norms: the optimizer needs norms of whole tensors for its segments.
-        cost: cost of stepping a whole tensor of a shape, by which owners are balanced; None: elements.
+        whole: optimizer groups whose tensors are stepped unsharded; other groups are stepped in segments.
+        norms: the optimizer needs norms of unsharded tensors for its segments.
+        cost: cost of stepping an unsharded tensor of a shape, by which owners are balanced; None: elements.
         communicates: the optimizer reduces gradients itself (`shardwise.zero.updates.comm_optimizer`).
     """
 
@@ -55,7 +55,7 @@ class UpdatePart:
         self._factors: dict[torch.device, torch.Tensor] = {}  # factor of this step, by device
 
     def capture(self, unit: Unit) -> None:
-        """Copy the values that the part needs from an unsharded unit, which is resharded afterwards."""
+        """Copy the needed values from an unsharded unit, which is resharded afterwards."""
 
     def place(self, members: list[list[nn.Parameter]], old_state: dict[int, dict[str, Any]]) -> None:
         """Add tensors to the members of each group, with the old state, by `id` of the client's parameter."""
@@ -79,10 +79,7 @@ class UpdatePart:
         raise NotImplementedError
 
     def scaled(self, section: FlatParamStorage, gradient: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
-        """Return a gradient times the factor of the step, in the same memory if it has 32 bits.
-
-        Because an optimizer that has raised may be called again, memory that stays is multiplied once in a step.
-        """
+        """Return a gradient times the step's factor; memory that stays is scaled once: a step may be retried."""
         known = self._scaled.get(id(section))
         if known is not None or (isinstance(factor, float) and factor == 1.0):
             return gradient
@@ -108,13 +105,10 @@ class UpdatePart:
         self._factors.clear()
 
     def refresh(self, unit: Unit, loaded: Collection[int] = ()) -> None:
-        """Take over values of an unsharded unit that a script has changed.
-
-        Unchanged elements keep the digits of the master weights, except in the parameters `loaded`.
-        """
+        """Take over a script's changes of an unsharded unit; other elements keep their digits, except in `loaded`."""
 
     def share_changes(self) -> None:
-        """Send changes to ranks whose master weights `refresh` does not reach (all ranks call)."""
+        """Send changes to ranks with master weights that `refresh` does not reach (all ranks call)."""
 
     def has(self, index: int) -> bool:
         """Return True if the part steps a parameter, on any rank."""
@@ -142,16 +136,10 @@ class UpdatePart:
     def make_state(
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
-        """Create optimizer state of a parameter: zeros for elementwise entries, to be filled through `state_pieces`.
+        """Create optimizer state of a parameter: elementwise entries of a dtype, and other entries `whole` with values.
 
-        Args:
-            index: the parameter.
-            elementwise: dtype of each elementwise entry, by name.
-            whole: values of the other entries, by name.
-            filled: the caller writes all elementwise entries, so that only padding needs zeros.
-
-        Raises:
-            CheckpointError: parameters that are stepped together would have different values of an entry in `whole`.
+        Elementwise entries are zeros, to be filled through `state_pieces`; with `filled` only padding is zero. Raises
+        CheckpointError if parameters that are stepped together would have different values of an entry in `whole`.
         """
         raise NotImplementedError
 
@@ -172,12 +160,7 @@ class UpdatePart:
 
 
 class Update:
-    """Steps the sharded parameters of one engine, all parts in one step of the optimizer, whose groups are edited in
-    place.
-
-    The engine reduces the gradients. A subclass serves optimizers that average over ranks themselves
-    (`shardwise.zero.updates.comm_optimizer`).
-    """
+    """Steps the sharded parameters of one engine, all parts in one step of the optimizer; gradients are reduced."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parts: Sequence[UpdatePart]) -> None:
         self.optimizer = optimizer
@@ -188,16 +171,15 @@ class Update:
         return next((part for part in self.parts if part.has(index)), self.parts[0])
 
     def capture(self, unit: Unit) -> None:
-        """Copy the values that the parts need from an unsharded unit, which is resharded afterwards."""
+        """Copy the needed values from an unsharded unit, which is resharded afterwards."""
         for part in self.parts:
             part.capture(unit)
 
     def bind(self, own_gradient: Callable[[FlatParamStorage], torch.Tensor], written: Callable[[], None]) -> None:
         """Fill the optimizer's groups, with the old state of the parameters, after all units are captured.
 
-        Args:
-            own_gradient: returns this rank's gradient of a flat parameter, if gradients are not reduced.
-            written: called after parameters have changed outside of a step.
+        `own_gradient` returns this rank's gradient of a flat parameter, if gradients are not reduced. `written` is
+        called after parameters have changed outside of a step.
         """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         old_state = {id(p): self.optimizer.state.pop(p) for p in parameters if p in self.optimizer.state}
@@ -373,7 +355,7 @@ def state_of_part(state: dict[str, Any], tensor: LogicalTensor, is_elementwise: 
 
 
 def is_of_whole(key: str, value: Any, tensor: LogicalTensor, is_elementwise: StateKind) -> bool:
-    """Return True if a state entry has one value per element of a whole tensor, of which this rank has a part.
+    """Return True if a state entry covers an unsharded tensor, of which this rank has a part.
 
     This is so if an optimizer has stepped the parameter, or loaded its state, before it became a part.
     """
