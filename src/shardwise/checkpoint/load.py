@@ -68,6 +68,7 @@ class Options:
         verify: compare bytes with their checksums, unless the caller has.
         order: checkpoints to try in turn without a tag, on rank 0; None: those of
             `shardwise.checkpoint.newest.listing`.
+        fresh: names of parameters and buffers that keep their values, and start without optimizer state.
     """
 
     strict: bool = True
@@ -78,6 +79,7 @@ class Options:
     selection: Selection = field(default_factory=Selection)
     verify: bool = True
     order: tuple[str, ...] | None = None
+    fresh: frozenset[str] = frozenset()
 
     @property
     def with_optimizer(self) -> bool:
@@ -237,10 +239,18 @@ def _match(model: CheckpointedModel, saved: Checkpoint, options: Options, elsewh
         names = [tensor.name for tensor in saved.manifest.of_module() if tensor.rank is None]
         matched = LoadPlan(LoadReport(saved.path, loaded=tuple(names)))
     else:
-        matched = match_module(model, renamed, saved.path, options.selection, elsewhere, strict=options.strict)
+        matched = match_module(
+            model, renamed, saved.path, options.selection, elsewhere, strict=options.strict, fresh=options.fresh
+        )
     if options.with_optimizer and model.optimizer is not None:
         matched.states, notes = match_optimizer(
-            model, renamed.manifest, saved.path, options.selection, elsewhere, settings=options.settings
+            model,
+            renamed.manifest,
+            saved.path,
+            options.selection,
+            elsewhere,
+            settings=options.settings,
+            fresh=options.fresh,
         )
         matched.report = replace(matched.report, optimizer=True, notes=tuple(notes))
     return matched
@@ -438,6 +448,7 @@ class _StateMaker:
         update, optimizer = model.update, model.optimizer
         assert update is not None and optimizer is not None
         self._model, self._states = model, states
+        model.cut_states({index: state.values for index, state in states.items()})
         # Parameters that share memory may have been saved with different entries; a missing entry is zero.
         self._filled = len({frozenset(state.elementwise) for state in states.values()}) == 1
         dtypes = {(key, stored.torch_dtype) for state in states.values() for key, stored in state.elementwise.items()}

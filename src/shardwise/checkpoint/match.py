@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.checkpoint import nested_json
 from shardwise.checkpoint.collect import buffers, extra_states
 from shardwise.checkpoint.manifest import BUFFER, OPTIMIZER, PARAMETER, Manifest, StoredTensor, by_any_name, outline
-from shardwise.checkpoint.protocols import CheckpointedModel, OptimizerShards
+from shardwise.checkpoint.protocols import CheckpointedModel
 from shardwise.checkpoint.reader import Run
 from shardwise.checkpoint.report import LoadReport, WrongShape
 from shardwise.checkpoint.selection import Renamed, Selection, extra_name, names_in
@@ -78,9 +78,16 @@ class _Found:
 
 
 def match_module(
-    model: CheckpointedModel, renamed: Renamed, path: str, selection: Selection, elsewhere: RemoteNames, *, strict: bool
+    model: CheckpointedModel,
+    renamed: Renamed,
+    path: str,
+    selection: Selection,
+    elsewhere: RemoteNames,
+    *,
+    strict: bool,
+    fresh: frozenset[str] = frozenset(),
 ) -> LoadPlan:
-    """Find the saved tensor of every selected parameter and buffer.
+    """Find the saved tensor of every selected parameter and buffer, without those in `fresh`.
 
     Names that only other ranks have are ignored here.
 
@@ -90,7 +97,7 @@ def match_module(
     found = _Found()
     matched = LoadPlan(LoadReport(path))
     own = names_of(model)
-    here = _without(renamed.manifest, elsewhere.names.difference(own))
+    here = _without(renamed.manifest, elsewhere.names.difference(own) | fresh)
     _match_parameters(matched, found, model, here, selection)
     _match_buffers(matched, found, model, here, selection)
     _match_extra(matched, found, model, here, selection)
@@ -100,7 +107,7 @@ def match_module(
     matched.report = LoadReport(
         path,
         loaded=tuple(found.loaded),
-        missing=tuple(found.missing),
+        missing=tuple(name for name in found.missing if name not in fresh),
         unexpected=tuple(found.unexpected),
         wrong_shape=tuple(found.wrong),
         skipped=tuple(dict.fromkeys(found.skipped)),
@@ -243,6 +250,7 @@ def match_optimizer(
     elsewhere: RemoteNames,
     *,
     settings: bool,
+    fresh: frozenset[str] = frozenset(),
 ) -> tuple[dict[int, OptimizerStatePlan], list[str]]:
     """Find the saved optimizer state of every trained parameter; return it with notes.
 
@@ -251,6 +259,7 @@ def match_optimizer(
         selection: names to load, including all trained parameters.
         elsewhere: other ranks' names.
         settings: the settings of parameter groups are loaded too, which requires the same groups.
+        fresh: names of parameters that start without state.
     """
     assert model.optimizer is not None and model.update is not None
     saved = manifest.optimizer
@@ -265,7 +274,7 @@ def match_optimizer(
         )
     if settings:
         _compare_settings(model.optimizer.param_groups, saved["groups"], path)
-    trained = [tensor for tensor in model.registry if tensor.trainable and tensor.numel]
+    trained = [tensor for tensor in model.registry if tensor.trainable and tensor.numel and tensor.name not in fresh]
     unwanted = [tensor.name for tensor in trained if not selection.wants((tensor.name, *tensor.aliases))]
     if unwanted:
         raise CheckpointError(
@@ -304,7 +313,6 @@ def match_optimizer(
         raise CheckpointError(f"{path}: has no optimizer state for trained parameters: {outline(without)}; {_FRESH}")
     _check_complete(model, states, path)
     _check_steps(model, states, path)
-    _compare_shared(model, model.update, states, path)
     notes = _uneven(model, states)
     dropped = [name for name in by_name if name not in used and name not in elsewhere.names]
     if dropped:
@@ -421,20 +429,3 @@ def _uneven(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan]) 
             differences += [f"has {', '.join(map(repr, more))}, which others of its group have not"] if more else []
             notes.append(f"the optimizer state of {model.registry[index].name!r} {' and '.join(differences)}")
     return notes if len(notes) <= _MOST_NOTES else [*notes[:_MOST_NOTES], f"... ({len(notes)} parameters in all)"]
-
-
-def _compare_shared(
-    model: CheckpointedModel, update: OptimizerShards, states: dict[int, OptimizerStatePlan], path: str
-) -> None:
-    """Raise if parameters that share a state entry here, such as a step count, were saved with different values."""
-    for key in {key: None for state in states.values() for key in state.values}:
-        for together in update.stepped_together(key):
-            values = {index: states[index].values.get(key) for index in together if index in states}
-            other = next((index for index in values if values[index] != values[next(iter(values))]), None)
-            if other is not None:
-                first = next(iter(values))
-                raise CheckpointError(
-                    f"{path}: optimizer state {key!r} of {model.registry[other].name!r} is {values[other]!r}, that of "
-                    f"{model.registry[first].name!r} {values[first]!r}; in this engine the two are stepped together. "
-                    f"Put them into different parameter groups, or {_FRESH}"
-                )

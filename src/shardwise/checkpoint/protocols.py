@@ -43,9 +43,6 @@ class OptimizerShards(Protocol):
     def clear_state(self) -> None:
         """Clear all state."""
 
-    def stepped_together(self, key: str) -> list[list[int]]:
-        """Return sets of parameters that share one value of an entry on this rank."""
-
     def make_state(
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
@@ -113,6 +110,12 @@ class CheckpointedModel(Protocol):
 
     def share_changes(self) -> None:
         """Copy values that a script has changed to their owners (a collective)."""
+
+    def cut_states(self, shared: Mapping[int, Any]) -> None:
+        """Give parameters with different step counts state of their own; may drop all state.
+
+        `shared` has the entries that are not elementwise, in any form that can be compared.
+        """
 
     def value_runs(self) -> dict[int, list[Run]]:
         """Return this rank's master weights, or parameters without them, by parameter.

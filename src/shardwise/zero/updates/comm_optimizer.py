@@ -178,6 +178,14 @@ class CommUpdate(Update):
         self.optimizer.forget()
 
     @override
+    def cut_by(self, shared: Mapping[int, Any]) -> None:
+        if not all(part.fits(shared) for part in self.parts):
+            raise UsageError(
+                f"parameters have different step counts, and {type(self.optimizer).__name__} averages them together. "
+                "Start with fresh optimizer state (load_optimizer_states=False)"
+            )
+
+    @override
     def state_was_set(self) -> None:
         self.optimizer.momentum_was_set()
 
