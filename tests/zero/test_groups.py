@@ -17,7 +17,7 @@ from shardwise.engine.stepping import stepping_of
 from shardwise.memory import Accountant
 from shardwise.optim.states import is_elementwise_state
 from shardwise.precision.dtypes import policy_from_config
-from shardwise.zero.model import ShardedModel
+from shardwise.zero.model import ShardedModel, Sharding
 from shardwise.zero.units.plan import Plan
 from tests.harness import run_ranks
 
@@ -52,14 +52,16 @@ def two_stages(zero_stage: int) -> dict[str, Any]:
     sharded = ShardedModel(
         model,
         optimizer,
-        stepping=stepping_of(optimizer),
-        is_elementwise=is_elementwise_state,
-        plan=Plan.of(config.zero_optimization, domain),
-        policy=policy_from_config(config),
-        domains=Domains(domain),
-        device=torch.device("cpu"),
-        accountant=Accountant(),
-        norm_group=job,
+        Sharding(
+            stepping=stepping_of(optimizer),
+            is_elementwise=is_elementwise_state,
+            plan=Plan.of(config.zero_optimization, domain),
+            policy=policy_from_config(config),
+            domains=Domains(domain),
+            device=torch.device("cpu"),
+            accountant=Accountant(),
+            norm_group=job,
+        ),
     )
     norms, own_norms = [], []
     for _ in range(2):

@@ -88,7 +88,7 @@ from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
 from shardwise.sizes import size_in_bytes
 from shardwise.utils.logging import logger, warn_once
-from shardwise.zero.model import ShardedModel
+from shardwise.zero.model import ShardedModel, Sharding
 from shardwise.zero.parameters.init import built_for_codes, spread_from_first, suspended
 from shardwise.zero.units.plan import Plan
 
@@ -308,19 +308,21 @@ def _build(
         sharded = ShardedModel(
             model,
             stepped,
-            stepping=stepping,
-            is_elementwise=is_elementwise_state,
-            plan=plan,
-            policy=policy,
-            domains=domains,
-            device=device,
-            accountant=accountant,
-            prescale=prescale_of(settings, domain.world),
-            compressor=reduction(settings, domain.ranks, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
-            leaves=leaves_of(model, settings.zero_optimization.leaf_module),
-            homes=homes_of(plan.where, device, Disks.of(settings, job.rank)),
-            wires=wire_dtypes(model, settings),
-            plain=plain_gradients(settings, plan) if stepped is None and not domains.others else None,
+            Sharding(
+                stepping=stepping,
+                is_elementwise=is_elementwise_state,
+                plan=plan,
+                policy=policy,
+                domains=domains,
+                device=device,
+                accountant=accountant,
+                prescale=prescale_of(settings, domain.world),
+                compressor=reduction(settings, domain.ranks, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
+                leaves=leaves_of(model, settings.zero_optimization.leaf_module),
+                homes=homes_of(plan.where, device, Disks.of(settings, job.rank)),
+                wires=wire_dtypes(model, settings),
+                plain=plain_gradients(settings, plan) if stepped is None and not domains.others else None,
+            ),
         )
 
     communicators.reserve(job)

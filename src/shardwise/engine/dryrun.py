@@ -40,7 +40,7 @@ from shardwise.precision.dtypes import policy_from_config
 from shardwise.precision.scaler import LossScaler
 from shardwise.registry import copy_part
 from shardwise.zero.memory import floor
-from shardwise.zero.model import ShardedModel
+from shardwise.zero.model import ShardedModel, Sharding
 from shardwise.zero.units.plan import Plan
 
 if TYPE_CHECKING:
@@ -164,18 +164,20 @@ class DryRunEngine:
             self.sharded = ShardedModel(
                 twin,
                 own,
-                stepping=stepping_of(own),
-                is_elementwise=is_elementwise_state,
-                plan=plan,
-                policy=policy,
-                domains=domains_of(twin, domain),
-                device=device,
-                accountant=accountant,
-                prescale=prescale_of(config, world),
-                compressor=reduction(config, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
-                leaves=leaves_of(twin, config.zero_optimization.leaf_module),
-                homes=homes_of(plan.where, device, self._disks),
-                wires=wire_dtypes(twin, config),
+                Sharding(
+                    stepping=stepping_of(own),
+                    is_elementwise=is_elementwise_state,
+                    plan=plan,
+                    policy=policy,
+                    domains=domains_of(twin, domain),
+                    device=device,
+                    accountant=accountant,
+                    prescale=prescale_of(config, world),
+                    compressor=reduction(config, comm, lambda tensor: accountant.hold(Category.BUFFERS, tensor)),
+                    leaves=leaves_of(twin, config.zero_optimization.leaf_module),
+                    homes=homes_of(plan.where, device, self._disks),
+                    wires=wire_dtypes(twin, config),
+                ),
             )
             self._communicators = CommunicatorMemory(accountant, device, world, planned=True)
             self._batches = Batches(config, comm.part(lines.data, "data_parallel"), device)

@@ -161,12 +161,14 @@ class Registry:
         compute_dtype: torch.dtype | None = None,
         groups: dict[int, int] | None = None,
         wires: Mapping[int, torch.dtype] | None = None,
+        sources: Mapping[int, torch.dtype] | None = None,
     ) -> Registry:
         """Build the registry of a module. Shared parameters are recorded once with all their names.
 
         `compute_dtype` is the dtype of floating-point parameters inside the modules; None: their own. By
         `id(parameter)`, `groups` has the optimizer parameter group (other parameters count as not trainable), and
-        `wires` the communication dtype of the gradient, if not its own. A box that does not fit is a UsageError.
+        `wires` the communication dtype of the gradient, if not its own, and `sources` the dtype in the user's model, if
+        not the current one. A box that does not fit is a UsageError.
         """
         names: dict[int, list[str]] = {}
         objects: dict[int, nn.Parameter] = {}
@@ -186,7 +188,7 @@ class Registry:
                 name=part.name or known_as[0],
                 aliases=tuple(known_as[1:]),
                 global_shape=shape,
-                source_dtype=dtype,
+                source_dtype=dtype if sources is None else sources.get(key, dtype),
                 dtype=compute_dtype if cast and compute_dtype is not None else dtype,
                 trainable=parameter.requires_grad and group is not None,
                 group=group,

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -31,7 +31,7 @@ from shardwise.memory import (
     resident_bytes,
     virtual_bytes,
 )
-from shardwise.memory.places import ALL_AT_HAND, Homes
+from shardwise.memory.places import ALL_AT_HAND, ON_DEVICE, Homes
 from shardwise.precision.dtypes import PrecisionPolicy
 from shardwise.precision.norms import clip_coefficient
 from shardwise.precision.tensornorms import NORMS
@@ -40,6 +40,7 @@ from shardwise.utils.logging import logger
 from shardwise.zero.build import UnitBuilder, check_domains, check_optimizer, connect_domains, largest_sizes
 from shardwise.zero.owner import ParameterOwner
 from shardwise.zero.parameters.guards import Guards
+from shardwise.zero.parameters.init import PartStore
 from shardwise.zero.parameters.memoryguard import MemoryGuard
 from shardwise.zero.parameters.unsharded_access import Wholes
 from shardwise.zero.passes.calls import UnitCalls
@@ -80,13 +81,39 @@ _DESTROYED = (
 )
 
 
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded.
+
+    Attributes:
+        stepping: requirements of the optimizer.
+        compressor: reduces gradients with loss; None: exactly.
+        leaves: modules that stay in one unit each.
+        wires: wire dtypes of gradients by `id(parameter)`, where they differ from the policy's.
+        plain: without an optimizer, leave gradients in `.grad`, averaged over ranks (True) or summed; None: drop them.
+        norm_group: ranks over which squares of gradients are summed; None: the pass group.
+    """
+
+    stepping: Stepping
+    is_elementwise: StateKind
+    plan: Plan
+    policy: PrecisionPolicy
+    domains: Domains
+    device: torch.device
+    accountant: Accountant
+    prescale: float = 1.0
+    compressor: Compressor | None = None
+    leaves: Sequence[nn.Module] = ()
+    homes: Homes = ALL_AT_HAND
+    wires: Mapping[int, torch.dtype] | None = None
+    plain: bool | None = None
+    norm_group: Communicator | None = None
+
+
 class ShardedModel:
     """A module whose parameters are sharded; see the module docstring.
 
-    `optimizer` steps this rank's master weights; None: the model is only evaluated, without `sums`. `compressor` None:
-    gradients are reduced exactly. Modules `leaves` stay in one unit each. `wires` has wire dtypes of gradients by
-    `id(parameter)`, where they differ from the policy's. Without an optimizer, `plain` leaves gradients in `.grad`,
-    averaged over ranks (True) or summed; None drops them. `norm_group` sums squares of gradients; default `comm`.
+    `optimizer` steps this rank's master weights; None: the model is only evaluated, without `sums`.
 
     Attributes:
         comm: the pass group: ranks that run the same units.
@@ -98,28 +125,24 @@ class ShardedModel:
         wholes: assembles tensors of which ranks have parts.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        *,
-        stepping: Stepping,
-        is_elementwise: StateKind,
-        plan: Plan,
-        policy: PrecisionPolicy,
-        domains: Domains,
-        device: torch.device,
-        accountant: Accountant,
-        prescale: float = 1.0,
-        compressor: Compressor | None = None,
-        leaves: Iterable[nn.Module] = (),
-        homes: Homes = ALL_AT_HAND,
-        wires: Mapping[int, torch.dtype] | None = None,
-        plain: bool | None = None,
-        norm_group: Communicator | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None, sharding: Sharding) -> None:
         self.module = module
         self.optimizer = optimizer
+        self.stepped = False
+        self._driver: Driver = Alone()
+        self.build(sharding)
+
+    def build(self, sharding: Sharding, sources: Mapping[int, torch.dtype] | None = None) -> None:
+        """Build the units, their passes and updates from plain parameters, or from shards of `zero.Init`.
+
+        Args:
+            sharding: see above.
+            sources: dtypes in the user's model by `id(parameter)`, where parameters have been in units before.
+        """
+        module, optimizer = self.module, self.optimizer
+        self.sharding = sharding
+        stepping, plan, policy, domains = sharding.stepping, sharding.plan, sharding.policy, sharding.domains
+        device, accountant, homes = sharding.device, sharding.accountant, sharding.homes
         self.plan = plan
         self.policy = policy
         self.domain = domain = domains.main
@@ -127,26 +150,27 @@ class ShardedModel:
         self.device = device
         self.accountant = accountant
         resident, addresses = resident_bytes(), virtual_bytes()
-        if resident is not None and addresses is not None:
+        if resident is not None and addresses is not None and accountant.process_bytes is None:
             accountant.process_bytes = max(0, resident - module_bytes(module))
             accountant.process_addresses = max(0, addresses - module_bytes(module))
         groups = optimizer.param_groups if optimizer is not None else []
         owners = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-        self.registry = Registry.of(module, compute_dtype=policy.compute_dtype, groups=owners, wires=wires)
+        self.registry = Registry.of(
+            module, compute_dtype=policy.compute_dtype, groups=owners, wires=sharding.wires, sources=sources
+        )
         check_optimizer(groups, self.registry, type(module).__name__)
         self.client_groups = [list(group["params"]) for group in groups]
         self.closed = self.failed = ""
-        self._driver: Driver = Alone()
         self.units: list[Unit] = []
         self.presence = Presence()
         self.stepping = stepping
         self.update: Update | None = None
         self.owners: WholeUpdate | None = None
-        specs = find_units(module, self.registry, plan.unit_cap, leaves, largest_sizes(self.registry, domains))
+        specs = find_units(module, self.registry, plan.unit_cap, sharding.leaves, largest_sizes(self.registry, domains))
         self.numbering = GlobalTensorIds(self.registry, specs, domains, self.comm)
         self.wholes = Wholes(self.registry, self.numbering, self.comm, accountant)
         self.homes = homes
-        check_domains(self.registry, domains, plan, compresses=compressor is not None)
+        check_domains(self.registry, domains, plan, compresses=sharding.compressor is not None)
         cut = {index for index, place in enumerate(self.numbering.places) if place in self.numbering.cut}
         layouts = [
             lay_out(spec.tensors, domains.of(spec.domain).sizes, device.type, stepping.whole, cut) for spec in specs
@@ -155,7 +179,7 @@ class ShardedModel:
             parts = None
             if stepping.whole and self.numbering.cut:
                 parts = SplitTensors(self.registry, self.numbering, specs, layouts, domains, accountant)
-            self.update, self.owners = self._make_update(optimizer, is_elementwise, domains, parts)
+            self.update, self.owners = self._make_update(optimizer, sharding.is_elementwise, domains, parts)
         # Until a pass has been traced, the order of the modules is used.
         forward, backward = list(range(len(specs))), backward_order([spec.modules for spec in specs], module)
         builder = UnitBuilder(self, domains, homes)
@@ -192,8 +216,8 @@ class ShardedModel:
                 accountant,
                 plan=plan,
                 wire_dtype=policy.wire_dtype,
-                prescale=prescale,
-                compressor=compressor,
+                prescale=sharding.prescale,
+                compressor=sharding.compressor,
                 keeps_gradients=self.keeps_gradients,
                 order=order,
                 calls=calls,
@@ -202,13 +226,20 @@ class ShardedModel:
                 driver=self._driver,
             )
             self.sums = GradientSums(
-                self.units, self.numbering, self.comm, norm_group or self.comm, device, accountant, self.reducer
+                self.units,
+                self.numbering,
+                self.comm,
+                sharding.norm_group or self.comm,
+                device,
+                accountant,
+                self.reducer,
             )
             self.update.bind(self.reducer.own_gradient, self.values_changed)
         if self.channel is not None:
             self.channel.on_want(unsharder.on_peer_blocked)
         self.model_pass = Pass(order, usage, calls, unsharder, self.reducer, self.registry, self.presence)
         self.hooks = Hooks(module, self.units, self.model_pass)
+        plain = sharding.plain
         self.plain = None if plain is None else PlainGradients(self.units, self.comm, accountant, averages=plain)
         layout = self._optimizer_layout()
         self.guards = Guards(module, self.registry, optimizer, self.is_absent, layout, drops=plain is None)
@@ -226,7 +257,7 @@ class ShardedModel:
         connect_domains(domains, self.units, plan, steps=self.update is not None, whole_tensors=whole_tensors)
         accountant.construction_peak = accountant.peak_total
         accountant.reset_peak()
-        self._order_agreed = self.stepped = False
+        self._order_agreed = False
         self.copied: Copied | None = None
         give_back_freed_memory()  # freed pages of the original parameters lie between the shards
 
@@ -549,8 +580,47 @@ class ShardedModel:
             return
         self.moving.bring_back()
         self.closed = why
+        reason = self._take_apart("destroy()", {})
+        self.driver = Alone()
+        self.domain.close()
+        if self.failed or not reason:
+            self.homes.close()
+        if reason:
+            message = f"{reason} The parameters of {type(self.module).__name__} stay sharded"
+            if sys.exc_info()[1] is None and not self.failed:
+                raise DesyncError(message)
+            logger.warning(message)  # the exception that this rank handles is nearer to the cause
+
+    def take_apart(self) -> dict[int, torch.dtype]:
+        """Take the parameters out of their units; `build` follows (all ranks call).
+
+        Parameters of units that stay unsharded become plain. The others become shards, as under `zero.Init`, so that
+        one unit at most is unsharded. The optimizer has parameters in its groups, and no state. Gradients are dropped.
+        Returns the dtypes in the user's model by `id(parameter)`. Raises DesyncError if other ranks go on with
+        training.
+        """
+        self.check_there("the model cannot be rebuilt")
+        self.closed = "refresh() has failed, and the model is neither sharded nor complete. " + _RESTART
+        place = None if self.homes.parameters is ON_DEVICE else torch.device("cpu")
+        stores = {id(unit.domain): PartStore(unit.domain.ranks, place=place) for unit in self.units if unit.sharded}
+        present = set(map(id, self.module.parameters()))
+        found = {
+            id(p): tensor.source_dtype
+            for tensor, p in zip(self.registry, self.registry.parameters, strict=True)
+            if id(p) in present
+        }
+        reason = self._take_apart("refresh()", stores)
+        if reason:
+            raise DesyncError(reason)
+        return found
+
+    def _take_apart(self, what: str, stores: Mapping[int, PartStore]) -> str:
+        """Return parameters and optimizer to the script, or parameters to the store of their domain.
+
+        Returns the reason if other ranks are elsewhere and parameters stay sharded, or "".
+        """
         try:
-            reason = self._end_together()
+            reason = self._end_together(what)
         except BaseException:
             if self.channel is not None:
                 self.channel.close()  # notifies the peers
@@ -563,37 +633,36 @@ class ShardedModel:
         self._give_optimizer_back()
         if self.reducer is not None:
             self.reducer.clear()
+        present = set(map(id, self.module.parameters()))
         while self.units and not reason:
             unit = self.units[0]
+            store = stores.get(id(unit.domain)) if unit.sharded else None
             self.state.gather_parts(unit.parameters, "gather")  # all ranks have ended all passes
-            for parameter in unit.parameters:
+            for tensor, parameter in zip(unit.tensors, unit.parameters, strict=True):
                 released.disown(parameter)
-                parameter.data = parameter.data.clone()
+                if store is None or id(parameter) not in present:
+                    parameter.data = parameter.data.clone()
+                else:
+                    store.names[parameter] = repr(tensor.name)
+                    store.split(parameter)
             for section in unit.sections:
                 section.drop()
             del self.units[0]
         if self.channel is not None:
             if not reason:
                 # Groups gather independently: a fast one may be here while others still all-gather.
-                self.comm.barrier("destroy()")
+                self.comm.barrier(what)
             self.channel.close()
-        self.domain.close()
-        if self.failed or not reason:
-            self.homes.close()
         self._cut_references()
-        if reason:
-            message = f"{reason} The parameters of {type(self.module).__name__} stay sharded"
-            if sys.exc_info()[1] is None and not self.failed:
-                raise DesyncError(message)
-            logger.warning(message)  # the exception that this rank handles is nearer to the cause
+        return reason
 
-    def _end_together(self) -> str:
+    def _end_together(self, what: str) -> str:
         """End running passes and all-gathers, once all ranks are here; return the reason if that is impossible."""
         if self.failed:
             return self.failed
         # After an exception on this rank only, the other ranks are elsewhere.
         failure = sys.exc_info()[1]
-        where = inside_of("destroy()", failure)
+        where = inside_of(what, failure)
         reason = ""
         if failure is None or self.channel is None:
             try:
@@ -634,7 +703,6 @@ class ShardedModel:
         """Break reference cycles: memory is freed at once instead of by Python's garbage collector."""
         if self.channel is not None:
             self.channel.on_want(None)
-        self.driver = Alone()
         self.moving.close()
         self.reducer = None
         self.channel = self.sums = None

@@ -106,7 +106,7 @@ class SegmentUpdate(UpdatePart):
     @override
     def place_anew(self, members: list[list[nn.Parameter]], shared: Mapping[int, Any]) -> None:
         for known in (self.segments, self._origins, self.runs, self._parts, self._everything.sections):
-            known.clear()  # type: ignore[attr-defined]
+            known.clear()
         self._place(members, shared, {})
 
     @override
