@@ -314,7 +314,7 @@ def match_optimizer(
     _check_complete(model, states, path)
     _check_steps(model, states, path)
     notes = _uneven(model, states)
-    dropped = [name for name in by_name if name not in used and name not in elsewhere.names]
+    dropped = [name for name in by_name if name not in used | fresh and name not in elsewhere.names]
     if dropped:
         notes.append(f"optimizer state of parameters that are not trained here is not loaded: {outline(dropped)}")
     return states, notes

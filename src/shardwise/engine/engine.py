@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from shardwise.engine.getters import ConfigGetters
 from shardwise.engine.interchange import Interchange
 from shardwise.engine.memory import MemoryReporting
 from shardwise.engine.modules import convert_buffers
+from shardwise.engine.refresh import Refreshed, refresh
 from shardwise.engine.scaling import cast_floats, scale_gradients_of
 from shardwise.engine.state_getters import StateGetters
 from shardwise.engine.states import give_methods, offload_states, reload_states, take_methods
@@ -492,6 +494,59 @@ class Engine(ConfigGetters, StateGetters):
     reload_states = reload_states
 
     # -- the end -------------------------------------------------------------------------------------------------------
+
+    def refresh(
+        self,
+        param_groups: Sequence[Mapping[str, Any]] = (),
+        directory: str | os.PathLike[str] | None = None,
+    ) -> Refreshed:
+        """Take over changes of the model: adapters, resized embeddings, frozen or unfrozen parameters (all ranks call).
+
+        The units are built again from the model as it is now, and all state continues: master weights, optimizer state,
+        schedule, loss scale, counters. Parameters that are new, or have been unfrozen, start with fresh optimizer
+        state. Call it between steps.
+
+        Args:
+            param_groups: groups for new or unfrozen parameters, as for `torch.optim.Optimizer.add_param_group`. Without
+                them, such parameters join the only group. A parameter in place of another of the same name joins the
+                group of the other.
+            directory: directory in which the state is kept meanwhile, on a file system of each machine; default:
+                `/dev/shm`.
+
+        Returns:
+            Names of the parameters that have been added, removed, unfrozen and frozen.
+
+        Raises:
+            UsageError: gradients of an unfinished window are held; ranks differ; a parameter has no group; state cannot
+                be kept (1-bit optimizers, gradient compression); or new layers cannot be divided as the others are.
+            CheckpointError: the directory has too little room; nothing has changed.
+
+        Example:
+            >>> import shardwise, torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+            >>> _ = model[0].requires_grad_(False)
+            >>> config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+            >>> engine, *_ = shardwise.initialize(model=model, config=config)
+            >>> _ = model[0].requires_grad_(True)
+            >>> engine.refresh().trained
+            ('0.weight', '0.bias')
+            >>> engine.destroy()
+        """
+        ways = {
+            "sequence parallelism": self._resolution.config.sequence_parallel_size > 1,
+            "tensor parallelism": self._tensors is not None,
+            "expert parallelism": bool(self._expert_groups),
+        }
+        return refresh(
+            self.sharded,
+            self._resolution,
+            self.job,
+            self._step,
+            self._checkpoints,
+            param_groups,
+            directory,
+            [way for way, used in ways.items() if used],
+        )
 
     def destroy(self) -> None:
         """Remove hooks from model and optimizer and free the engine's memory (all ranks call).

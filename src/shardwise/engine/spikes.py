@@ -145,6 +145,10 @@ class SpikeWatch:
             "loss_spike": options.loss_spike,
             "grad_norm_spike": options.grad_norm_spike,
         }
+        self.follow(names)
+
+    def follow(self, names: Sequence[str]) -> None:
+        """Take over the names of the model's parameters."""
         self._names = names
         self._usual: torch.Tensor | None = None
 

@@ -151,9 +151,16 @@ class TrainStep:
         self._inputs: SameInputs | None = SameInputs(job.world) if batches.ranks > 1 else None
         self._reference_asked = False
         self._told: tuple[Later, Evidence, bool] | None = None
+        self.attach()
+
+    def attach(self) -> None:
+        """Drive the passes of the model, which has been built, or built again."""
+        sharded = self._sharded
         sharded.driver = self
+        if self.watch is not None:
+            self.watch.follow(sharded.numbering.names)
         if sharded.reducer is not None:
-            sharded.reducer.watching = on_non_finite(config) != "ignore"
+            sharded.reducer.watching = on_non_finite(self._config) != "ignore"
         self._tell_overflow(False)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -147,6 +147,17 @@ class Registry:
         """Return the logical tensor of a parameter object, or None if the engine does not own it."""
         index = self._index.get(id(parameter))
         return None if index is None else self.tensors[index]
+
+    def follow(self, module: nn.Module) -> None:
+        """Take over the names that parameters have in the module now. Parameters outside of it keep theirs."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        renamed = []
+        for tensor, parameter in zip(self.tensors, self.parameters, strict=True):
+            name, *aliases = names.get(id(parameter), (tensor.name, *tensor.aliases))
+            renamed.append(replace(tensor, name=part_of(parameter).name or name, aliases=tuple(aliases)))
+        self.tensors = tuple(renamed)
 
     def numel_of(self, parameter: torch.Tensor) -> int:
         """Return the number of elements of the whole tensor of a parameter object."""

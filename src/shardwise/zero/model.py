@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -20,6 +20,7 @@ from shardwise.comm.communicator import Communicator
 from shardwise.comm.compression import Compressor
 from shardwise.comm.desync import RankState, inside_of
 from shardwise.comm.domain import Domains
+from shardwise.compat import without_overrides
 from shardwise.device.ranges import named
 from shardwise.device.staging import Copied
 from shardwise.errors import DesyncError, OffloadError, PeerLostError, UsageError
@@ -591,11 +592,12 @@ class ShardedModel:
                 raise DesyncError(message)
             logger.warning(message)  # the exception that this rank handles is nearer to the cause
 
-    def take_apart(self) -> dict[int, torch.dtype]:
+    def take_apart(self, resized: Collection[nn.Parameter] = ()) -> dict[int, torch.dtype]:
         """Take the parameters out of their units; `build` follows (all ranks call).
 
         Parameters of units that stay unsharded become plain. The others become shards, as under `zero.Init`, so that
         one unit at most is unsharded. The optimizer has parameters in its groups, and no state. Gradients are dropped.
+        Parameters `resized` keep the values that the script has given them.
         Returns the dtypes in the user's model by `id(parameter)`. Raises DesyncError if other ranks go on with
         training.
         """
@@ -609,9 +611,17 @@ class ShardedModel:
             for tensor, p in zip(self.registry, self.registry.parameters, strict=True)
             if id(p) in present
         }
+        with without_overrides():
+            values = [(parameter, parameter.data) for parameter in resized]
         reason = self._take_apart("refresh()", stores)
         if reason:
             raise DesyncError(reason)
+        for parameter, given in values:
+            owner = released.owner_of(parameter)
+            if isinstance(owner, PartStore):
+                owner.forget(parameter)
+                released.disown(parameter)
+            parameter.data = given
         return found
 
     def _take_apart(self, what: str, stores: Mapping[int, PartStore]) -> str:

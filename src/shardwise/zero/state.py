@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.boxes import Region
 from shardwise.memory.places import Borrowed, borrowed, in_turn
-from shardwise.registry import HeldPart, LogicalTensor
+from shardwise.registry import HeldPart, LogicalTensor, Registry
 from shardwise.zero.units.flat_param import FlatParamStorage
 from shardwise.zero.units.layout import ShardSlice
 from shardwise.zero.units.unit import Unit, UnitState
@@ -29,8 +29,13 @@ class ShardedState:
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
-        self.module, self.registry, self.optimizer = model.module, model.registry, model.optimizer
+        self.module, self.optimizer = model.module, model.optimizer
         self.comm, self.device = model.comm, model.device
+
+    @property
+    def registry(self) -> Registry:
+        """The parameters, by name; another one after a refresh."""
+        return self._model.registry
 
     @property
     def units(self) -> Sequence[Unit]:

@@ -122,14 +122,13 @@ class Guards:
             raise UsageError(
                 f"{len(frozen)} parameters were trained when the engine was built and are frozen now, and the "
                 f"optimizer would go on to apply momentum and weight decay to them: {_listed(frozen)}. Set "
-                "requires_grad back before engine.step(), or freeze them for good: call engine.destroy(), and "
-                "initialize() again with an optimizer of the others"
+                "requires_grad back before engine.step(), or call engine.refresh() after freezing them"
             )
         if unfrozen:
             raise UsageError(
                 f"{len(unfrozen)} parameters were frozen when the engine was built and require a gradient now, so they "
-                f"would not be trained: {_listed(unfrozen)}. Unfreeze before initialize(), or call engine.destroy() "
-                "and initialize() again with an optimizer that has them"
+                f"would not be trained: {_listed(unfrozen)}. Unfreeze before initialize(), or call engine.refresh() "
+                "after unfreezing them"
             )
         self._check_groups()
 
@@ -160,13 +159,13 @@ class Guards:
             raise UsageError(
                 f"the parameter groups of {name} have been changed since the engine was built: expected "
                 f"{[len(group) for group in self._members]} flat parameters in them, found {list(map(len, now))}. "
-                "Change settings of the groups (lr, weight_decay) only; for other parameters call engine.destroy(), "
-                "and initialize() again"
+                "Change settings of the groups (lr, weight_decay) only; for other parameters see engine.refresh()"
             )
         raise UsageError(
             f"{len(added)} parameters have been added to {name} since the engine was built: {_listed(added)}. Their "
             "gradients are neither averaged over ranks, nor clipped, nor dropped after the step. Give them to the "
-            "optimizer before initialize(), or train what is not in the model with an optimizer of its own"
+            "optimizer before initialize(), pass them to engine.refresh(param_groups=...) instead of "
+            "add_param_group(), or train what is not in the model with an optimizer of its own"
         )
 
     # -- in-place changes --------------------------------------------------------------------------------------------

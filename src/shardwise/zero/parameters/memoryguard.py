@@ -19,10 +19,7 @@ from shardwise.registry import Registry
 from shardwise.utils.logging import warn_once
 from shardwise.zero.units.unit import Unit
 
-_ADVICE = (
-    "Change the model before initialize(), or call engine.destroy() first and initialize() afterwards (with an "
-    "optimizer that has the new parameters)"
-)
+_ADVICE = "Change the model before initialize(), or call engine.refresh() after the change"
 
 
 _dtype_of, _shape_of = torch.Tensor.dtype.__get__, torch.Tensor.shape.__get__  # type: ignore[attr-defined]
@@ -75,13 +72,14 @@ class MemoryGuard:
 
     def _look_closer(self) -> None:
         """Raise unless the differences are harmless (a module in another wrapper, memory moved as a whole)."""
-        for tensor, *now, dtype, shape in zip(self._registry, *self._look()[:2], *self._found[:2], strict=True):
-            if now != [dtype, shape]:
-                raise UsageError(
-                    f"parameter {tensor.name!r} was {tuple(shape)} {dtype} when the engine was built and is "
-                    f"{tuple(now[1])} {now[0]} now (by module.to(), resize_token_embeddings(), or an assignment to "
-                    f"its data): its new values are not in the memory that the engine steps. {_ADVICE}"
-                )
+        for index in self.resized():
+            (was, now), name = (found[1][index] for found in (self._found, self._look())), self._registry[index].name
+            raise UsageError(
+                f"parameter {name!r} was {tuple(was)} when the engine was built and is {tuple(now)} now (by "
+                "resize_token_embeddings(), or an assignment to its data): its new values are not in the memory that "
+                f"the engine steps. {_ADVICE}"
+            )
+        self.check_memory()
         with without_overrides():
             added = [(n, p.requires_grad) for n, p in self._module.named_parameters() if self._registry.find(p) is None]
         trained = [name for name, requires_grad in added if requires_grad]
@@ -96,11 +94,27 @@ class MemoryGuard:
                 f"{_counted([name for name, _ in added])}. They are used as they are on each rank, and are neither in "
                 f"checkpoints nor in exported weights. {_ADVICE}"
             )
+
+    def resized(self) -> list[int]:
+        """Return the indices of parameters that have another shape than when the engine was built."""
+        pairs = zip(self._found[1], self._look()[1], strict=True)
+        return [index for index, (was, now) in enumerate(pairs) if was != now]
+
+    def check_memory(self) -> None:
+        """Raise UsageError if parameters of the same shape have another dtype, or have left the engine's memory."""
+        resized = set(self.resized())
+        for tensor, was, now in zip(self._registry, self._found[0], self._look()[0], strict=True):
+            if was != now and tensor.index not in resized:
+                raise UsageError(
+                    f"parameter {tensor.name!r} was {was} when the engine was built and is {now} now (by module.to() "
+                    "or an assignment to its data): its new values are not in the memory that the engine steps. "
+                    "Convert the model before initialize(), or call engine.destroy() first and initialize() afterwards"
+                )
         for unit in self._units:
             for section in unit.sections if not unit.sharded else []:
                 for slot in section.layout.slots:
                     parameter = self._registry.parameters[slot.index]
-                    if slot.numel and not _share(parameter, section.full):
+                    if slot.numel and slot.index not in resized and not _share(parameter, section.full):
                         raise UsageError(
                             f"the values of parameter {self._registry[slot.index].name!r} have been moved out of the "
                             "memory that the engine steps, by an assignment to its data. Copy into it instead: "

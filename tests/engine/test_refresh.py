@@ -1,0 +1,380 @@
+"""`engine.refresh()`: changes of the model between steps, with all state; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise
+from shardwise.errors import CheckpointError, UsageError
+from shardwise.memory import Category
+from tests.harness import run_ranks
+from tests.zero.training import parameters_digest
+
+ROWS = 4
+WIDTH = 24
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter of rank 2; the layer's parameters get other names."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+class Model(nn.Module):
+    """Embedding, three layers, and a head of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(11, (ROWS,), generator=generator), torch.randint(5, (ROWS,), generator=generator)
+
+
+def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
+    tokens, labels = batch(step, rank)
+    return F.cross_entropy(model(tokens).float(), labels)
+
+
+def unfreeze(model: Any) -> None:
+    model.layers[0].requires_grad_(True)
+
+
+def freeze(model: Any) -> None:
+    model.embedding.requires_grad_(False)
+
+
+def adapt(model: Any) -> None:
+    torch.manual_seed(7)
+    model.layers[1].requires_grad_(False)
+    model.layers[1] = Adapted(model.layers[1])
+
+
+def resize(model: Any) -> None:
+    """Replace the embedding by a larger one, as scripts that add tokens do."""
+    torch.manual_seed(8)
+    larger = nn.Embedding(13, WIDTH)
+    old = model.embedding.weight
+    with shardwise.zero.GatheredParameters(old, modifier_rank=None), torch.no_grad():
+        larger.weight[:11] = old
+    model.embedding = larger
+
+
+def resize_in_place(model: Any) -> None:
+    """Give the parameter other data, as `resize_token_embeddings` of transformers does."""
+    torch.manual_seed(8)
+    larger = torch.randn(13, WIDTH)
+    old = model.embedding.weight
+    with shardwise.zero.GatheredParameters(old, modifier_rank=None), torch.no_grad():
+        larger[:11] = old
+    old.data = larger
+    model.embedding.num_embeddings = 13
+
+
+CHANGES: dict[str, list[Callable[[Any], None]]] = {
+    "freezing": [unfreeze, freeze],
+    "adapter": [adapt],
+    "resizing": [resize, unfreeze],
+    "resizing in place": [resize_in_place],
+    "embedding": [freeze],
+}
+
+
+def config_of(stage: int, optimizer: str, **more: Any) -> dict[str, Any]:
+    params = {"lr": 0.1, "momentum": 0.9} if optimizer == "SGD" else {"lr": 1e-2, "weight_decay": 0.1}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "optimizer": {"type": optimizer, "params": params},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": params["lr"]}},
+        "zero_optimization": zero,
+        **more,
+    }
+
+
+def begin(stage: int, optimizer: str = "AdamW", **more: Any) -> Any:
+    model = Model()
+    model.layers[0].requires_grad_(False)
+    return shardwise.initialize(model=model, config=config_of(stage, optimizer, **more))[0]
+
+
+def train(engine: Any, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        engine.backward(loss_of(engine, step, dist.get_rank()))
+        engine.step()
+
+
+def changed(
+    stage: int, name: str, optimizer: str, more: dict[str, Any], folder: str
+) -> tuple[str, dict[str, Any], str]:
+    """Train, change the model, and train on: fingerprint and values at the end, fingerprint of a resumed run."""
+    engine = begin(stage, optimizer, **copy.deepcopy(more))
+    train(engine, 0, 3)
+    for number, change in enumerate(CHANGES[name]):
+        change(engine.module)
+        found = engine.refresh()
+        assert any(found)
+        assert not any(engine.refresh())  # nothing has changed since
+        train(engine, 3 + number, 1)
+    assert engine.global_steps == 3 + len(CHANGES[name])
+    engine.save_checkpoint(f"{folder}/{stage}", tag="a")
+    train(engine, 5, 3)
+    end = parameters_digest(engine.module), engine.module_state_dict()
+    engine.destroy()
+    other = Model()
+    other.layers[0].requires_grad_(False)
+    for change in CHANGES[name]:
+        change(other)
+    again = shardwise.initialize(model=other, config=config_of(stage, optimizer, **copy.deepcopy(more)))[0]
+    again.load_checkpoint(f"{folder}/{stage}", "a")
+    train(again, 5, 3)
+    resumed = parameters_digest(again.module)
+    again.destroy()
+    return *end, resumed
+
+
+def plain(name: str, optimizer: str) -> dict[str, torch.Tensor]:
+    """The same with plain PyTorch in one process."""
+    model = Model()
+    model.layers[0].requires_grad_(False)
+    kinds: dict[str, Any] = {
+        "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+        "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    }
+    kind, settings = kinds[optimizer]
+    peak = 0.1 if optimizer == "SGD" else 1e-2
+    stepped = kind([p for p in model.parameters() if p.requires_grad], lr=peak, **settings)
+    probe = shardwise.schedules.WarmupLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak), 0.0, peak, 4)
+    rates = []
+    for _ in range(10):
+        rates.append(probe.get_last_lr()[0])
+        probe.step()
+    taken = 0
+
+    def steps(first: int, count: int) -> None:
+        nonlocal taken
+        for step in range(first, first + count):
+            (sum(loss_of(model, step, rank) for rank in range(2)) / 2).backward()  # type: ignore[union-attr]
+            stepped.param_groups[0]["lr"] = rates[taken]
+            taken += 1
+            stepped.step()
+            model.zero_grad(set_to_none=True)
+
+    steps(0, 3)
+    for number, change in enumerate(CHANGES[name]):
+        change(model)
+        if change is resize_in_place:
+            del stepped.state[model.embedding.weight]
+        members = [p for p in model.parameters() if p.requires_grad]
+        stepped.param_groups[0]["params"] = members
+        steps(3 + number, 1)
+    steps(5, 3)
+    return {key: value.detach() for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", ["freezing", "adapter", "resizing", "resizing in place"])
+@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.thorough)])
+def test_training_goes_on_as_in_plain_pytorch_at_every_stage(name: str, optimizer: str, tmp_path: Path) -> None:
+    wanted = plain(name, optimizer)
+    digests = set()
+    # At stage 3 an assignment to `data` raises.
+    for stage in (0, 1, 2) if name == "resizing in place" else (0, 1, 2, 3):
+        for digest, values, resumed in run_ranks(changed, 2, stage, name, optimizer, {}, str(tmp_path)):
+            digests.add(digest)
+            assert resumed == digest
+            assert values.keys() == wanted.keys()
+            for key, value in values.items():
+                assert (value - wanted[key]).norm() <= 1e-5 * wanted[key].norm(), (stage, key)
+    assert len(digests) == 1
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bf16": ("AdamW", {"bf16": {"enabled": True}}),
+    "fp16": ("AdamW", {"fp16": {"enabled": True, "initial_scale_power": 4}}),
+    "offloaded": (
+        "AdamW",
+        {"zero": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}},
+    ),
+    "whole tensors": ("Muon", {}),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["bf16", "offloaded", *(pytest.param(k, marks=pytest.mark.thorough) for k in ("fp16", "whole tensors"))]
+)
+def test_other_precisions_tiers_and_optimizers_keep_their_state(kind: str, tmp_path: Path) -> None:
+    optimizer, more = OTHERS[kind]
+    digests = set()
+    name = "embedding" if optimizer == "Muon" else "freezing"  # Muon makes its groups from shapes
+    for stage in (3,) if kind == "offloaded" else (1, 3):
+        for digest, _, resumed in run_ranks(changed, 2, stage, name, optimizer, more, str(tmp_path)):
+            digests.add(digest)
+            assert resumed == digest
+    assert len(digests) == 1
+
+
+def bytes_held(stage: int) -> list[dict[Category, int]]:
+    """Live bytes of a refreshed engine, and of one that has been built from the changed model."""
+    found = []
+    for early in (False, True):
+        model = Model()
+        model.layers[0].requires_grad_(early)
+        engine = shardwise.initialize(model=model, config=config_of(stage, "AdamW"))[0]
+        if not early:
+            train(engine, 0, 1)
+            unfreeze(engine.module)
+            engine.refresh()
+        train(engine, 1, 2)
+        engine.sharded.finish_gathers()
+        live = engine.accountant.live
+        # Segments with step counts of their own have counts of their own.
+        live[Category.OPTIMIZER] -= sum(state["step"].nbytes for state in engine.optimizer.state.values())
+        found.append(live)
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_refreshed_engine_holds_no_more_than_a_new_one(stage: int) -> None:
+    for refreshed, new in run_ranks(bytes_held, 2, stage):
+        assert refreshed == new
+
+
+def of_real_size() -> bool:
+    """Shards of 64 MiB of a layer that is unfrozen."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4096, 8192, bias=False), nn.Linear(8192, 1, bias=False))
+    model[0].requires_grad_(False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    }
+    engine = shardwise.initialize(model=model, config=config)[0]
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    rows = torch.ones(1, 4096)
+    engine.backward(engine(rows).sum())
+    engine.step()
+    model[0].requires_grad_(True)
+    engine.refresh()
+    middle = engine.module_state_dict()
+    kept = torch.equal(middle["0.weight"], before["0.weight"])
+    engine.backward(engine(rows).sum())
+    engine.step()
+    end = engine.module_state_dict()
+    wanted = before["0.weight"] - 0.1 * middle["1.weight"].t().expand(8192, 4096)
+    engine.destroy()
+    return kept and torch.allclose(end["0.weight"], wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.thorough
+def test_a_unit_of_real_size() -> None:
+    assert run_ranks(of_real_size, 2) == [True, True]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def wrong() -> None:
+    engine = begin(3)
+    before = parameters_digest(engine.module)
+    engine.backward(loss_of(engine, 0, dist.get_rank()))
+    with pytest.raises(UsageError, match="gradients of an unfinished accumulation window"):
+        engine.refresh()
+    engine._step.drop_gradients()
+    if dist.get_rank() == 0:
+        unfreeze(engine.module)
+    with pytest.raises(UsageError, match="the ranks have changed their models differently"):
+        engine.refresh()
+    engine.module.layers[0].requires_grad_(False)
+    stranger = nn.Parameter(torch.zeros(3))
+    with pytest.raises(UsageError, match=r"the model has no such parameters \(shapes \[\(3,\)\]\)"):
+        engine.refresh(param_groups=[{"params": [stranger]}])
+    unfreeze(engine.module)
+    with pytest.raises(UsageError, match="WarmupLR has learning rates of the present groups"):
+        engine.refresh(param_groups=[{"params": list(engine.module.layers[0].parameters())}])
+    with pytest.raises(CheckpointError, match=r"engine.refresh\(\): .* File exists"):
+        engine.refresh(directory=__file__)
+    assert parameters_digest(engine.module) == before
+    engine.refresh()
+    train(engine, 1, 1)
+    engine.destroy()
+    with pytest.raises(UsageError, match="destroyed"):
+        engine.refresh()
+
+
+def test_errors_change_nothing() -> None:
+    run_ranks(wrong, 2)
+
+
+def two_groups() -> tuple[str, list[float]]:
+    model = Model()
+    model.layers[0].requires_grad_(False)
+    groups = [{"params": list(model.head.parameters())}, {"params": [model.embedding.weight], "lr": 0.5}]
+    groups[0]["params"] += [p for layer in model.layers[1:] for p in layer.parameters()]
+    config = config_of(2, "SGD")
+    del config["scheduler"], config["optimizer"]
+    engine = shardwise.initialize(model=model, optimizer=torch.optim.SGD(groups, lr=0.1), config=config)[0]
+    train(engine, 0, 1)
+    unfreeze(model)
+    with pytest.raises(
+        UsageError, match=r"2 parameter groups, and none has these parameters: layers.0.weight"
+    ) as error:
+        engine.refresh()
+    engine.refresh(param_groups=[{"params": list(model.layers[0].parameters()), "lr": 0.0}])
+    before = engine.module_state_dict()
+    train(engine, 1, 1)
+    after = engine.module_state_dict()
+    assert torch.equal(before["layers.0.weight"], after["layers.0.weight"])  # its learning rate is 0
+    assert not torch.equal(before["layers.1.weight"], after["layers.1.weight"])
+    rates = [group["lr"] for group in engine.optimizer.param_groups]
+    engine.destroy()
+    return str(error.value), rates
+
+
+def test_groups_of_new_parameters() -> None:
+    for message, rates in run_ranks(two_groups, 2):
+        assert "param_groups=[" in message
+        assert rates == [0.1, 0.5, 0.0]
+
+
+def onebit() -> None:
+    config = config_of(1, "OneBitAdam")
+    model = Model()
+    model.layers[0].requires_grad_(False)
+    engine = shardwise.initialize(model=model, config=config)[0]
+    unfreeze(model)
+    with pytest.raises(UsageError, match="keeps errors of what each rank has sent"):
+        engine.refresh()
+    engine.destroy()
+
+
+def test_state_that_would_be_lost_is_refused() -> None:
+    run_ranks(onebit, 2)
