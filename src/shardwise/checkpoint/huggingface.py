@@ -1,7 +1,7 @@
 """Weights of the Hugging Face libraries: one file, or several with an index, safetensors or `torch.save`.
 
 Of a safetensors file only the requested bytes are read. A file of `torch.save` is mapped into memory and loaded with
-`weights_only=True`: it cannot run code and takes no memory of its own.
+`weights_only=True`: it cannot run code.
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 
 
 def open_files(path: str) -> Source | None:
-    """Open a file or a directory of weights; None if it is neither. Raises CheckpointError if it is one, but cannot
-    be read.
-    """
+    """Open a file or directory of weights; None if it is neither. Raises CheckpointError if it is unreadable."""
     if not os.path.isdir(path):
         return _open(path)
     for name in _NAMES:

@@ -24,7 +24,7 @@ from shardwise.registry import LogicalTensor
 
 @dataclass
 class OptimizerStatePlan:
-    """The saved optimizer state of one parameter: tensors with one value per element, other tensors, other values."""
+    """Saved optimizer state of one parameter: elementwise tensors, other tensors (`whole`), other values."""
 
     elementwise: dict[str, StoredTensor] = field(default_factory=dict)
     whole: dict[str, StoredTensor] = field(default_factory=dict)
@@ -33,14 +33,9 @@ class OptimizerStatePlan:
 
 @dataclass
 class LoadPlan:
-    """Plan of loading.
-
-    Attributes:
-        parameters: parameters with their stored tensors.
-        buffers: buffers with the tensors that this rank reads into them.
-        extra: modules with their extra state (trees).
-        states: optimizer state by parameter; None if none is loaded.
-        left: runs of elementwise `states` that are not read yet; None: their memory is not allocated either.
+    """Plan of loading: parameters with their stored tensors, buffers with the tensors that this rank reads into them,
+    modules with trees of their extra state, and optimizer state by parameter (None: none is loaded). `left` are runs of
+    elementwise `states` that are not read yet; None: their memory is not allocated either.
     """
 
     report: LoadReport
@@ -57,7 +52,7 @@ class RemoteNames:
     """Names of other ranks, which may have other modules.
 
     Attributes:
-        names: parameters, buffers and extra state of other ranks, by all their names; empty if all ranks have the same.
+        names: parameters, buffers and extra state, by all their names; empty if all ranks have the same.
         groups: largest number of parameter groups of any rank's optimizer.
     """
 
@@ -67,7 +62,7 @@ class RemoteNames:
 
 @dataclass
 class _Found:
-    """State of the comparison; see `LoadReport`."""
+    """Comparison in progress; see `LoadReport`."""
 
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -80,12 +75,8 @@ class _Found:
 def match_module(
     model: CheckpointedModel, renamed: Renamed, path: str, selection: Selection, elsewhere: RemoteNames, *, strict: bool
 ) -> LoadPlan:
-    """Find the saved tensor of every selected parameter and buffer.
-
-    Names that only other ranks have are ignored here.
-
-    Raises:
-        CheckpointError: names, patterns or rules (if `strict`) or shapes do not match; it has the report.
+    """Find the saved tensor of every selected parameter and buffer; names that only other ranks have are ignored.
+    Raises CheckpointError with the report if names, patterns or rules (if `strict`) or shapes do not match.
     """
     found = _Found()
     matched = LoadPlan(LoadReport(path))
@@ -113,7 +104,6 @@ def match_module(
 
 
 def _without(manifest: Manifest, names: frozenset[str]) -> Manifest:
-    """Return a manifest without the parameters, buffers and extra state of some names."""
     if not names:
         return manifest
     tensors = [tensor for tensor in manifest.tensors if names.isdisjoint((tensor.name, *tensor.aliases))]
@@ -202,7 +192,6 @@ def _match_extra(
 
 
 def _check(report: LoadReport, model: CheckpointedModel, manifest: Manifest, *, strict: bool) -> None:
-    """Raise if the checkpoint does not match."""
     problems = report.differences(strict=strict)
     if not problems:
         return
@@ -246,11 +235,8 @@ def match_optimizer(
 ) -> tuple[dict[int, OptimizerStatePlan], list[str]]:
     """Find the saved optimizer state of every trained parameter; return it with notes.
 
-    Args:
-        manifest: under the model's names.
-        selection: names to load, including all trained parameters.
-        elsewhere: other ranks' names.
-        settings: the settings of parameter groups are loaded too, which requires the same groups.
+    `manifest` has the model's names. With `settings` those of parameter groups are loaded too, which requires the same
+    groups.
     """
     assert model.optimizer is not None and model.update is not None
     saved = manifest.optimizer
@@ -349,7 +335,6 @@ def _compare_settings(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any],
 
 
 def _alike(own: Any, other: Any) -> bool:
-    """Return True if one value can replace another as a setting."""
     if own is None or other is None or isinstance(other, torch.Tensor):
         return True
     if isinstance(own, (bool, int, float, torch.Tensor)):
@@ -395,10 +380,7 @@ def _treats_alike(optimizer: object) -> bool:
 def _compared(
     model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], needed: set[str]
 ) -> Iterator[tuple[int, frozenset[str], frozenset[str]]]:
-    """Yield each parameter with the names of its state, and the names that most parameters like it have.
-
-    Parameters of one group and as many dimensions are alike.
-    """
+    """Yield each parameter, names of its state, and names that most of its group and number of dimensions have."""
     alike: dict[tuple[int | None, int], list[int]] = {}
     for index in states:
         tensor = model.registry[index]
@@ -426,7 +408,7 @@ def _uneven(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan]) 
 def _compare_shared(
     model: CheckpointedModel, update: OptimizerShards, states: dict[int, OptimizerStatePlan], path: str
 ) -> None:
-    """Raise if parameters that share a state entry here, such as a step count, were saved with different values."""
+    """Raise if parameters that share a state entry here, as a step count, were saved with different values."""
     for key in {key: None for state in states.values() for key in state.values}:
         for together in update.stepped_together(key):
             values = {index: states[index].values.get(key) for index in together if index in states}

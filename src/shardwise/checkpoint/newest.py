@@ -1,16 +1,14 @@
 """Order of the checkpoints of a directory, for loading, resuming, exporting, inspecting and retention.
 
-Every saved or copied state has a number: one more than the highest that its engine has seen in the directory, in the
-copies in memory, or among its own. Numbers order states, because clocks jump and differ between machines. Manifests of
-earlier versions have no number; they precede the others, by their steps.
+Every saved or copied state has a number: one more than the highest that its engine has seen. Numbers order states,
+because clocks jump and differ between machines. Manifests of earlier versions have none; they come before the others,
+by steps.
 
-Without a tag, checkpoints are tried in this order:
+Without a tag, the first complete checkpoint is taken in this order, those with infinite or NaN values last:
 
 1. checkpoints that were to become `latest` and were completed after `latest` was written: the job ended between these
 2. the checkpoint that `latest` names
 3. all others, the highest number first
-
-Within this order checkpoints with infinite or NaN values come last. The first complete one is chosen.
 """
 
 from __future__ import annotations
@@ -46,10 +44,8 @@ class Head:
     Attributes:
         sequence: number of its state; 0 in manifests of earlier versions, -1 if the manifest cannot be read.
         steps: `global_steps`; only if `sequence` is 0.
-        latest: whether `latest` was to name it.
-        finite: whether its values are finite, or not checked.
-        job: random name of the job, or None.
-        copy: number of the copy in memory of the same state, or None.
+        latest, finite: whether `latest` was to name it; whether its values are finite, or not checked.
+        job, copy: random name of the job, and number of the copy in memory of the same state, or None.
     """
 
     tag: str
@@ -109,12 +105,9 @@ def _earlier(path: str, tag: str) -> Head:
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """The checkpoints of a directory, in the order to try them.
+    """The checkpoints of a directory, in the order to try them, with notes on the choice.
 
-    Attributes:
-        heads: of each checkpoint, including the one that `latest` names even if it is missing or another library's.
-        latest: the tag in `latest`, or None.
-        notes: notes on the choice, for people.
+    `heads` includes the checkpoint that `latest` names even if it is missing or another library's.
     """
 
     heads: list[Head] = field(default_factory=list)
@@ -133,10 +126,9 @@ class CheckpointListing:
 
 
 def listing(parent: str) -> CheckpointListing:
-    """Return the checkpoints of a directory in the order to try them (see the module).
-
-    Only the first lines of manifests are read; completeness is checked when a checkpoint is tried. Raises
-    CheckpointError if the directory cannot be listed, or holds nothing but a damaged `latest`.
+    """Return the checkpoints of a directory in the order to try them. Only the first lines of manifests are read;
+    completeness is checked when a checkpoint is tried. Raises CheckpointError if the directory cannot be listed, or
+    holds only a damaged `latest`.
 
     >>> import tempfile
     >>> listing(tempfile.mkdtemp()).tags

@@ -24,10 +24,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the state of all generators from `capture`.
-
-    The device's generator is unchanged if the state was captured on another type of device. Raises CheckpointError if
-    the state is not of these generators.
+    """Restore all generators from `capture`; the device's only if captured on its type of device. Raises
+    CheckpointError if the state is not of these generators.
     """
     try:
         version, internal, gauss = state["python"]

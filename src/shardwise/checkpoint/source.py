@@ -1,7 +1,6 @@
-"""Weights on disk, in any format: tensors by name, read by range.
+"""Weights on disk, in any format: tensors by name, read by range. Reading cannot run code.
 
 A format is a subclass of `Source` and a line in `shardwise.checkpoint.opening`, for export, import and inspection.
-Reading cannot run code.
 """
 
 from __future__ import annotations
@@ -35,13 +34,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of the model on disk.
+    """A tensor of the model on disk; `aliases` are further names of a tied parameter.
 
-    Attributes:
-        name: its name in the model.
-        aliases: further names of a tied parameter.
-        kind: `parameter` or `buffer`; `parameter` in formats without the distinction.
-        trainable: whether it was trained; None if the format lacks it.
+    `kind` is `parameter` or `buffer`; `parameter` in formats without the distinction. `trainable` is None if the format
+    lacks it.
     """
 
     name: str
@@ -65,9 +61,7 @@ class SourceTensor:
 class Source(ABC):
     """Weights opened for reading; a context manager.
 
-    Attributes:
-        what: the format in words.
-        excluded: names of frozen parameters that were left out when the weights were saved.
+    `what` names the format. `excluded` are frozen parameters that were left out when the weights were saved.
     """
 
     what: str = ""
@@ -88,9 +82,7 @@ class Source(ABC):
         """
 
     def read_part(self, name: str, box: Region | None, start: int, out: torch.Tensor) -> None:
-        """Read elements of a box of a tensor, flattened, from `start` on; None: of the entire tensor. See
-        `read_into`. Raises CheckpointError if they cannot be read.
-        """
+        """Read as `read_into` from a box of a tensor, flattened; None: the entire tensor."""
         tensor = self.tensors()[name]
         if box is None:
             self.read_into(name, start, out)
@@ -107,10 +99,7 @@ class Source(ABC):
         return out
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, 1-D values) of an entire tensor, `PIECE` bytes at a time.
-
-        The next iteration overwrites the values.
-        """
+        """Yield (first element, 1-D values) of a tensor, `PIECE` bytes at a time, overwritten by the next iteration."""
         tensor = self.tensors()[name]
         step = PIECE // tensor.dtype.itemsize
         if self._piece is None:
@@ -122,8 +111,8 @@ class Source(ABC):
             yield start, values
 
     def verify(self, names: Iterable[str], progress: Progress | None = None) -> bool:
-        """Compare the bytes of some tensors with their checksums; return False if there are none, as in most
-        formats. Raises CheckpointError if something is damaged.
+        """Compare the bytes of some tensors with their checksums; return False if there are none, as in most formats.
+        Raises CheckpointError if bytes are damaged.
         """
         return False
 
@@ -201,9 +190,7 @@ def _described(tensor: StoredTensor) -> SourceTensor:
 
 
 def verify_blocks(saved: Checkpoint, blocks: list[tuple[str, int]], progress: Progress | None = None) -> None:
-    """Compare blocks of a checkpoint with their checksums, and report progress. Raises CheckpointError if a file is
-    damaged.
-    """
+    """Compare blocks with their checksums, and report progress. Raises CheckpointError if a file is damaged."""
     for first in range(0, len(blocks), 16):
         saved.verify(blocks[first : first + 16])
         if progress is not None:
@@ -224,13 +211,11 @@ def looks_interrupted(path: str) -> bool:
 
 
 def find_checkpoint(path: str, tag: str | None = None) -> str | None:
-    """Return the directory of the checkpoint at a path, or of one checkpoint of a run; None if there is none of
-    shardwise.
+    """Return the directory of the checkpoint at a path, or of one in a directory of checkpoints; None if there is none
+    of shardwise.
 
-    Args:
-        path: a checkpoint, or a directory of checkpoints.
-        tag: one of these. None: the first complete one, in the order of `shardwise.checkpoint.newest.listing`; the
-            others are logged.
+    Without a `tag` it is the first complete one, in the order of `shardwise.checkpoint.newest.listing`; skipped ones
+    are logged.
 
     Raises:
         CheckpointPathError: a tag is given and the path is a checkpoint itself.

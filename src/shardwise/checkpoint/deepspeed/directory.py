@@ -24,10 +24,8 @@ class Files:
 
     Attributes:
         shared: the file of model states that all ranks share; None at stage 3.
-        model: files of model states by rank, at stage 3.
-        optimizer: files of optimizer states by rank, at stages 1 to 3.
-        experts: files of experts, by layer and number.
-        expert_optimizer: files of optimizer states of experts by rank, at stage 0.
+        model, optimizer: files of model states by rank, at stage 3; of optimizer states by rank, at stages 1 to 3.
+        experts, expert_optimizer: files of experts, by (layer, number); of their optimizer states by rank, at stage 0.
     """
 
     shared: str | None = None
@@ -50,8 +48,8 @@ def recognised(path: str) -> bool:
 
 
 def find_files(path: str) -> dict[int, Files]:
-    """Sort the files of a checkpoint; return those of each model-parallel part, by its number. Raises
-    CheckpointError if they are of an unsupported kind, or of several checkpoints.
+    """Return the files of each model-parallel part of a checkpoint, by its number. Raises CheckpointError if they are
+    of an unsupported kind, or of several checkpoints.
     """
     parts: dict[int, Files] = {}
     for name in _names(path):
