@@ -72,8 +72,6 @@ class SaveReport:
 
 
 class _SaveStatus:
-    """Status of the save, shared by the training thread and the thread that listens to the process."""
-
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.job: WriteJob | None = None
@@ -89,7 +87,6 @@ class _SaveStatus:
             self.awaited, self.signs = [], 0
 
     def awaits(self, ranks: list[int]) -> None:
-        """Record the ranks with incomplete parts, after this rank's part was written."""
         with self.changed:
             self.awaited, self.signs = ranks, self.signs + 1
 
@@ -523,9 +520,7 @@ def _unseen(job: WriteJob, machines: Sequence[str]) -> list[int]:
 
 
 def await_all(comm: Communicator, background: Background) -> list[tuple[str | None, int]]:
-    """Wait until the asynchronous save has ended on all ranks; return error and failed rank of each. A collective.
-    Ranks exchange in turns, because a save may take longer than the timeout of a collective.
-    """
+    """Wait for the end of the save on all ranks, in turns shorter than a collective's timeout; return the outcomes."""
     while True:
         outcome = background.wait(background.turn)
         outcomes = comm.exchange(None if outcome is None else [outcome.error, outcome.origin], "checkpoint")
@@ -534,9 +529,7 @@ def await_all(comm: Communicator, background: Background) -> list[tuple[str | No
 
 
 def settle(comm: Communicator, background: Background) -> float:
-    """Wait until a pending asynchronous save has ended on all ranks; return the seconds. A collective. Raises
-    CheckpointError once, on all ranks, if the save has failed.
-    """
+    """Wait for the end of a pending save; return seconds. A collective. Raises CheckpointError once if it failed."""
     if not background.unsettled:
         return 0.0
     begun = time.monotonic()

@@ -77,9 +77,7 @@ def put(file: Output, sums: BlockSums | None, data: memoryview) -> None:
 
 
 def write_bytes(path: str, data: memoryview, *, direct: bool = False) -> FileFacts:
-    """Write a file, which must not exist, with checksums, and flush it to disk. `direct` writes past the page cache if
-    the file system supports it.
-    """
+    """Write a new file with checksums, past the page cache if `direct` and possible, and flush it to disk."""
     sums = BlockSums()
     file = create(path, len(data), direct=direct)
     try:

@@ -1,7 +1,7 @@
-"""Contents of one rank's file: its ranges of every tensor, and its part of the manifest.
+"""Contents of one rank's file: its ranges of every tensor (`owned_ranges`), and its part of the manifest.
 
-Each rank contributes its `owned_ranges`, at every stage. Replicated values are split: files are equally large and no
-byte is written twice. Ranks may have different modules; the first rank with a replicated value writes it.
+Replicated values are split: files are equally large and no byte is written twice. Ranks may have different modules; the
+first rank with a replicated value writes it.
 """
 
 from __future__ import annotations

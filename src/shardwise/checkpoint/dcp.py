@@ -335,9 +335,8 @@ def _first_storage(view: _View) -> int:
 
 
 def write(path: str, entries: Iterable[Entry], read: Callable[[Entry], torch.Tensor]) -> None:
-    """Write a directory for `torch.distributed.checkpoint.load`, which must not exist or be empty; it appears
-    atomically. `read` returns the unsharded values of an entry, on the CPU, when they are written. A tied tensor is
-    written under each of its names.
+    """Write a directory for `torch.distributed.checkpoint.load`, new or empty, which appears atomically. `read` returns
+    the unsharded values of an entry on the CPU, one at a time. A tied tensor is written under each of its names.
     """
     import torch.distributed.checkpoint as dcp
 

@@ -3,8 +3,7 @@
 Files are written into a hidden staging directory next to the target, flushed to disk, and published by one rename. If
 the tag exists, the new data files (with unique names) are moved into it, and one rename replaces the manifest. Hence a
 manifest always belongs to complete files. The writer holds a lock. A staging directory without a locked file was left
-by a killed writer, and is removed if name and marker are shardwise's. Nothing else is touched, and no times are
-compared.
+by a killed writer, and is removed if name and marker are shardwise's. Nothing else is touched; no times are compared.
 """
 
 from __future__ import annotations
@@ -33,17 +32,14 @@ LATEST = "latest"
 DATA = re.compile(r"rank\d+of\d+-[0-9a-f]{8}\.safetensors")
 _PARTIAL = ".partial"
 _GONE = f".gone{_PARTIAL}"
-"""Suffix of a directory under removal."""
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}(?P<gone>\.gone)?\.partial", re.DOTALL)
 """Names of staging directories and of directories under removal."""
 _NEW_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}-(?P<pid>[0-9]+)-(?P<machine>[0-9a-f]{{8}})\.partial")
-"""Names of a `latest` before its rename."""
 _LOCK = "writer.lock"
 """File in a staging directory, locked by its writer, because network file systems lock files only."""
 _REPLACED = ".replaced"
 """Suffix of the second name of a replaced manifest, which shows its readers' locks."""
 _MARK = b"This directory is a draft of a checkpoint of shardwise.\n"
-"""Content of the lock file."""
 _WRITTEN = "user.shardwise.latest"
 """Extended attribute of `latest`: its content when written."""
 _NUMBER = "user.shardwise.sequence"
@@ -119,9 +115,7 @@ class StagingDirectory:
         return draft
 
     def hand_over(self) -> int | None:
-        """Return the lock's descriptor for another process, which holds the lock and owns the directory from then on.
-        The caller closes its own descriptor.
-        """
+        """Return the lock's descriptor for the process that becomes the owner; the caller closes its own."""
         lock, self._lock = self._lock, None
         return lock
 
@@ -222,9 +216,7 @@ def _lock_exclusive(path: str) -> int | None:
 
 
 def is_locked(path: str) -> bool:
-    """Return True if a process holds the lock of a file; False without the file or without locks, or possibly if
-    another machine holds it.
-    """
+    """Return True if a process holds the lock; False without the file or locks. Other machines' may be invisible."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
@@ -239,8 +231,8 @@ def is_locked(path: str) -> bool:
 
 
 class Hold:
-    """A shared lock on the manifest: while it is held, the checkpoint is not removed and its files are not replaced. A
-    manifest that is missing or cannot be locked is not held. The lock ends with `release` or the object.
+    """A shared lock on the manifest, if there is one, which prevents removal of the checkpoint and replacement of its
+    files.
     """
 
     def __init__(self, path: str) -> None:
@@ -433,9 +425,7 @@ def write_latest(parent: str, tag: str, number: int | None = None) -> None:
 
 
 def read_latest(parent: str) -> str | None:
-    """Return the tag in the first line of `latest`, or None without the file; log changes by other programs. Raises
-    CheckpointError if the file cannot be read or does not hold a tag.
-    """
+    """Return the tag in `latest`, or None without the file; log other programs' changes. Raises CheckpointError."""
     path = os.path.join(parent, LATEST)
     try:
         with open(open_to_read(path), encoding="utf-8") as file:

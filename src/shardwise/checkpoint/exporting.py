@@ -1,7 +1,5 @@
-"""Export: plain weights for other programs, from a source on disk or from an engine.
-
-Tensors are copied and converted in pieces of 8 MiB, which bounds memory. From an engine, ranks send their ranges to
-rank 0.
+"""Export: plain weights for other programs, from a source on disk or from an engine. Tensors are copied and converted
+in pieces of 8 MiB, which bounds memory. From an engine, ranks send their ranges to rank 0.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ _DTYPES: dict[Any, torch.dtype | None] = {
 }
 DISTRIBUTED = "dcp"
 _LIMIT = {"hf": "5GB", "pt": None}
-"""Default size of files: Hugging Face's, and one file."""
-
 _LABEL = "export"
 
 
@@ -60,9 +56,7 @@ def parse_export_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 @dataclass
 class Exported:
-    """Result of an export: names of the files (none for `dcp`, without fixed names), number and bytes of the tensors,
-    and warnings for readers of the files.
-    """
+    """Result of an export: files (none for `dcp`), number and bytes of tensors, warnings for readers of the files."""
 
     files: list[str] = field(default_factory=list)
     tensors: int = 0
@@ -353,8 +347,6 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
 
 @dataclass(frozen=True)
 class _Own:
-    """Elements `[start, stop)` of a range that this rank sends."""
-
     box: Region | None
     start: int
     stop: int
@@ -393,7 +385,6 @@ def _places(
     layout: Mapping[str, _Spread],
     request: ExportRequest,
 ) -> list[tuple[Entry, str | torch.Tensor]]:
-    """Return the entries to write, each with the name of its parameter, or with its buffer."""
     found: list[tuple[Entry, str | torch.Tensor]] = []
     for tensor in wanted.values():
         spec = request.conversion.spec(Spec(layout[tensor.name].dtype, tensor.shape))

@@ -23,7 +23,6 @@ _BUFFER = 4 << 20
 """Bytes of each buffer of a `DirectFile`; a multiple of every file system's block size."""
 
 _WRITTEN_AT_ONCE = 1 << 20
-"""Buffer size of Python's own file object."""
 
 
 class Output(Protocol):
@@ -49,9 +48,7 @@ def create(path: str, size: int, *, direct: bool = False, over: bool = False) ->
 
 
 def open_over(path: str) -> int:
-    """Open a file for overwriting, or create it; return its descriptor. The caller truncates the rest. Its pages in a
-    memory file system are reused, because allocating and clearing pages is most of the cost.
-    """
+    """Open or create a file for overwriting, because reusing pages is cheaper; the caller truncates the rest."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
@@ -118,8 +115,8 @@ class CachedFile:
 
 
 class DirectFile:
-    """A new file written past the page cache if the file system supports it (`direct`), else through it. One buffer is
-    filled while a thread writes the other.
+    """A new file written past the page cache if possible (`direct`): a thread writes one buffer while the other is
+    filled.
     """
 
     def __init__(self, path: str) -> None:
@@ -186,7 +183,6 @@ class DirectFile:
                 self.direct = self._pass_by(False)
 
     def _pass_by(self, wanted: bool) -> bool:
-        """Switch O_DIRECT on or off; return True if it is on."""
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         try:

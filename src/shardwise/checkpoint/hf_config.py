@@ -56,7 +56,6 @@ def _saved(config: Any, what: str) -> dict[str, bytes]:
 
 
 def _most_of(specs: Iterable[Spec]) -> torch.dtype | None:
-    """Return the floating-point dtype of most bytes."""
     sizes: Counter[torch.dtype] = Counter()
     for spec in specs:
         if spec.dtype.is_floating_point:

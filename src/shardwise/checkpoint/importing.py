@@ -28,8 +28,8 @@ Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
 
 class LoadedWeights(NamedTuple):
-    """Names that did not match: `missing` parameters and buffers, which the files lack, keep their values; the model
-    lacks `unexpected` tensors of the files.
+    """Names that did not match: `missing` parameters and buffers, which the files lack, keep their values; `unexpected`
+    are tensors of the files that the model lacks.
     """
 
     missing: list[str]
@@ -51,8 +51,7 @@ def load_weights(
     strict: bool = True,
     rename: Rename | None = None,
 ) -> LoadedWeights:
-    """Read weights that `open_source` reads, with the same `path` and `tag` on every rank, into the model. A
-    collective.
+    """Read weights that `open_source` reads, with equal `path` and `tag` on all ranks, into the model. A collective.
 
     Raises CheckpointError if names (with `strict`) or shapes do not match, or files cannot be read or differ between
     ranks. Nothing has changed then, unless an opened file became unreadable.
@@ -155,6 +154,5 @@ def _match(
 
 
 def _verify_share(model: CheckpointedModel, source: Source, matched: _Match) -> None:
-    """Compare this rank's share of the needed bytes with their checksums, if any."""
     names = sorted({name for _, name in (*matched.parameters, *matched.buffers)} | matched.others)
     source.verify(names[model.comm.rank :: model.comm.world])

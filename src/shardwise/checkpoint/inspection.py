@@ -19,8 +19,8 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 def describe(path: str, *, tag: str | None = None, tensors: bool = False) -> dict[str, Any]:
-    """Return the content of a checkpoint, a directory of checkpoints, or other weights that `open_source` reads, as
-    JSON values.
+    """Return the content of a checkpoint, a directory of checkpoints, or other weights (see `open_source`), as JSON
+    values.
 
     `what` is "checkpoint", "run" (then `checkpoints` has a short description of each) or "weights". `tag` names a
     checkpoint in a directory. `tensors` lists every tensor. Raises CheckpointError if there is none, or it is damaged.

@@ -277,10 +277,8 @@ def _contents(value: Any) -> dict[str, Any]:
 def from_plain(tag: str, plain: Any) -> Any:
     """Return the value that `to_plain` has converted.
 
-    Raises:
-        CheckpointError: its class is missing.
-        TypeError, ValueError, LookupError, ArithmeticError: the tag is unknown, or the plain values are not of the
-            kind.
+    Raises CheckpointError if its class is missing; TypeError, ValueError, LookupError or ArithmeticError for an unknown
+    tag or plain values that are not of the kind.
     """
     if tag == "$registered":
         name, content = plain

@@ -5,7 +5,7 @@ checksums. Nothing of the engine changes before this has succeeded on every rank
 name and range, from any files, into place, and unsharded and low-precision values are updated.
 
 If an engine has no optimizer state yet (a resumed job), state is read into its memory during verification, because it
-overwrites nothing, and is dropped if the checkpoint is refused. Other values are read afterwards, usually from the page
+overwrites nothing, and is dropped if the checkpoint is refused. Other values are read later, usually from the page
 cache.
 """
 

@@ -97,9 +97,7 @@ class StoredTensor:
         return StoredPart(**facts, of=self.shape, region=box)
 
     def runs(self, start: int, stop: int) -> list[tuple[Slice, Patch]]:
-        """Return the sources of elements `[start, stop)`: slices, and the patch of each, from the stored slice to
-        memory of these elements. Raises CheckpointError if some are not stored.
-        """
+        """Return (slice, patch of the slice) of elements `[start, stop)`. Raises CheckpointError if some lack."""
         return self._runs(self.shape, boxes.whole(self.shape), start, stop)
 
     def _runs(self, shape: tuple[int, ...], region: Region, start: int, stop: int) -> list[tuple[Slice, Patch]]:

@@ -1,6 +1,5 @@
-"""The manifest's file: JSON, written last; a valid manifest means a complete checkpoint.
-
-Its first line holds a checksum of the rest, which separates a damaged manifest from an invalid one.
+"""The manifest's file: JSON, written last; a valid manifest means a complete checkpoint. Its first line holds a
+checksum of the rest, which separates a damaged manifest from an invalid one.
 """
 
 from __future__ import annotations
@@ -76,9 +75,7 @@ def load(directory: str, *, read_later: bool = True) -> Manifest:
 
 
 def from_bytes(data: bytes, path: str, *, read_later: bool = True) -> Manifest:
-    """Return the manifest in the bytes of a file (`path` is for messages); see `load`. Raises CheckpointError if the
-    file is damaged or has another format number.
-    """
+    """Return the manifest in the bytes of a file; `path` is for messages. Raises CheckpointError as `load` does."""
     line, _, body = data.partition(b"\n")
     match = _FIRST_LINE.match(line)
     if match is None:

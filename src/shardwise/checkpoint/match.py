@@ -62,8 +62,6 @@ class RemoteNames:
 
 @dataclass
 class _Found:
-    """Comparison in progress; see `LoadReport`."""
-
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -233,10 +231,8 @@ def match_optimizer(
     *,
     settings: bool,
 ) -> tuple[dict[int, OptimizerStatePlan], list[str]]:
-    """Find the saved optimizer state of every trained parameter; return it with notes.
-
-    `manifest` has the model's names. With `settings` those of parameter groups are loaded too, which requires the same
-    groups.
+    """Find the saved optimizer state of every trained parameter; return it with notes. `manifest` has the model's
+    names. With `settings` those of parameter groups are loaded too, which requires the same groups.
     """
     assert model.optimizer is not None and model.update is not None
     saved = manifest.optimizer
@@ -361,7 +357,6 @@ def _check_steps(model: CheckpointedModel, states: Mapping[int, OptimizerStatePl
 
 
 def _check_complete(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], path: str) -> None:
-    """Raise if parameters lack optimizer state that the optimizer always keeps."""
     needed = set(getattr(model.optimizer, "state_names", ()))
     for index, kinds, usual in _compared(model, states, needed):
         lacks = sorted(usual - kinds if _treats_alike(model.optimizer) else needed - kinds)

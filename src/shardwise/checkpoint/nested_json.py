@@ -2,8 +2,7 @@
 
 A value that JSON lacks is an object with one key that begins with `$`: a tuple, a dictionary with numbers as keys, a
 number that is not finite (`shardwise.checkpoint.kinds` has further ones). Tensors are stored separately and referenced.
-Reading gives equal values of the same types and cannot run code. Other values are refused by name before a byte is
-written.
+Reading gives equal values of the same types and cannot run code. Other values are refused by name before writing.
 """
 
 from __future__ import annotations

@@ -105,10 +105,7 @@ def _earlier(path: str, tag: str) -> Head:
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """The checkpoints of a directory, in the order to try them, with notes on the choice.
-
-    `heads` includes the checkpoint that `latest` names even if it is missing or another library's.
-    """
+    """Checkpoints in the order to try them, with notes; `heads` has that of `latest` even if it is missing."""
 
     heads: list[Head] = field(default_factory=list)
     latest: str | None = None

@@ -56,9 +56,8 @@ _NAME = re.compile(r"(\.step[0-9]+-[0-9a-f]{8}-[0-9]+\.partial|(restored-)?step[
 
 @dataclass(frozen=True)
 class Version:
-    """The copies of one step: `name` of the directory on every node, `global_steps`, `sequence` number of the state
-    (see `shardwise.checkpoint.newest`), `world` of ranks, and for each of these the nodes that have its part
-    (`places`).
+    """The copies of one step: `name` of the directory on every node, `global_steps`, number of the state
+    (`shardwise.checkpoint.newest`), `world` of ranks, and the nodes that have the part of each.
     """
 
     name: str
@@ -75,9 +74,8 @@ class Version:
 
 @dataclass(frozen=True)
 class MemoryCopy:
-    """Costs of the last copy on this rank: `steps` are the state's `global_steps`, `seconds` blocked training,
-    `own_bytes` are this rank's part, and `held_bytes` all bytes that this rank has written, for its own and other
-    nodes.
+    """Costs of the last copy on this rank at `global_steps` `steps`: seconds of blocked training, bytes of this rank's
+    part, and bytes written for its own and other nodes.
     """
 
     steps: int
@@ -205,7 +203,7 @@ class InMemoryCheckpoints:
     # -- copying -----------------------------------------------------------------------------------------------------
 
     def copy(self, prepare: Callable[[], tuple[TrainingState, dict[str, Any]]]) -> MemoryCopy:
-        """Copy the state. A collective. `prepare` returns the state except tensors, and the manifest's `layout` and
+        """Copy the state. A collective. `prepare` returns state except tensors, and the manifest's `layout` and
         `config`.
 
         Raises:
@@ -264,7 +262,6 @@ class InMemoryCheckpoints:
         os.mkdir(draft)
 
     def _write(self, part: RankSavePlan, draft: str, steps: int, number: int, header: dict[str, Any]) -> list[int]:
-        """Write this rank's part; return the sizes of its two files."""
         size = sum(tensor.nbytes for tensor in part.tensors.values())
         try:
             facts = write_tensors(os.path.join(draft, part.file), part.tensors, over=True, fetch=part.fetch)
@@ -295,7 +292,6 @@ class InMemoryCheckpoints:
         return None if optimizer is None else type(optimizer).__name__
 
     def _transfers(self, sizes: list[list[int]]) -> list[FileTransfer]:
-        """Return the transfers of each rank's part to as many next nodes as there are replicas."""
         found = []
         for number, ranks in enumerate(self.nodes):
             for away in range(1, self.replicas + 1):
@@ -377,9 +373,9 @@ class InMemoryCheckpoints:
 
     @contextlib.contextmanager
     def assembled(self, version: Version) -> Iterator[str | None]:
-        """Assemble a version to a checkpoint for the duration of the context; yield its directory. A collective. Bytes
-        are compared with their checksums, and a damaged part is replaced by another node's copy. Yields None if all
-        copies of some part are damaged.
+        """Assemble a version to a checkpoint in the context; yield its directory, or None if all copies of some part
+        are damaged. A collective. Bytes are compared with their checksums, and a damaged part is replaced by another
+        node's copy.
         """
         places = {rank: set(nodes) for rank, nodes in version.places.items()}
         name = f"{_RESTORED}{version.name}"

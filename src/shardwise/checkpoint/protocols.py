@@ -112,9 +112,7 @@ class CheckpointedModel(Protocol):
         """Copy values that a script has changed to their owners (a collective)."""
 
     def value_runs(self) -> dict[int, list[Run]]:
-        """Return this rank's master weights, or parameters without them, by parameter. Offloaded values have memory
-        only inside of `fetch` and `iter_resident`.
-        """
+        """Return this rank's master weights (or parameters), which are resident in `fetch` and `iter_resident` only."""
 
     def materialized(self, index: int) -> AbstractContextManager[None]:
         """Context in which views of a parameter's values and state can be made, on any tier."""

@@ -1,6 +1,5 @@
-"""Publication: merging the ranks' parts to one checkpoint, in one process, without the model and without torch.
-
-Every rank has left two files in the staging directory: its tensors, and their description as JSON.
+"""Publication: merging the ranks' parts to one checkpoint, in one process, without the model and without torch. Every
+rank has left two files in the staging directory: its tensors, and their description as JSON.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ LOCK = ".lock"
 
 @dataclass(frozen=True)
 class CheckpointHeader:
-    """A checkpoint's data except the ranks' parts, as plain JSON values.
-
-    `latest` lets `latest` name it. `optimizer` is the class, or None. `created` is the time of the state in seconds
-    since 1970; an asynchronous save ends later. See also `shardwise.checkpoint.manifest.Manifest` and
-    `shardwise.checkpoint.retention.prune`.
+    """A checkpoint's data except the ranks' parts, as plain JSON (see `shardwise.checkpoint.manifest.Manifest`,
+    `shardwise.checkpoint.retention.prune`). `latest` lets `latest` name it. `optimizer` is the class, or None.
+    `created` is the time of the state in seconds since 1970; an asynchronous save ends later.
     """
 
     directory: str

@@ -188,9 +188,8 @@ class Checkpoint:
         return sorted(found)
 
     def places(self, runs: Iterable[Run]) -> tuple[list[FilePlace], list[Run]]:
-        """Divide runs into places that `verify` can fill on the way, and other runs: with places of the same bytes,
-        values that are not aligned in the file, or another order in memory. Raises CheckpointError if values are not
-        stored.
+        """Divide runs into places that `verify` can fill on the way, and other runs: of the same bytes as a place, not
+        aligned in the file, or in another order in memory. Raises CheckpointError if values are not stored.
         """
         found: list[FilePlace] = []
         rest: list[Run] = []
@@ -236,11 +235,9 @@ class Checkpoint:
         return found
 
     def verify(self, blocks: Iterable[tuple[str, int]], places: Sequence[FilePlace] = ()) -> None:
-        """Compare the bytes of (file, block) pairs with their checksums, with several threads if there are cores for
-        them.
-
-        `places`, from the method of this name, are filled before the comparison. Raises CheckpointError if a file is
-        damaged; the message names the first wrong bytes and their tensor.
+        """Compare the bytes of (file, block) pairs with their checksums, with threads if there are cores for them.
+        `places`, from the method of this name, are filled before that. Raises CheckpointError for a damaged file, with
+        the first wrong bytes and their tensor.
         """
         by_file: dict[str, list[FilePlace]] = {}
         for place in places:

@@ -24,9 +24,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Restore all generators from `capture`; the device's only if captured on its type of device. Raises
-    CheckpointError if the state is not of these generators.
-    """
+    """Restore all generators; the device's only from its type of device. Raises CheckpointError for wrong state."""
     try:
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal.tolist()), gauss))

@@ -171,9 +171,8 @@ class TensorFile:
         return begin, begin + self.specs[name].nbytes
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read `out.numel()` elements of the flattened tensor, from element `start` on, into a 1-D tensor of any dtype.
-
-        Raises CheckpointError if the tensor or range does not exist, or the file cannot be read.
+        """Read elements of the flattened tensor, from `start` on, into a 1-D tensor of any dtype. Raises
+        CheckpointError if the tensor or range does not exist, or the file cannot be read.
         """
         spec = self.specs.get(name)
         if spec is None:

@@ -35,7 +35,6 @@ from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 
 _JOB = secrets.token_hex(4)
-"""Random name of this job: rank 0's."""
 _SEEN: dict[str, tuple[str | None, int]] = {}
 """By directory: job and number of the checkpoint that `latest` named at the previous save."""
 _WARNED: set[tuple[str, str | None]] = set()
@@ -119,8 +118,8 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
 
 @contextmanager
 def staged(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> Iterator[PendingSave]:
-    """Make a staging directory, and collect this rank's part; if the block raises, the directory is removed. Raises
-    CheckpointError on all ranks if either fails.
+    """Make a staging directory, and collect this rank's part. All ranks raise if one fails, and the directory is
+    removed.
     """
     comm, what = model.comm, request.what
     draft: directory.StagingDirectory | None = None
@@ -183,7 +182,6 @@ def _warn_of_another_job(parent: str) -> None:
 
 
 def _compare_tags(request: SaveRequest, tags: Sequence[str], rank: int) -> None:
-    """Apply `checkpoint.tag_validation`, alike on every rank."""
     other = next((number for number, tag in enumerate(tags) if tag != tags[0]), None)
     if other is None or request.tag_validation == "ignore":
         return

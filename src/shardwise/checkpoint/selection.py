@@ -23,9 +23,7 @@ Patterns = str | Iterable[str]
 """One pattern of fnmatch or several: `*` is any text, dots included, `?` one character, `[ab]` one of some."""
 
 Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
-"""{name in the checkpoint: name in the model}; [(regular expression, replacement)], applied in turn as by `re.sub`; or
-a function of the name.
-"""
+"""{checkpoint's name: model's name}, [(regular expression, replacement)] in turn as `re.sub`, or a function."""
 
 
 def extra_name(module: str) -> str:
@@ -82,9 +80,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Renamed:
-    """A manifest under the model's names; slices are unchanged, because they refer to files. `names` has the new name
-    of every changed one, `unused` the rules without a match.
-    """
+    """A manifest under the model's names, the new name of every changed one, and the rules without a match."""
 
     manifest: Manifest
     names: Mapping[str, str] = field(default_factory=dict)
@@ -145,7 +141,6 @@ def _module_of(name: str, path: str) -> str:
 def _apply(
     rules: Mapping[str, str] | tuple[tuple[re.Pattern[str], str], ...] | Callable[[str], str], names: list[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the new name of every name, and the rules without a match."""
     if isinstance(rules, Mapping):
         unused = [f"rename {name!r}" for name in rules if name not in set(names)]
         return {name: rules.get(name, name) for name in names}, unused

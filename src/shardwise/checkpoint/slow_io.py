@@ -26,9 +26,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of another process of this user: letter of the kernel's process state ("" if unknown), and bytes that it
-    has written (0 if unknown).
-    """
+    """Another process of this user: kernel's letter of its state ("" if unknown), bytes written (0 if unknown)."""
 
     state: str = ""
     written: int = 0

@@ -1,6 +1,5 @@
-"""Weights on disk, in any format: tensors by name, read by range. Reading cannot run code.
-
-A format is a subclass of `Source` and a line in `shardwise.checkpoint.opening`, for export, import and inspection.
+"""Weights on disk, in any format: tensors by name, read by range. Reading cannot run code. A format is a subclass of
+`Source` and a line in `shardwise.checkpoint.opening`, for export, import and inspection.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of the model on disk; `aliases` are further names of a tied parameter.
-
-    `kind` is `parameter` or `buffer`; `parameter` in formats without the distinction. `trainable` is None if the format
-    lacks it.
+    """A tensor of the model on disk; `aliases` are further names of a tied parameter. `kind` is `parameter` (always in
+    formats without the distinction) or `buffer`; `trainable` is None if the format lacks it.
     """
 
     name: str
@@ -59,10 +56,7 @@ class SourceTensor:
 
 
 class Source(ABC):
-    """Weights opened for reading; a context manager.
-
-    `what` names the format. `excluded` are frozen parameters that were left out when the weights were saved.
-    """
+    """Weights opened for reading: the format (`what`), and frozen parameters that the save left out (`excluded`)."""
 
     what: str = ""
 
@@ -77,9 +71,7 @@ class Source(ABC):
 
     @abstractmethod
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read elements of a flattened tensor, from `start` on, into a 1-D tensor of any dtype and device. Raises
-        CheckpointError if they cannot be read.
-        """
+        """Read elements of a flattened tensor into a 1-D tensor of any dtype and device. Raises CheckpointError."""
 
     def read_part(self, name: str, box: Region | None, start: int, out: torch.Tensor) -> None:
         """Read as `read_into` from a box of a tensor, flattened; None: the entire tensor."""
@@ -111,9 +103,7 @@ class Source(ABC):
             yield start, values
 
     def verify(self, names: Iterable[str], progress: Progress | None = None) -> bool:
-        """Compare the bytes of some tensors with their checksums; return False if there are none, as in most formats.
-        Raises CheckpointError if bytes are damaged.
-        """
+        """Compare bytes with checksums; return False if the format has none. Raises CheckpointError for damage."""
         return False
 
     def by_any_name(self) -> dict[str, SourceTensor]:
@@ -211,15 +201,10 @@ def looks_interrupted(path: str) -> bool:
 
 
 def find_checkpoint(path: str, tag: str | None = None) -> str | None:
-    """Return the directory of the checkpoint at a path, or of one in a directory of checkpoints; None if there is none
-    of shardwise.
+    """Return the directory of the checkpoint at a path or in a directory of checkpoints; None without any of shardwise.
 
-    Without a `tag` it is the first complete one, in the order of `shardwise.checkpoint.newest.listing`; skipped ones
-    are logged.
-
-    Raises:
-        CheckpointPathError: a tag is given and the path is a checkpoint itself.
-        CheckpointError: there are checkpoints, but none is complete.
+    Without `tag` it is the first complete one in the order of `shardwise.checkpoint.newest.listing`; others are logged.
+    Raises CheckpointPathError for a tag and the path of a checkpoint itself, CheckpointError if none is complete.
     """
     if holds_checkpoint(path):
         if tag is not None:

@@ -2,8 +2,8 @@
 
 The format is an uncompressed zip archive (https://pytorch.org/docs/stable/notes/serialization.html): `data.pkl`
 describes the objects, and a record `data/<n>` holds the bytes of each storage. `data.pkl` is written from dtypes and
-shapes, then the records in turn. Only tensors under names are pickled: `torch.load(weights_only=True)` reads the file,
-mapped or not.
+shapes, then the records in turn. Only named tensors are pickled: `torch.load(weights_only=True)` reads the file, also
+mapped.
 """
 
 from __future__ import annotations
@@ -131,8 +131,6 @@ class _Storage:
 
 
 class _Values:
-    """Pickled in place of a tensor with its own storage."""
-
     def __init__(self, key: str, spec: Spec) -> None:
         # torch's own reduction for this dtype; storage, shape and strides are replaced.
         function, arguments = torch.empty(0, dtype=spec.dtype, device="cpu").__reduce_ex__(2)

@@ -38,9 +38,8 @@ class UnshardedTensor:
 
 
 def unsharded_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> dict[str, UnshardedTensor]:
-    """Return the parameters of all ranks to unshard, by name, in the order of the units. A collective. `exclude_frozen`
-    leaves out those that do not require a gradient on any rank. Raises CheckpointError if boxes do not partition a
-    tensor.
+    """Return all ranks' parameters to unshard, by name, in the order of the units; with `exclude_frozen` those that
+    require a gradient on some rank. A collective. Raises CheckpointError if boxes do not partition a tensor.
     """
     pairs = [pair for unit in model.units for pair in zip(unit.tensors, unit.parameters, strict=True)]
     own = [tensor for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen]
@@ -86,8 +85,7 @@ def _new_parts(model: CheckpointedModel) -> Iterator[list[HeldPart]]:
 def gathered_parameters(
     model: CheckpointedModel, wanted: Mapping[str, UnshardedTensor], *, to_first: bool = False
 ) -> Iterator[tuple[UnshardedTensor, torch.Tensor]]:
-    """Yield parameters with their unsharded values, unit by unit, on all ranks or the first only (`to_first`). A
-    collective.
+    """Yield parameters with unsharded values, unit by unit, on all ranks or the first (`to_first`). A collective.
 
     Iterate to the end. A value keeps the memory of its unit alive: drop it before the next iteration. `wanted` comes
     from `unsharded_parameters`; arguments are the same on all ranks.
@@ -262,14 +260,9 @@ def write_weights(
 ) -> None:
     """Write unsharded weights, in the dtype the module computes with, under all names. A collective.
 
-    Rank 0 writes while units are unsharded in turn. The file appears atomically and replaces an existing one.
-
-    Args:
-        name: name of the file; its suffix gives the format.
-        exclude_frozen: leave out parameters that do not require a gradient.
-        max_shard_size: bytes of tensors in one file (see `WeightFiles`); None: one file.
-
-    Raises CheckpointError on every rank if writing failed.
+    Rank 0 writes a file atomically while units are unsharded in turn; the suffix of `name` gives the format.
+    `max_shard_size` is in bytes of tensors in one file (see `WeightFiles`); None: one file. Raises CheckpointError on
+    every rank.
     """
     rank = model.comm.rank
     what = f"saving weights to {os.path.join(parent, name)}"
@@ -317,10 +310,8 @@ def load_state_dict(
     model: CheckpointedModel, values: Mapping[str, Any], *, strict: bool = True, may_lack: frozenset[str] = frozenset()
 ) -> None:
     """Load a state dict of the plain module, the same on all ranks, in full precision into master weights. A
-    collective.
-
-    `strict` requires the same names, except those that `may_lack`. Raises CheckpointError if names or shapes do not
-    match; nothing has changed then.
+    collective. `strict` requires the same names, except those that `may_lack`. Raises CheckpointError if names or
+    shapes do not match; nothing has changed then.
     """
     elsewhere = names_of_all(model)
     with collective_step(model.comm, "loading a state dict"):

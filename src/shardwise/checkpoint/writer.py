@@ -188,7 +188,6 @@ def _leave_failure(job: WriteJob, words: str) -> None:
 def _await_parts(
     job: WriteJob, on_waiting: Callable[[list[int]], object] = lambda ranks: None
 ) -> tuple[int, str] | None:
-    """Wait for the parts of all other ranks; return the first failure: rank and words."""
     waiting = set(range(1, job.world))
     failed: tuple[int, str] | None = None
     signs: dict[int, tuple[int, float]] = {}

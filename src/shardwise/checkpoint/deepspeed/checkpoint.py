@@ -503,7 +503,6 @@ class DeepSpeedCheckpoint(Checkpoint):
         return layout, wrapped
 
     def _refused(self, held: Numbered, error: CheckpointError) -> DeepSpeedLayout:
-        """Note that an optimizer's state cannot be loaded; return an empty layout."""
         self.manifest = Manifest(**{**vars(self.manifest), "optimizer": {"refused": str(error)}})
         if held.masters is not None:
             self.notes.append("parameters come from the 16-bit values of the module, because " + str(error))
@@ -574,7 +573,6 @@ class DeepSpeedCheckpoint(Checkpoint):
         self.manifest = Manifest(**{**vars(self.manifest), "optimizer": found})
 
     def _other_groups(self, layout: DeepSpeedLayout) -> str | None:
-        """Describe a group of the target with other members; None if there is none."""
         assert self._target is not None
         for number, members in enumerate(self._target.groups):
             for known in members:
@@ -628,9 +626,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         return tree
 
     def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[tuple[str, int]]:
-        """Return (file, record) of the records of the files that hold some tensors; of all files if None. `trees` add
-        none, because nested values were read when the files were opened.
-        """
+        """Return (file, record) of the files of some tensors, or of all (None); `trees` are in memory already."""
         names = set(self._opened) if tensors is None else {part.file for tensor in tensors for part in tensor.slices}
         return [(name, number) for name in sorted(names) for number in range(self._opened[name].records)]
 

@@ -48,9 +48,7 @@ def recognised(path: str) -> bool:
 
 
 def find_files(path: str) -> dict[int, Files]:
-    """Return the files of each model-parallel part of a checkpoint, by its number. Raises CheckpointError if they are
-    of an unsupported kind, or of several checkpoints.
-    """
+    """Return the files of each model-parallel part, by its number. Raises CheckpointError for unsupported kinds."""
     parts: dict[int, Files] = {}
     for name in _names(path):
         if _PIPELINE.fullmatch(name):

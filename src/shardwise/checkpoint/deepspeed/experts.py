@@ -29,9 +29,7 @@ _GROUP = re.compile(r"ep_size_(\d+)")
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """One layer, with its number in names of files, and its count of experts. A name consists of `prefix`, the number
-    of the expert, and one of `inside`.
-    """
+    """One layer of `count` experts, with its `number` in file names; names are `prefix`, expert, one of `inside`."""
 
     number: int
     prefix: str
@@ -52,16 +50,9 @@ class Holders:
 
 
 class Experts:
-    """The experts of a checkpoint.
-
-    Args:
-        files: by (layer, expert).
-        opened: opens one of them.
-        counts: `num_experts` of the model states: experts of each layer.
-
-    Attributes:
-        layers: in the order of the model.
-        values: all parameters of all experts, by the names of the model; `homes` has the file of each.
+    """The experts of a checkpoint, from `files` by (layer, expert), `opened` files, and `counts` of experts of each
+    layer (`num_experts`). `values` has all their parameters by the names of the model, `homes` the file of each,
+    `layers` is in the model's order.
     """
 
     def __init__(self, path: str, files: Mapping[tuple[int, int], str], counts: Any, opened: Mapping[str, Any]) -> None:

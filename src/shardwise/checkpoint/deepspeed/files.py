@@ -45,9 +45,7 @@ _HARMLESS: list[Any] = [
 
 
 class TorchFile:
-    """An opened file of `torch.save`: its content (tensors are on the CPU and mapped), size, and time of modification.
-    `records` counts the parts that have a checksum.
-    """
+    """An opened file of `torch.save`, with tensors on the CPU and mapped; `records` counts parts with a checksum."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -15,9 +15,7 @@ from shardwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Target:
-    """The optimizer to load into, which resolves ambiguities of the files: name of its class, and for each parameter
-    group all names of each parameter, in order, and the names of its settings.
-    """
+    """The optimizer to load into, to resolve ambiguities: for each group all names of parameters, names of settings."""
 
     optimizer: str
     groups: Sequence[Sequence[Sequence[str]]]
@@ -114,11 +112,8 @@ class Numbered:
 def names_of_numbers(
     shapes: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[list[str]]:
-    """Name the parameters of an optimizer's groups by their shapes and order only; a name is returned only if no other
-    fits.
-
-    Each group is assumed to have its parameters in the module's order, which `model.parameters()` gives; so is
-    `shapes`.
+    """Name the parameters of optimizer groups by shapes and order only; a name is returned only if no other fits. Each
+    group is assumed to have the module's order, which `model.parameters()` and `shapes` have.
 
     >>> names_of_numbers({"w": (2, 3), "b": (2,), "v": (3, 3)}, [[(2, 3), (3, 3)], [(2,)]])
     [['w', 'v'], ['b']]

@@ -166,7 +166,6 @@ def _side_by_side(name: str, shapes: Sequence[tuple[int, ...]], dimension: int) 
 
 
 def _mapped(name: str, shapes: Sequence[tuple[int, ...]], described: Any) -> Division:
-    """Return the split by an entry of `affine_map`. Raises CheckpointError if it does not fit the parts."""
     try:
         whole = tuple(int(size) for size in described["logical_shape"])
         regions = [_region(whole, shape, described["ranks"][rank]) for rank, shape in enumerate(shapes)]
@@ -202,7 +201,6 @@ def _region(whole: tuple[int, ...], shape: tuple[int, ...], described: Mapping[s
 
 
 def _box(shape: tuple[int, ...], place: Sequence[Any], sizes: Sequence[int]) -> boxes.Box:
-    """Return the box of given sizes at (offset, strides) of a tensor."""
     offset, given = int(place[0]), tuple(place[1])
     strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
     if any(own != expected and size > 1 for own, expected, size in zip(strides, given, sizes, strict=True)):

@@ -94,9 +94,7 @@ def scaler_state(scaler: Any) -> dict[str, Any] | None:
 
 
 def schedule_state(state: Any) -> Any:
-    """Return the state of a learning-rate schedule in shardwise's form. Both count alike, but before the first step
-    DeepSpeed has -1 as `last_batch_iteration`, with the rate of step 0 in force.
-    """
+    """Return a schedule's state in shardwise's form: before the first step DeepSpeed has -1 for step 0's rate."""
     if isinstance(state, Mapping) and state.get("last_batch_iteration") == -1:
         return {**state, "last_batch_iteration": 0}
     return state
@@ -163,9 +161,7 @@ def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[s
 
 
 def refusal(config: Any, entries: Collection[str], target: str) -> str | None:
-    """Return why an optimizer of class `target` cannot continue with elementwise state entries (empty: saved before the
-    first step), or None if it can.
-    """
+    """Return why class `target` cannot continue with elementwise state entries (empty before step 1), or None."""
     named = configured_optimizer(config)
     if named is not None:
         same = named.lower() == target.lower() or (named.lower() in _ADAM and target.lower() in _ADAM)
@@ -184,9 +180,7 @@ def refusal(config: Any, entries: Collection[str], target: str) -> str | None:
 def fitting_settings(
     settings: Mapping[str, Any], known: Collection[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of a parameter group that can be loaded, and those that request other behaviour. `known` are
-    names of the group's settings here; None: unknown.
-    """
+    """Return loadable settings of a group, and others that request other behaviour; `known` None: unknown."""
     kept: dict[str, Any] = {}
     left: dict[str, Any] = {}
     for name, value in settings.items():

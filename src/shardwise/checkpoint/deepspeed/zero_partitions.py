@@ -243,7 +243,6 @@ def _partition_size(held: Sequence[tuple[Opened, int]], number: int) -> int:
 
 
 def _compare_mapping(rank: Opened, number: int, found: Mapping[str, tuple[int, int]]) -> None:
-    """Compare the places with those of a rank's file; older files have none."""
     mappings = rank.content.get("param_slice_mappings")
     if mappings is None:
         return
