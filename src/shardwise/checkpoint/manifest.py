@@ -53,12 +53,15 @@ class StoredTensor:
     """One logical tensor of a checkpoint.
 
     Attributes:
-        name: name of the parameter or buffer in the model; `aliases` are further names of a tied parameter.
+        name: name of the parameter or buffer in the model.
         kind: `parameter` (master weights if there are any), `optimizer/<state key>` or `buffer`.
         shape: global shape. Optimizer state with the parameter's shape is sharded like it; other state is not sharded.
-        dtype: dtype of the stored values, as `float32`; modules compute with a parameter in `compute_dtype`.
+        dtype: dtype of the stored values, as `float32`.
         slices: places of the values. Their boxes partition the tensor, and the slices of each box the box, in order.
-        trainable, group: parameters: whether an optimizer stepped it, and index of its parameter group.
+        aliases: further names of a tied parameter.
+        trainable: parameters: whether an optimizer stepped it.
+        group: parameters: index of its optimizer parameter group.
+        compute_dtype: parameters: dtype in which the module computed with it.
         rank: buffers that differed between ranks: the rank of this value.
     """
 

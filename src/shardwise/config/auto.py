@@ -1,7 +1,7 @@
 """Choosing a value for every "auto", with the reason.
 
-"auto" may stand for any single value of the schema and for any argument of the optimizer or the schedule. A value is
-chosen from facts, else it is the default. Without facts a required value is an error that names the missing fact.
+"auto" may stand for any single value of the schema and for any argument of the optimizer or the schedule. Facts give
+the value, else it is the default; a required value without facts is an error that names the missing fact.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RULES: dict[str, Callable[[Facts], Choice]] = {
     "fp16.enabled": _precision("fp16"),
     "bf16.enabled": _precision("bf16"),
 }
-"""Keys whose value is chosen from facts; other keys take their default."""
+"""Keys with a value from facts; other keys take their default."""
 
 _SIZED = "units have the size of the model's blocks; no number is needed"
 REASONS: dict[str, str] = dict.fromkeys(

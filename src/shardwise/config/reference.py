@@ -1,7 +1,5 @@
-"""The tables of all keys, made from the schema, for the documentation.
-
-`python -m shardwise.config.reference docs/reference/configuration-keys.md` replaces the text between the two marker
-lines of the file. A test compares the file with the schema.
+"""The tables of all keys, made from the schema, for the documentation; a test compares the page with the schema.
+`python -m shardwise.config.reference docs/reference/configuration-keys.md` replaces the text between two marker lines.
 """
 
 from __future__ import annotations
@@ -137,16 +135,12 @@ def _unbuilt(path: tuple[str, ...]) -> bool:
 
 
 def update(text: str) -> str:
-    """Return a page with the table between the markers replaced. Raises ValueError if the page does not have both
-    markers in this order.
-    """
+    """Return a page with a new table between the markers. Raises ValueError without both markers in this order."""
     return fill(text, table(), BEGIN, END)
 
 
 def fill(text: str, content: str, begin: str, end: str) -> str:
-    """Return a page with the text between two markers replaced. Raises ValueError if the page does not have both
-    markers in this order.
-    """
+    """Return a page with new text between two markers. Raises ValueError without both markers in this order."""
     before, first, rest = text.partition(begin)
     _, second, after = rest.partition(end)
     if not first or not second:
