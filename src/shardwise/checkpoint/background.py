@@ -54,13 +54,9 @@ _LOOK_S = 1.0
 
 @dataclass
 class SaveReport:
-    """One asynchronous save on this rank, in seconds and bytes.
-
-    Attributes:
-        waited, blocked: waiting for the previous save (back-pressure); duration of `save_checkpoint` without that.
-        size: bytes that this rank writes; 0 until they are written.
-        written: writing after that, on rank 0 until publication; None before its end.
-        error: reason of a failure, or None.
+    """One asynchronous save on this rank, in seconds and bytes: time `waited` for the previous save (back-pressure) and
+    `blocked` in `save_checkpoint` without that; `size` that this rank writes, 0 until it is `written` in the time after
+    that (on rank 0 until publication; None before its end); reason of a failure, or None.
     """
 
     path: str
@@ -277,15 +273,11 @@ class _ProgressWatch:
 class Background:
     """Asynchronous saves of one rank: shared memory and a writer process, which the first save creates.
 
-    Methods are local to the rank unless their docstring says "collective".
-
-    Args:
-        local_ranks: number of ranks on this machine.
-        resized: called with the change of the shared memory in bytes.
-        on_saved: called on a separate thread with the report of each successful save.
-        limit: seconds without progress, plus the time of writing on a very slow disk, before the process is killed and
-            the save fails. On rank 0 looking at other ranks' files is progress, because their own ranks watch the
-            writers.
+    Methods are local to the rank unless their docstring says "collective". `local_ranks` are on this machine. `resized`
+    is called with the change of the shared memory in bytes, `on_saved` on a separate thread with the report of each
+    successful save. `limit` counts seconds without progress, plus the time of writing on a very slow disk, before the
+    process is killed and the save fails. On rank 0 looking at other ranks' files is progress, because their own ranks
+    watch the writers.
     """
 
     def __init__(
@@ -458,7 +450,6 @@ _living: weakref.WeakSet[Background] = weakref.WeakSet()
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Finish pending saves at exit of the interpreter; errors are logged."""
     for background in list(_living):
         if background.pending and background.report is not None:
             logger.info("%s: waiting until this checkpoint is written", background.report.path)

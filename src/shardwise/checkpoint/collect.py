@@ -40,12 +40,9 @@ class TrainingState:
 class RankSavePlan:
     """One rank's part of a checkpoint: tensors for its file, and JSON for the manifest.
 
-    `fetch` makes offloaded tensors readable, and with `check_finite` looks for values that are infinite or NaN. Buffers
-    are not checked, because masks are infinite.
-
-    Attributes:
-        not_finite: fetched parameters and optimizer states with such values.
-        runs: names of the tensors that are ranges of values and of optimizer states, where they are stepped.
+    `fetch` makes offloaded tensors readable, and with `check_finite` records trained parameters and optimizer states
+    with infinite or NaN values in `not_finite`. Buffers are not checked, because masks are infinite. `runs` are the
+    names of tensors that are ranges of values and of optimizer states, where they are stepped.
     """
 
     def __init__(self, file: str, fetch: Fetch = in_place, *, check_finite: bool = False) -> None:
@@ -105,9 +102,7 @@ class RankSavePlan:
             self._trained[key] = f"{tensor.kind} {tensor.name}"
 
     def fetch(self, tensors: Sequence[tuple[str, torch.Tensor]], use: Callable[[Sequence[str]], None]) -> None:
-        """Fetch and use tensors of the file, some at a time (see `Fetch`). Values are checked while they are readable,
-        because another fetch may take as long as writing.
-        """
+        """Fetch and use tensors, some at a time; values are checked then, because another fetch is slow."""
 
         def look_and_use(keys: Sequence[str]) -> None:
             self._look([key for key in keys if key in self._trained])
@@ -229,9 +224,7 @@ def local_inventory(model: CheckpointedModel) -> dict[str, Any]:
 
 
 def add_replicated(part: RankSavePlan, model: CheckpointedModel, inventories: list[dict[str, Any]]) -> None:
-    """Add replicated state from the `local_inventory` of all ranks: the first rank that has it writes it; of buffers,
-    also ranks with other values.
-    """
+    """Add replicated state: the first rank that has it writes it; of buffers, also ranks with other values."""
     rank, before = model.comm.rank, inventories[: model.comm.rank]
     names = buffer_names(model.module)
     for name, buffer in buffers(model.module):

@@ -50,14 +50,8 @@ def convert(
 ) -> str:
     """Write an opened checkpoint in shardwise's format to `<target>/<tag>/`, and let `latest` name it; return its path.
 
-    All bytes are first compared with their checksums. Tensors are then copied one at a time. The directory appears
-    atomically.
-
-    Args:
-        target: directory of checkpoints; created if needed.
-        tag: name of the new one.
-        optimizer: class of the optimizer that will continue, as `AdamW`; None: found from the state.
-        with_optimizer: copy the optimizer's state.
+    All bytes are first compared with their checksums, then tensors are copied one at a time. The directory appears
+    atomically. `optimizer` is the class of the optimizer that will continue, as `AdamW`; None: found from the state.
 
     Raises:
         CheckpointError: the checkpoint is damaged, the optimizer's class is ambiguous, or writing failed.
@@ -109,7 +103,6 @@ def _optimizer(saved: Checkpoint, name: str | None) -> dict[str, Any] | None:
 
 
 def _trees(saved: Checkpoint, part: RankSavePlan, optimizer: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the manifest's trees as JSON, after adding their tensors to the part."""
     old = saved.manifest
     if optimizer is not None:
         optimizer = {

@@ -33,7 +33,6 @@ DATA = re.compile(r"rank\d+of\d+-[0-9a-f]{8}\.safetensors")
 _PARTIAL = ".partial"
 _GONE = f".gone{_PARTIAL}"
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}(?P<gone>\.gone)?\.partial", re.DOTALL)
-"""Names of staging directories and of directories under removal."""
 _NEW_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}-(?P<pid>[0-9]+)-(?P<machine>[0-9a-f]{{8}})\.partial")
 _LOCK = "writer.lock"
 """File in a staging directory, locked by its writer, because network file systems lock files only."""

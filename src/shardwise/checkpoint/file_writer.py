@@ -39,9 +39,7 @@ class Output(Protocol):
 
 
 def create(path: str, size: int, *, direct: bool = False, over: bool = False) -> Output:
-    """Create a file of `size` bytes, which must not exist unless it is overwritten in place (`over`). `direct` writes
-    past the page cache if the file system supports it and the file is large.
-    """
+    """Create a file of `size` bytes, new unless `over` (in place); large ones bypass the page cache with `direct`."""
     if direct and size >= LARGE and not over:
         return DirectFile(path)
     return CachedFile(path, size, over=over)

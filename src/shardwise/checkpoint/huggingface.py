@@ -33,8 +33,6 @@ _NAMES = (
     "pytorch_model.bin.index.json",
     "adapter_model.bin",
 )
-"""File names in a directory, in order of preference."""
-
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which scripts save a state dict."""
 

@@ -119,7 +119,6 @@ def _optimizer(found: Manifest) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting for people: a tuple or 0-d tensor of the manifest without its wrapping."""
     if isinstance(value, dict) and len(value) == 1:
         (key, inner), *_ = value.items()
         if key == "$tuple":

@@ -102,15 +102,11 @@ def find(
     opened: Callable[[str], Checkpoint] = Checkpoint,
     check: Callable[[Checkpoint], None] = lambda saved: None,
 ) -> tuple[Checkpoint, LoadPlan] | None:
-    """Choose, open, match and verify a checkpoint. A collective.
+    """Choose, open, match and verify a checkpoint; return it with its plan for `read`, or None without a tag and
+    checkpoints. A collective.
 
-    Args:
-        tag: tag of a checkpoint; None: the first complete one, in the order of `shardwise.checkpoint.newest.listing`.
-        opened: opens the checkpoint at a path.
-        check: raises a CheckpointError if state outside of the model cannot continue from a checkpoint.
-
-    Returns:
-        The verified checkpoint, and its plan for `read`; None if `tag` is None and there is no checkpoint.
+    Without a tag it is the first complete one, in the order of `shardwise.checkpoint.newest.listing`. `check` raises a
+    CheckpointError if state outside of the model cannot continue from a checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is missing, incomplete, damaged, or of another model.
@@ -163,7 +159,6 @@ def _try(
     opened: Callable[[str], Checkpoint],
     check: Callable[[Checkpoint], None],
 ) -> tuple[Checkpoint, LoadPlan] | CheckpointError:
-    """Open, match and verify one checkpoint; return the error if it is incomplete or damaged."""
     saved: Checkpoint | None = None
     matched: LoadPlan | None = None
     try:
@@ -438,7 +433,6 @@ class _StateMaker:
         self._held = model.value_runs()
 
     def make(self, indices: Collection[int]) -> list[Run]:
-        """Allocate the state of some parameters, once; return its runs to read into."""
         update, optimizer = self._model.update, self._model.optimizer
         assert update is not None and optimizer is not None
         runs: list[Run] = []

@@ -285,9 +285,8 @@ def _agreed(tensor: StoredTensor) -> tuple[Any, ...]:
 
 
 def in_order(tensors: Iterable[StoredTensor], orders: Iterable[Sequence[str]]) -> list[StoredTensor]:
-    """Return tensors by kind, then in the order of the parameters on all ranks (`orders`). If ranks have different
-    parameters, as pipeline stages do, names give the order, with numbers as numbers. The number of ranks does not
-    change it.
+    """Return tensors by kind, then in the parameters' order of all ranks (`orders`), or if ranks differ (pipeline
+    stages) by name, with numbers as numbers. The number of ranks does not change it.
     """
     known = set(map(tuple, orders))
     places = {name: place for place, name in enumerate(known.pop())} if len(known) == 1 else {}

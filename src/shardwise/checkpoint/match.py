@@ -317,7 +317,6 @@ def _compare_groups(
 
 
 def _compare_settings(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], path: str) -> None:
-    """Raise if a setting of a parameter group has another type than this engine's."""
     for number, (group, tree) in enumerate(zip(groups, saved, strict=False)):
         found = nested_json.decode(
             tree, lambda reference: torch.zeros((), device="cpu")

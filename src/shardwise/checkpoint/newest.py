@@ -39,13 +39,10 @@ _FACT = {
 
 @dataclass(frozen=True)
 class Head:
-    """Ordering keys, from the first lines of a manifest.
-
-    Attributes:
-        sequence: number of its state; 0 in manifests of earlier versions, -1 if the manifest cannot be read.
-        steps: `global_steps`; only if `sequence` is 0.
-        latest, finite: whether `latest` was to name it; whether its values are finite, or not checked.
-        job, copy: random name of the job, and number of the copy in memory of the same state, or None.
+    """Ordering keys, from the first lines of a manifest. `sequence` is the number of the state; 0 in manifests of
+    earlier versions, which have `steps` (`global_steps`), and -1 if the manifest cannot be read. `latest` was to name
+    it or not; `finite` is True if values were not checked. `job` is a random name of the job, `copy` the number of the
+    copy in memory of the same state, or None.
     """
 
     tag: str

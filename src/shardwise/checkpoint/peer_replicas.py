@@ -148,20 +148,11 @@ def make_own(directory: str) -> None:
 class InMemoryCheckpoints:
     """Copies of one engine's state, and their recovery. All methods are collectives.
 
-    Args:
-        directory: directory of this node's copies, used by no other engine; created if needed.
-        every: steps between two copies.
-        replicas: number of other nodes that get a rank's part; the attribute is the effective number.
-        hold: accounts send buffers.
-        numbers: numbers of the engine's states.
-
-    Attributes:
-        nodes: the ranks of each node.
-        run: name of the run; another run with the same directory does not resume from its copies.
-        check_finite: refuse to copy values that are infinite or NaN.
-        last: costs of the last copy, or None.
-
-    Raises CheckpointError if the directory cannot be used on some rank.
+    `directory` of this node's copies is created if needed, and used by no other engine. A copy is made `every` steps
+    and sent to `replicas` other nodes (the attribute is their effective number). `hold` accounts send buffers. `nodes`
+    has the ranks of each node. Another `run` with the same directory does not resume from the copies. `check_finite`
+    refuses to copy infinite or NaN values. `last` has the costs of the last copy, or None. Raises CheckpointError if
+    some rank cannot use the directory.
     """
 
     def __init__(
@@ -519,7 +510,6 @@ class InMemoryCheckpoints:
         return transfers, origin
 
     def _damaged(self, target: str, world: int, ranks: list[int]) -> list[tuple[int, str]]:
-        """Verify this rank's share of its node's files; return damaged parts with the reason."""
         members = self.nodes[self.node]
         place = members.index(self._comm.rank)
         found = []

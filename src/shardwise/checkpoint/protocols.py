@@ -118,9 +118,7 @@ class CheckpointedModel(Protocol):
         """Context in which views of a parameter's values and state can be made, on any tier."""
 
     def owned_ranges(self) -> dict[int, list[tuple[int, int]]]:
-        """Return the elements of each parameter that this rank saves; over all ranks each exactly once. Ranks with the
-        same box of a logical tensor have the same parameter; other boxes are other elements.
-        """
+        """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
 
     def parts_of(self, index: int) -> Sequence[HeldPart]:
         """Return the boxes of tensors that ranks have at the position of this rank's parameter in the units, each once,

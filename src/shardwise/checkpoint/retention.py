@@ -37,16 +37,12 @@ def prune(
     *,
     finite: bool = True,
 ) -> list[str]:
-    """Remove checkpoints of the published tag's series, except the newest and those at a multiple of some steps.
+    """Remove checkpoints of the published tag's series, except the `keep_last` newest, this one included (None: all),
+    and those at a multiple of `keep_every` steps (None: none). Return notes on removed ones and failed removals.
 
     Never removed: the checkpoint that `latest` names, the newest with finite values, one that is being read or written,
-    one that is incomplete or damaged, other directories, and links. Failed removals are repeated next time. Returns
-    notes on both.
-
-    Args:
-        keep_last: number of newest ones that are kept, this one included; None: all.
-        keep_every: multiples of this number of steps are kept as well; None: none.
-        finite: whether the values of the published checkpoint are finite.
+    one that is incomplete or damaged, other directories, and links. Failed removals are repeated next time. `finite`
+    describes the published checkpoint.
     """
     own = series(tag)
     if keep_last is None or own is None or own[1] != counters.get("global_steps"):

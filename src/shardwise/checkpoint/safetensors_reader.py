@@ -94,9 +94,7 @@ class Spec:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, writable; valid while the tensor lives. `numpy()` is not used,
-    because it would forbid resizing the storage and thus resharding parameters.
-    """
+    """Return a contiguous CPU tensor's memory, writable; `numpy()` would forbid resizing the storage (resharding)."""
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
@@ -171,9 +169,7 @@ class TensorFile:
         return begin, begin + self.specs[name].nbytes
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read elements of the flattened tensor, from `start` on, into a 1-D tensor of any dtype. Raises
-        CheckpointError if the tensor or range does not exist, or the file cannot be read.
-        """
+        """Read elements from `start` on into a 1-D tensor of any dtype. Raises CheckpointError if that fails."""
         spec = self.specs.get(name)
         if spec is None:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")

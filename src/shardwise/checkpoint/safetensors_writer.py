@@ -72,13 +72,11 @@ def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = No
 
 
 class TensorWriter:
-    """Writes one file of tensors with known dtypes and shapes.
+    """Writes one file of tensors with known dtypes and shapes (`specs`): in `file_order` with `checksums`, in any order
+    without.
 
-    Args:
-        path: file to create; it must not exist unless it is overwritten in place (`over`).
-        specs: the tensors, written in `file_order` with `checksums`, and in any order without.
-        metadata: strings for the header.
-        direct: write past the page cache if the file system supports it and tensors are written in order.
+    `path` must not exist unless it is overwritten in place (`over`). `metadata` are strings for the header. `direct`
+    writes past the page cache if the file system supports it and tensors are written in order.
     """
 
     def __init__(

@@ -38,8 +38,6 @@ _JOB = secrets.token_hex(4)
 _SEEN: dict[str, tuple[str | None, int]] = {}
 """By directory: job and number of the checkpoint that `latest` named at the previous save."""
 _WARNED: set[tuple[str, str | None]] = set()
-"""Directories, and other jobs that save there, after their warning."""
-
 _MOST_NAMES = 20
 """Maximum number of not finite values named in the manifest."""
 

@@ -83,14 +83,11 @@ class _File:
 
 
 class WeightFiles:
-    """Writes the weights of one model into a directory.
+    """Writes the weights of one model (`entries`, in the order of writing) into a directory, created if needed.
 
-    Args:
-        parent: the directory; created if needed.
-        entries: the tensors, in the order in which they will be written.
-        name: name of a single file; its suffix gives the format. Several have `-00001-of-00002` in it.
-        max_shard_size: bytes of tensors in one file, unless a single tensor is larger; None: one file.
-        overwrite: replace existing weights of this name.
+    The suffix of `name`, that of a single file, gives the format; several files have `-00001-of-00002` in it.
+    `max_shard_size` is in bytes of tensors in one file, unless a single tensor is larger; None: one file. `overwrite`
+    replaces existing weights.
     """
 
     def __init__(

@@ -35,14 +35,9 @@ _STEP = 1 << 16
 class Snapshot:
     """Memory of one rank for one snapshot at a time; pinned for a CUDA device if the system allows it.
 
-    Args:
-        device: device of the state.
-        local_ranks: number of ranks on this machine, which share its memory.
-        resized: called with the change of the memory in bytes.
-
-    Attributes:
-        descriptor, size: descriptor of the mapped file, for the writer process, and its bytes.
-        copied: event after the copies of the last `take`; None: they were made at once.
+    `device` has the state. `local_ranks` of this machine share its memory. `resized` is called with the change of the
+    memory in bytes (`size`). `descriptor` is that of the mapped file, for the writer process. `copied` is the event
+    after the copies of the last `take`; None: they were made at once.
     """
 
     def __init__(

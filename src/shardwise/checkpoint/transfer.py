@@ -145,7 +145,6 @@ class _Reading(_End):
         return cast(BinaryIO, open(path, "rb", buffering=0))
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
-        """Return the bytes to send now, and the number of bytes for each rank."""
         sizes, count = [0] * world, self._count(begin)
         if count:
             assert self.transfer is not None
@@ -194,7 +193,6 @@ class _Writing(_End):
         return cast(BinaryIO, open(descriptor, "wb", buffering=0))
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
-        """Return the buffer for arriving bytes, and the number of bytes from each rank."""
         sizes, self._taken = [0] * world, self._count(begin)
         if self._taken:
             assert self.transfer is not None

@@ -64,11 +64,10 @@ NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 
 @dataclass(frozen=True)
 class WriteJob:
-    """One save, for the process of one rank.
+    """One save, for the process of one rank, in the `StagingDirectory` of `parent`, `tag` and `token`.
 
     Attributes:
-        parent, tag, token: identify the staging directory; see `shardwise.checkpoint.directory.StagingDirectory`.
-        ends: offsets in the shared memory: end of this rank's file, of its part as JSON, and on rank 0 of the header as
+        ends: offsets in the shared memory: end of this rank's file, of its part as JSON, on rank 0 of the header as
             JSON.
         memory: bytes of the shared memory.
         unseen: ranks with locks that rank 0 does not see.
@@ -97,13 +96,9 @@ class WriteJob:
 
 @dataclass
 class Outcome:
-    """Outcome of one save, with the token of its job.
-
-    Attributes:
-        error, origin: reason of the failure, and the rank of it; None: this rank's part is written, and on rank 0 the
-            checkpoint is published.
-        notes: notes on older checkpoints.
-        size, seconds: bytes of this rank's file; time since the snapshot.
+    """Outcome of the save of a job's token. `error` is the reason of the failure on rank `origin`; None: this rank's
+    part is written, and on rank 0 the checkpoint is published. `notes` are on older checkpoints. `size` is in bytes of
+    this rank's file, `seconds` count from the snapshot.
     """
 
     token: str
@@ -124,11 +119,9 @@ def perform(
 ) -> Outcome:
     """Write this rank's part, and on rank 0 publish when all ranks have written theirs.
 
-    Args:
-        part_lock: descriptor of this rank's lock; closed as soon as its part is written or has failed.
-        draft_lock: rank 0: descriptor of the staging directory's lock.
-        watchdog: sends heartbeats.
-        on_waiting: called about every second with ranks of missing parts.
+    `part_lock` is the descriptor of this rank's lock, closed as soon as its part is written or has failed;
+    `draft_lock`, on rank 0, that of the staging directory's. `watchdog` sends heartbeats. `on_waiting` gets the ranks
+    of missing parts about every second.
     """
     begun = time.monotonic()
     outcome = Outcome(job.token, origin=job.rank, size=job.ends[0])

@@ -116,7 +116,6 @@ def _argument(path: Path, found: Scan, facts: Facts) -> _Chosen | str:
 
 
 def _arguments(section: str, found: Scan) -> dict[str, Key] | None:
-    """Return the arguments of the configured class; None if its name is unknown, which other checks report."""
     kind = found.data[section].get("type")
     if not isinstance(kind, str):
         return None

@@ -31,8 +31,8 @@ class ResolvedBatch:
 
 
 def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: Document) -> ResolvedBatch | Problem:
-    """Fill in the missing batch keys of a validated configuration, or return the problem. `facts` has the caller's
-    numbers for keys that are absent or "auto". `found` and `document` are for messages.
+    """Fill in the missing batch keys, or return the problem; `facts` has the caller's numbers for absent or "auto"
+    keys.
     """
     train, micro, steps = (
         config.train_batch_size,

@@ -15,7 +15,6 @@ from .schema.root import Config
 from .schema_index import Key, keys_of, raw_json_schema, walk
 
 _PASSWORD = re.compile(r"(://)[^/@\s]*:[^/@\s]*@")
-"""User and password in an address, such as `mlflow.tracking_uri`."""
 
 
 class KeyRow(NamedTuple):

@@ -21,11 +21,9 @@ _MOST_BITS = 1023
 
 @dataclass(frozen=True)
 class Document:
-    """A configuration as written, with its origin.
+    """A configuration (`data`) as written, with its origin for messages, such as `ds_config.json` or `the config dict`.
 
     Attributes:
-        data: the JSON object.
-        origin: name for messages, such as `ds_config.json` or `the config dict`.
         lines: line of each key, empty for a dictionary.
         extensions: text on used extensions of standard JSON, or None.
         written: the JSON object before keys without effect were removed; None: none was removed.

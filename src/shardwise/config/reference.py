@@ -105,7 +105,6 @@ def _row(path: tuple[str, ...], key: Key, skip: int) -> str:
 
 
 def _type(key: Key) -> str:
-    """Return the values that a key accepts, in short; "or null" is left out if null is the default."""
     text = expected(key)
     if not key.field.is_required() and key.default is None:
         text = text.removesuffix(" or null")
@@ -127,7 +126,6 @@ def _default(key: Key) -> str:
 
 
 def _unbuilt(path: tuple[str, ...]) -> bool:
-    """Return True if the key, or the switch of its section, requests a feature that this version lacks."""
     dots = ".".join(path)
     sections = [entry.path.removesuffix(".enabled").removesuffix(".deepcompile") for entry in UNSUPPORTED]
     sections += _PARAMETERS

@@ -244,7 +244,6 @@ _GENERAL = frozenset(
         "dtype",
     ]
 )
-"""Names too general to identify a key."""
 
 
 def _elsewhere(name: str) -> tuple[str, ...]:

@@ -74,7 +74,6 @@ def _switched_off(key: Key, value: Any) -> str:
 
 
 def _holds_anyway(path: tuple[str, ...], config: Config) -> bool:
-    """Return True if keys of a section have an effect although it is switched off."""
     if path == ("activation_offload",):
         return config.activation_checkpointing.cpu_checkpointing
     if path == ("anomaly_watch",):  # the limit of rewinds

@@ -135,7 +135,7 @@ _SHOWN = 80
 
 
 def _shortened(value: Any, depth: int = 3) -> Any:
-    """Return a value shortened for messages, because a huge one is slow to print."""
+    """Shorten a value for messages, because a huge one is slow to print."""
     if isinstance(value, str):
         return value[:_SHOWN]
     if isinstance(value, int) and value.bit_length() > 8 * _SHOWN:

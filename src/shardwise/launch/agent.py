@@ -45,7 +45,6 @@ _ENDED_ON = {
     128 + int(sig): sig
     for sig in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 }
-"""Exit codes of processes that ended in order after a signal."""
 
 
 class EndedOnRequest(Exception):
@@ -120,15 +119,11 @@ class LocalRendezvousHandler(RendezvousHandler):
 class Agent(SimpleElasticAgent):
     """Runs the attempts of a job until one succeeds or none is left.
 
-    Args:
-        spec: number of workers and restarts.
-        open_attempt: builds an attempt from its number and its workers' variables by rank.
-        grace: seconds between the first signal and SIGKILL; None: `GRACE_S` or `SAVING_GRACE_S`.
-        say: prints one line for the user.
-        scratch: private directory for the recovery report of a restarted rank.
-        least: minimum number of workers when slots are left out; None: no slot is left out.
-
-    `slots` are the initial slots that still have a worker, in rank order.
+    `spec` has the number of workers and restarts; `open_attempt` builds an attempt from its number and its workers'
+    variables by rank. `grace` are the seconds between the first signal and SIGKILL; None: `GRACE_S` or
+    `SAVING_GRACE_S`. `say` prints one line for the user. `scratch` is a private directory for the recovery report of a
+    restarted rank. `least` is the minimum number of workers when slots are left out; None: none is. `slots` are the
+    initial slots that still have a worker.
     """
 
     def __init__(

@@ -344,7 +344,6 @@ def connect(comm: Communicator) -> Pairs:
 
 
 def _streams(comm: Communicator) -> Iterator[dict[str, Any]]:
-    """Stream bytes between rank 0 and each other rank, one pair after the other."""
     links = connect(comm)
     limit = time.monotonic() + comm.timeout.total_seconds()
     try:

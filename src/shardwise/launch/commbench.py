@@ -147,7 +147,6 @@ def _start(wanted: CommWanted) -> int:
 
 
 def _fitting(wanted: CommWanted, nproc: int) -> CommWanted:
-    """Check that memory suffices for the sizes, or compute the size from `share`."""
     from dataclasses import replace
 
     import torch

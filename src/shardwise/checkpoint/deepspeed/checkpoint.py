@@ -465,7 +465,6 @@ class DeepSpeedCheckpoint(Checkpoint):
     def _stage_0(
         self, first: str, model: Mapping[str, Any], whole: Sequence[StoredTensor], experts: Experts, files: Files
     ) -> tuple[DeepSpeedLayout, Any]:
-        """Return the optimizer state of stage 0, if its parameters can be named."""
         wrapped = model["optimizer"]
         if wrapped is None:
             return DeepSpeedLayout(), None

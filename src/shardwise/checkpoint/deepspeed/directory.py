@@ -20,12 +20,9 @@ _PIPELINE = re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt")
 
 @dataclass
 class Files:
-    """File names of one model-parallel part of a checkpoint; usually there is one part.
-
-    Attributes:
-        shared: the file of model states that all ranks share; None at stage 3.
-        model, optimizer: files of model states by rank, at stage 3; of optimizer states by rank, at stages 1 to 3.
-        experts, expert_optimizer: files of experts, by (layer, number); of their optimizer states by rank, at stage 0.
+    """File names of one model-parallel part of a checkpoint; usually there is one part. `shared` is the file of model
+    states of all ranks, which stage 3 has by rank (`model`). `optimizer` has files of optimizer states by rank, at
+    stages 1 to 3. `experts` are by (layer, number), their optimizer states by rank, at stage 0.
     """
 
     shared: str | None = None

@@ -1,14 +1,12 @@
-"""Merging model-parallel parts: the box of a parameter in each file of `mp_rank_XX`.
+"""Merging model-parallel parts: the box of a parameter in each file of `mp_rank_XX`, which is a checkpoint of a smaller
+model.
 
-The files of one `mp_rank_XX` are a checkpoint of a smaller model. The split of a parameter is taken from
-
-    affine_map   in `universal_checkpoint_info`, which DeepSpeed writes for models that it has split itself: the place
-                 of each run of a part in the unsplit tensor, fused parameters too
-    patterns     in `universal_checkpoint_info`, which other libraries write: parameters split by input features,
-                 replicated ones, and else the first dimension
-    the engine   to load into, if its tensor-parallel size is the same; and shapes, if every part has the unsplit shape
-
-Otherwise an error is raised, because shapes do not show whether a parameter is fused (query, key and value).
+The split of a parameter is taken from `universal_checkpoint_info`: from `affine_map`, which DeepSpeed writes for models
+that it has split itself, with the place of each run of a part in the unsplit tensor, fused parameters too; or from
+patterns of other libraries for parameters split by input features, replicated ones, and else the first dimension.
+Without these it is taken from the engine to load into, if its tensor-parallel size is the same, or from shapes, if
+every part has the unsplit shape. Otherwise an error is raised, because shapes do not show whether a parameter is fused
+(query, key and value).
 """
 
 from __future__ import annotations

@@ -41,13 +41,10 @@ class DeepSpeedPiece:
 
 @dataclass
 class DeepSpeedLayout:
-    """All trained parameters of a checkpoint with their shapes, groups and optimizer state.
-
-    Attributes:
-        pieces: by name and kind (`parameter`, `optimizer/<entry>`), in order.
-        values: for each parameter the state entries with one value, such as step counts.
-        settings: settings of each parameter group.
-        dropped: descriptions of state entries that cannot be loaded.
+    """All trained parameters of a checkpoint with their shapes, groups and optimizer state. `pieces` are by name and
+    kind (`parameter`, `optimizer/<entry>`), in order. `values` has each parameter's state entries with one value, such
+    as step counts. `settings` are those of each parameter group. `dropped` describes state entries that cannot be
+    loaded.
     """
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -160,11 +157,9 @@ def flat_partitions(
 ) -> DeepSpeedLayout:
     """Return the layout of files of stages 1 and 2, in rank order.
 
-    Args:
-        shapes: `param_shapes`: for each group, shapes by name in the order of its flat buffer.
-        holders: for each group the ranks of each of its copies, which are other parameters.
-        reordered: `round_robin_gradients` was on: buffers are in the order of `param_shapes`, and
-            `param_slice_mappings` has the names of the other order.
+    `shapes` is `param_shapes`: for each group, shapes by name in the order of its flat buffer. `holders` are for each
+    group the ranks of each of its copies, which are other parameters. `reordered`: `round_robin_gradients` was on,
+    buffers are in the order of `param_shapes`, and `param_slice_mappings` has the names of the other order.
     """
     layout = DeepSpeedLayout()
     bases = [_base_state(rank) for rank in ranks]

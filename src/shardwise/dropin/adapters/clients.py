@@ -180,7 +180,6 @@ def _patch_lightning_save(module: Any) -> None:
 
 
 def _state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state dict; resharded parameters raise only when used."""
     found = module.state_dict(keep_vars=True)
     return {
         name: value.detach() if isinstance(value, torch.Tensor) and not released.is_released(value) else value
@@ -196,7 +195,6 @@ def _set_backend() -> None:
 
 
 def _state(name: str) -> dict[str, Any]:
-    """Return the shared attributes of a class of `accelerate.state`; empty if it is not imported."""
     return getattr(getattr(sys.modules.get("accelerate.state"), name, None), "_shared_state", {})
 
 

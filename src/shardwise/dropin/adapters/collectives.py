@@ -87,8 +87,6 @@ def has_coalescing_manager() -> bool:
 
 
 class _All:
-    """Several collectives with one `wait`."""
-
     def __init__(self, works: list[Any]) -> None:
         self._works = works
 

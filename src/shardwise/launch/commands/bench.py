@@ -138,14 +138,9 @@ def comm(
 
 @dataclass(frozen=True)
 class Wanted:
-    """Options of the disk benchmark.
-
-    Attributes:
-        directory: a directory on the disk.
-        size: bytes of the file; None: `most`, or less if there is little space.
-        blocks, depths, threads, rounds: settings, and passes of each.
-        read, write: directions to measure.
-        file: JSON output file, or None.
+    """Options of the disk benchmark of a directory's disk. `size` is in bytes of the file; None: `most`, or less if
+    there is little space. `blocks`, `depths` and `threads` are settings, with `rounds` passes of each. `file` is the
+    JSON output file, or None.
     """
 
     directory: str
