@@ -54,9 +54,9 @@ _LOOK_S = 1.0
 
 @dataclass
 class SaveReport:
-    """One asynchronous save on this rank, in seconds and bytes: time `waited` for the previous save (back-pressure) and
-    `blocked` in `save_checkpoint` without that; `size` that this rank writes, 0 until it is `written` in the time after
-    that (on rank 0 until publication; None before its end); reason of a failure, or None.
+    """One asynchronous save on this rank, in seconds and bytes. The caller `waited` for the previous save
+    (back-pressure), then was `blocked` in `save_checkpoint`. `size` is 0 until written. `written` is the time of
+    writing after that, on rank 0 until publication; None before its end. `error` is the reason of a failure, or None.
     """
 
     path: str
@@ -520,7 +520,7 @@ def await_all(comm: Communicator, background: Background) -> list[tuple[str | No
 
 
 def settle(comm: Communicator, background: Background) -> float:
-    """Wait for the end of a pending save; return seconds. A collective. Raises CheckpointError once if it failed."""
+    """Wait for the end of a pending save; return the seconds. A collective. Raises CheckpointError once if it fails."""
     if not background.unsettled:
         return 0.0
     begun = time.monotonic()

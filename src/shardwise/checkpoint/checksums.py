@@ -1,4 +1,4 @@
-"""Checksums of blocks, and messages of system errors. Without torch, because the writer process starts so."""
+"""Checksums of blocks, and messages of system errors; without torch, because the writer process has none."""
 
 from __future__ import annotations
 

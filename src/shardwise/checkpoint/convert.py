@@ -22,8 +22,7 @@ from shardwise.errors import CheckpointError, CheckpointPathError
 
 
 def open_deepspeed(source: str, tag: str | None = None) -> DeepSpeedCheckpoint:
-    """Open a DeepSpeed checkpoint in directory `source`; without `tag`, `source` itself or the one that its `latest`
-    names.
+    """Open a DeepSpeed checkpoint in directory `source`; without `tag`, `source` itself or the one in its `latest`.
 
     Raises:
         CheckpointPathError: there is no checkpoint of DeepSpeed.

@@ -230,9 +230,7 @@ def is_locked(path: str) -> bool:
 
 
 class Hold:
-    """A shared lock on the manifest, if there is one, which prevents removal of the checkpoint and replacement of its
-    files.
-    """
+    """A shared lock on the manifest, if it exists: prevents removal of the checkpoint and replacement of its files."""
 
     def __init__(self, path: str) -> None:
         self.release: Callable[[], object] = lambda: None

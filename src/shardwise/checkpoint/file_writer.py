@@ -46,7 +46,7 @@ def create(path: str, size: int, *, direct: bool = False, over: bool = False) ->
 
 
 def open_over(path: str) -> int:
-    """Open or create a file for overwriting, because reusing pages is cheaper; the caller truncates the rest."""
+    """Open or create a file for overwriting, which reuses pages in memory; the caller truncates the rest."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
@@ -113,9 +113,7 @@ class CachedFile:
 
 
 class DirectFile:
-    """A new file written past the page cache if possible (`direct`): a thread writes one buffer while the other is
-    filled.
-    """
+    """A new file written past the page cache if possible (`direct`), from one of two buffers by a thread."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -19,8 +19,7 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 def describe(path: str, *, tag: str | None = None, tensors: bool = False) -> dict[str, Any]:
-    """Return the content of a checkpoint, a directory of checkpoints, or other weights (see `open_source`), as JSON
-    values.
+    """Return the content of a checkpoint, a directory of checkpoints, or other weights, as JSON values.
 
     `what` is "checkpoint", "run" (then `checkpoints` has a short description of each) or "weights". `tag` names a
     checkpoint in a directory. `tensors` lists every tensor. Raises CheckpointError if there is none, or it is damaged.
@@ -161,8 +160,8 @@ def _tensor(tensor: StoredTensor) -> dict[str, Any]:
 
 def describe_run(path: str) -> dict[str, Any]:
     """Return a short description of each checkpoint of a directory, newest last, and the latest one. Unreadable ones
-    have an `error`. `leftovers` are hidden directories of interrupted saves, which the next save removes, or of running
-    ones.
+    have an `error`. `leftovers` are hidden directories of running or interrupted saves; the next save removes the
+    latter.
     """
     found: dict[str, Any] = {"what": "run", "path": path, "latest": None, "checkpoints": [], "leftovers": []}
     try:
@@ -194,7 +193,7 @@ def describe_run(path: str) -> dict[str, Any]:
 
 
 def check(path: str, tag: str | None = None, progress: Progress | None = None) -> None:
-    """Compare every byte of a checkpoint with its checksum. Raises CheckpointError if it is damaged or none."""
+    """Compare every byte of a checkpoint with its checksum. Raises CheckpointError if damaged or not shardwise's."""
     chosen = path if tag is None else os.path.join(path, directory.check_tag(tag))
     with Checkpoint(chosen) as saved:
         saved.check_sizes(saved.manifest.files)

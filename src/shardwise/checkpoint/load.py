@@ -5,8 +5,7 @@ checksums. Nothing of the engine changes before this has succeeded on every rank
 name and range, from any files, into place, and unsharded and low-precision values are updated.
 
 If an engine has no optimizer state yet (a resumed job), state is read into its memory during verification, because it
-overwrites nothing, and is dropped if the checkpoint is refused. Other values are read later, usually from the page
-cache.
+overwrites nothing, and is dropped if the checkpoint is refused. Other values are read later, from the page cache.
 """
 
 from __future__ import annotations
@@ -102,11 +101,9 @@ def find(
     opened: Callable[[str], Checkpoint] = Checkpoint,
     check: Callable[[Checkpoint], None] = lambda saved: None,
 ) -> tuple[Checkpoint, LoadPlan] | None:
-    """Choose, open, match and verify a checkpoint; return it with its plan for `read`, or None without a tag and
-    checkpoints. A collective.
-
-    Without a tag it is the first complete one, in the order of `shardwise.checkpoint.newest.listing`. `check` raises a
-    CheckpointError if state outside of the model cannot continue from a checkpoint.
+    """Choose, open, match and verify a checkpoint; return it with its plan for `read`. A collective. Without a tag it
+    is the first complete one, in the order of `shardwise.checkpoint.newest.listing`; None if there is none. `check`
+    raises a CheckpointError if state outside of the model cannot continue from a checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is missing, incomplete, damaged, or of another model.

@@ -100,7 +100,9 @@ class StoredTensor:
         return StoredPart(**facts, of=self.shape, region=box)
 
     def runs(self, start: int, stop: int) -> list[tuple[Slice, Patch]]:
-        """Return (slice, patch of the slice) of elements `[start, stop)`. Raises CheckpointError if some lack."""
+        """Return the sources of elements `[start, stop)`: slices, and the patch of each, from the slice to memory of
+        just these elements. Raises CheckpointError if some are not stored.
+        """
         return self._runs(self.shape, boxes.whole(self.shape), start, stop)
 
     def _runs(self, shape: tuple[int, ...], region: Region, start: int, stop: int) -> list[tuple[Slice, Patch]]:

@@ -48,7 +48,7 @@ _MAPPINGS: dict[type, str] = {
     collections.Counter: "$counter",
 }
 _RAW = "biufcmMSU"
-"""Kinds of numpy's dtypes whose values are plain bytes."""
+"""Kinds of numpy's dtypes with values that are plain bytes."""
 
 
 def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:

@@ -40,9 +40,9 @@ _FACT = {
 @dataclass(frozen=True)
 class Head:
     """Ordering keys, from the first lines of a manifest. `sequence` is the number of the state; 0 in manifests of
-    earlier versions, which have `steps` (`global_steps`), and -1 if the manifest cannot be read. `latest` was to name
-    it or not; `finite` is True if values were not checked. `job` is a random name of the job, `copy` the number of the
-    copy in memory of the same state, or None.
+    earlier versions, which have `steps` (`global_steps`), and -1 if the manifest cannot be read. `latest` is True if
+    the file of this name was to name the checkpoint, `finite` if values are finite or not checked. `job` is a random
+    name of the job, `copy` the number of the copy in memory of the same state, or None.
     """
 
     tag: str

@@ -194,8 +194,7 @@ class InMemoryCheckpoints:
     # -- copying -----------------------------------------------------------------------------------------------------
 
     def copy(self, prepare: Callable[[], tuple[TrainingState, dict[str, Any]]]) -> MemoryCopy:
-        """Copy the state. A collective. `prepare` returns state except tensors, and the manifest's `layout` and
-        `config`.
+        """Copy the state. A collective. `prepare` returns state except tensors, and the manifest's layout and config.
 
         Raises:
             CheckpointError: the copy failed, on all ranks alike; the previous version remains.
@@ -245,7 +244,7 @@ class InMemoryCheckpoints:
         return self.last
 
     def _begin(self, draft: str) -> None:
-        """Make the draft's directory from that of the older version, whose files have the same names and sizes."""
+        """Make the draft's directory from that of the older version, with files of the same names and sizes."""
         if len(self._made) == VERSIONS and self._made[0] != self._newest:
             with contextlib.suppress(OSError):  # removed by another process
                 os.rename(os.path.join(self.path, self._made[0]), draft)

@@ -24,7 +24,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Restore all generators; the device's only from its type of device. Raises CheckpointError for wrong state."""
+    """Restore all generators, the device's if captured on its type of device. Raises CheckpointError."""
     try:
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal.tolist()), gauss))

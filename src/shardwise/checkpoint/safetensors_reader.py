@@ -56,7 +56,7 @@ _AHEAD = 2
 """Blocks of read-ahead, because disks should not wait for checksums."""
 
 Take = Callable[[int, torch.Tensor], None]
-"""Called with an offset in a file and the bytes read there, whose memory is reused afterwards."""
+"""Called with an offset in a file and the bytes read there, in memory that is reused afterwards."""
 
 MOST_DIMENSIONS = 64
 MOST_ELEMENTS = 1 << 48

@@ -72,8 +72,7 @@ def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = No
 
 
 class TensorWriter:
-    """Writes one file of tensors with known dtypes and shapes (`specs`): in `file_order` with `checksums`, in any order
-    without.
+    """Writes one file of tensors with known dtypes and shapes: in `file_order` with `checksums`, in any order without.
 
     `path` must not exist unless it is overwritten in place (`over`). `metadata` are strings for the header. `direct`
     writes past the page cache if the file system supports it and tensors are written in order.

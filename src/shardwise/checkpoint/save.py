@@ -116,9 +116,7 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
 
 @contextmanager
 def staged(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> Iterator[PendingSave]:
-    """Make a staging directory, and collect this rank's part. All ranks raise if one fails, and the directory is
-    removed.
-    """
+    """Make a staging directory, and collect this rank's part; if one fails, all ranks raise and it is removed."""
     comm, what = model.comm, request.what
     draft: directory.StagingDirectory | None = None
     try:

@@ -52,8 +52,7 @@ def parse_size(size: int | str, name: str = "max_shard_size") -> int:
 @dataclass(frozen=True)
 class Entry:
     """A tensor to be written: its name, dtype and shape in the file. `hf` notes `aliases` in the header, as
-    `safetensors.torch.save_model` does; `pt` has the tensor under all of them. `source` is the caller's key of the
-    values.
+    `safetensors.torch.save_model` does; `pt` has the tensor under all of them. `source` is the caller's key.
     """
 
     name: str

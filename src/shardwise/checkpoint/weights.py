@@ -146,7 +146,7 @@ def _put(waiting: dict[str, tuple[torch.Tensor, int]], part: HeldPart, values: t
 
 
 def names_of_all(model: CheckpointedModel) -> set[str]:
-    """Return all names of ranks' state; empty if all ranks have the same modules. A collective."""
+    """Return all ranks' names of parameters, buffers and extra state; empty if modules are equal. A collective."""
     parts = [part for tensor in model.registry for part in model.parts_of(tensor.index)]
     found = {name for part in parts for name in (part.name, *part.aliases)}
     for entry in _elsewhere(model):

@@ -5,8 +5,8 @@ file and a sidecar file with its part of the manifest. Rank 0's waits for the si
 training ranks take no part. Failures, and their detection:
 
     a file cannot be written     its process writes the reason in place of the sidecar
-    a process is killed          rank 0's finds its lock free before it has written one of the two; where locks do not
-                                 reach other machines, heartbeats stop
+    a process is killed          rank 0's finds its lock free, and neither sidecar nor reason; where locks do not reach
+                                 other machines, heartbeats stop
     rank 0's process is killed   nothing is published; the staging directory is unlocked, and the next save removes it
     the rank is killed           its process sees another parent, and exits at once
     the directory vanishes       the next file cannot be created in it; rank 0's process cannot list it

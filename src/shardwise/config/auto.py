@@ -52,7 +52,7 @@ REASONS: dict[str, str] = dict.fromkeys(
     ),
     _SIZED,
 )
-"""Keys whose default is better than a number derived from the width (trainers use hidden_size^2, less than a block)."""
+"""Keys with a better default than a number from the width (trainers use hidden_size^2, less than a block)."""
 
 
 class _Chosen(NamedTuple):

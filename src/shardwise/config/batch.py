@@ -31,9 +31,7 @@ class ResolvedBatch:
 
 
 def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: Document) -> ResolvedBatch | Problem:
-    """Fill in the missing batch keys, or return the problem; `facts` has the caller's numbers for absent or "auto"
-    keys.
-    """
+    """Fill in the missing batch keys, or return the problem; `facts` has the caller's numbers for absent keys."""
     train, micro, steps = (
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,

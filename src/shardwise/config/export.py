@@ -98,7 +98,7 @@ _ABOUT = ("description", "default", "deprecated", "title")
 
 
 def effective(resolution: Resolution) -> dict[str, Any]:
-    """Return every value that the run uses, as a dictionary that is itself a valid configuration, without secrets.
+    """Return every value that the run uses, as a dictionary that is itself a valid configuration, with masked secrets.
 
     It is saved with checkpoints: resolved again it gives the same values, also in a version with other defaults. An
     infinity, which JSON lacks, becomes null where null means "never".

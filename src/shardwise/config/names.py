@@ -106,8 +106,7 @@ def _unknown(kind: str, name: str, usable: set[str], module: str) -> str:
 
 
 def canonical_optimizer(name: str) -> str:
-    """Return the canonical name of an optimizer: this library's in lower case, else torch's spelling; unchanged if
-    unknown.
+    """Return an optimizer's canonical name: this library's in lower case, else torch's spelling; unchanged if unknown.
 
     >>> canonical_optimizer("AdamW"), canonical_optimizer("rmsprop"), canonical_optimizer("SGD")
     ('adamw', 'RMSprop', 'SGD')

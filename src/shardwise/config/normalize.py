@@ -1,8 +1,7 @@
 """First pass over a configuration as written: names.
 
 Every key is looked up in the schema; unknown keys are reported with the nearest known name. Other spellings become
-canonical, deprecated keys move to their replacement. Every "auto" is recorded and removed, because the next pass checks
-types and values.
+canonical, deprecated keys move to their replacement. Every "auto" is recorded and removed before the check of types.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class EngineDataLoader:
 
     - A map-style dataset is shuffled anew in each epoch and distributed over ranks (`ResumableDistributedSampler`).
     - With a `data_sampler`, the sampler yields this rank's indices; a `BatchSampler` also forms the batches. It must
-    repeat its order when an epoch restarts (by `set_epoch`, if available).
+      repeat its order when an epoch restarts (by `set_epoch`, if available).
     - An iterable dataset is read in full by every rank, which keeps every world-th sample.
     - An iterable dataset with the attribute `shards_itself = True` is used unchanged.
 

@@ -37,8 +37,7 @@ class Stub:
 @dataclass(frozen=True)
 class Missing:
     """A name that is absent: importing it is an ImportError, reading it an AttributeError. `reason` is as for `Stub`.
-    `probed_by` are callers that test for the name by the error, hence no stub; members of classes are always tested in
-    this way.
+    `probed_by` are callers that test for the name by the error, hence no stub; members of classes are always tested so.
     """
 
     reason: str
@@ -87,7 +86,7 @@ def modules(*declarations: str) -> dict[str, Entry]:
 
 
 def stubs(reason: str, names: str) -> dict[str, Entry]:
-    """Return stubs for names: the spelling (`Class`, `SomeError`, `CONSTANT`, `function`) or `name:kind` gives the
+    """Return stubs for names; the spelling (`Class`, `SomeError`, `CONSTANT`, `function`) or `name:kind` gives the
     kind.
     """
     made: dict[str, Entry] = {}

@@ -138,7 +138,7 @@ def main(args: list[str] | None = None) -> NoReturn:
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """Return the numbers of slots by machine, or None without the file. Raises CommandLineError."""
+    """Return the numbers of slots by machine, or None without the file. Raises CommandLineError for other forms."""
     return read_hostfile(hostfile_path) if os.path.isfile(hostfile_path) else None
 
 

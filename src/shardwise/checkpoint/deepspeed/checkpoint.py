@@ -273,7 +273,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         return experts
 
     def _compare_experts(self, experts: Experts, layout: DeepSpeedLayout) -> None:
-        """Raise CheckpointError if the optimizer has other experts than the model states: compare samples."""
+        """Compare samples of the optimizer's experts with model states. Raises CheckpointError."""
         for name, home in experts.homes.items():
             value = experts.values[name]
             for piece in layout.pieces.get((name, PARAMETER), ()):

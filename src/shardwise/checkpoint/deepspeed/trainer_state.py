@@ -94,7 +94,7 @@ def scaler_state(scaler: Any) -> dict[str, Any] | None:
 
 
 def schedule_state(state: Any) -> Any:
-    """Return a schedule's state in shardwise's form: before the first step DeepSpeed has -1 for step 0's rate."""
+    """Return a schedule's state in shardwise's form: DeepSpeed counts -1 before step 0, with the rate of step 0."""
     if isinstance(state, Mapping) and state.get("last_batch_iteration") == -1:
         return {**state, "last_batch_iteration": 0}
     return state
@@ -146,7 +146,7 @@ def reordered(config: Any) -> bool:
 
 
 def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the one class here that continues with elementwise state entries and settings of groups, or None."""
+    """Return this library's one class that continues with elementwise state entries and settings, or None."""
     named = configured_optimizer(config)
     if named is not None and named.lower() in _ADAM:
         options = config["optimizer"].get("params") or {}

@@ -30,7 +30,7 @@ class _HostEvent:
         self._time = time.perf_counter()
 
     def synchronize(self) -> None:
-        pass
+        """Do nothing: no work is pending."""
 
     def query(self) -> bool:
         return True

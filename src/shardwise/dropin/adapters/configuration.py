@@ -114,7 +114,7 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return pairs as a dictionary (`json.load`'s `object_pairs_hook`). Raises ValueError."""
+    """Return pairs as a dictionary (`object_pairs_hook`). Raises ValueError for a duplicate."""
     pairs = list(ordered_pairs)
     made = dict(pairs)
     if len(made) < len(pairs):

@@ -31,12 +31,11 @@ class UlyssesSPAttentionHF:
         max_length: int | None = None,
         disable_in_eval: bool = False,
     ) -> SequenceGroup:
-        """Create the sequence-parallel groups, replace the attention, and return the `mpu` for `initialize`. A
-        collective.
+        """Create the sequence-parallel groups, replace the attention; return the `mpu` for `initialize`. A collective.
 
         Args:
-            model_name_or_path: a model, to change its attention; or a name, to change attention of this kind in all
-                models.
+            model_name_or_path: a model, to change its attention; or a name, to change attention of this kind
+                everywhere.
             core_attn_implementation: the attention of one process, such as `sdpa`.
             sequence_parallel_size: size of a group.
             micro_batch_size, seq_length, seq_length_is_variable, max_length: without effect: ranks exchange lengths.
