@@ -1,8 +1,7 @@
-"""Collective steps: all ranks succeed, or all raise.
+"""Collective steps: all ranks succeed, or all raise an error that names the failed rank and the reason.
 
-Saving and loading are collective, and any rank may fail (a full disk, a damaged file). If the failing rank only raised,
-the others would wait for ever. Each step therefore ends with an exchange of outcomes. Afterwards all ranks go on, or
-all raise an error that names the failed rank and the reason.
+Any rank may fail to save or load (a full disk, a damaged file). Each step ends with an exchange of outcomes, because
+other ranks would wait for ever if only the failing rank raised.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ class CollectiveStep:
 
 @contextmanager
 def collective_step(comm: Communicator, what: str) -> Iterator[CollectiveStep]:
-    """Run this rank's part of a collective step; afterwards all ranks have succeeded, or all raise.
-
-    A failing rank raises its own error, other ranks a CheckpointError that names the failed rank. `what` names the step
-    in messages: "saving checkpoint 'a'".
-    """
+    """Run this rank's part of a step, named `what` in messages; then all ranks have succeeded, or all raise."""
     this = CollectiveStep()
     failure: Exception | None = None
     try:

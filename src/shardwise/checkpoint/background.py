@@ -1,14 +1,10 @@
 """Asynchronous saves: training waits for a snapshot of the state, and a writer process writes it.
 
-    begin, collect     as in `shardwise.checkpoint.save`
-    snapshot           every rank copies its part of the checkpoint into its shared memory, and locks a file in the
-                       staging directory
-    launch             every rank passes the locks to its writer process, by a thread if the device still copies; only
-                       the next optimizer step waits for these copies
-
-From then on the writer processes coordinate among themselves (`shardwise.checkpoint.writer`), and ranks train on
-without a collective. Rank 0's writer knows the outcome and reports it to rank 0. Ranks exchange it in their next common
-step: before the next save, when they wait for this one, or when the engine is destroyed. There all raise, or none.
+Every rank copies its part into shared memory, locks a file in the staging directory, and passes the lock to its writer
+process: by a thread if the device still copies, and only the next optimizer step waits for these copies. Then the
+writer processes coordinate (`shardwise.checkpoint.writer`), and ranks train on without a collective. Rank 0's writer
+reports the outcome to rank 0. Ranks exchange it, and all or none raise, in their next common step: before the next
+save, when they wait for this one, or when the engine is destroyed.
 """
 
 from __future__ import annotations
@@ -49,7 +45,7 @@ from shardwise.utils.logging import logger
 
 _PROGRAM = "import sys; sys.path.append(sys.argv[1]); from shardwise.checkpoint.writer import main; main()"
 _LEAVE_S = 5.0
-"""Timeout in seconds for an idle process to exit."""
+"""Timeout in seconds for the exit of an idle process."""
 _WHOLE = 1 << 16
 """Estimated bytes of the header of a checkpoint; a larger one is allocated as needed."""
 _LOOK_S = 1.0
@@ -58,14 +54,9 @@ _LOOK_S = 1.0
 
 @dataclass
 class SaveReport:
-    """One asynchronous save, as this rank sees it; seconds and bytes.
-
-    Attributes:
-        waited: duration of waiting for the previous save (back-pressure).
-        blocked: duration of `save_checkpoint`, without `waited`.
-        size: bytes that this rank writes; 0 until they are written.
-        written: duration of writing after that, on rank 0 until publication; None while it goes on.
-        error: why it failed, or None.
+    """One asynchronous save on this rank, in seconds and bytes. The caller `waited` for the previous save
+    (back-pressure), then was `blocked` in `save_checkpoint`. `size` is 0 until written. `written` is the time of
+    writing after that, on rank 0 until publication; None before its end. `error` is the reason of a failure, or None.
     """
 
     path: str
@@ -77,8 +68,6 @@ class SaveReport:
 
 
 class _SaveStatus:
-    """Status of the save, shared by the training thread and the thread that listens to the process."""
-
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.job: WriteJob | None = None
@@ -94,7 +83,6 @@ class _SaveStatus:
             self.awaited, self.signs = [], 0
 
     def awaits(self, ranks: list[int]) -> None:
-        """Record ranks whose parts are incomplete, after this rank's part was written."""
         with self.changed:
             self.awaited, self.signs = ranks, self.signs + 1
 
@@ -116,7 +104,6 @@ class _SaveStatus:
             self.on_saved(report)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until nothing is being written, at most `seconds`; return True if nothing is."""
         with self.changed:
             return self.changed.wait_for(lambda: self.job is None, seconds)
 
@@ -126,10 +113,7 @@ def _failed(path: str, rank: int, error: str) -> str:
 
 
 class _Process:
-    """A writer process, and the thread that listens to it.
-
-    Neither the thread nor the status references the engine, which can be collected while they live.
-    """
+    """A writer process and its listening thread; neither keeps the engine alive."""
 
     def __init__(self, status: _SaveStatus) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -202,19 +186,17 @@ class _Process:
         self._on_writer_exit()
 
     def _on_writer_exit(self) -> None:
-        """Set the outcome of its job, if the process has exited without one."""
         with self._guard:
             job, self._job = self._job, None
         if job is not None:
             self._status.end(_writer_died(job, self._process.wait()))
 
     def dismiss(self) -> None:
-        """Let the process exit after its job."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)
 
     def give_up(self) -> None:
-        """Kill the process and forget it; one that waits for a disk exits later."""
+        """Kill the process and forget it; a process that waits for a disk exits later."""
         self.ended = True
         with contextlib.suppress(OSError):
             os.kill(self.pid, signal.SIGKILL)
@@ -250,7 +232,6 @@ def _writer_died(job: WriteJob, code: int) -> Outcome:
 
 
 def _aborted(job: WriteJob, words: str) -> Outcome:
-    """Return the outcome of an aborted save; `words` give the reason."""
     if job.rank == 0:
         draft = directory.StagingDirectory.taken_over(job.parent, job.tag, job.token, None)
         if is_published(draft):
@@ -279,31 +260,24 @@ def _name_of(number: int) -> str:
 
 
 class _ProgressWatch:
-    """Time of waiting for a save, and of its last progress."""
-
     def __init__(self) -> None:
         self.began = self.last = time.monotonic()
         self.next_warning = slow_io.WARN_AFTER_S
         self._seen: object = None
 
     def see(self, progress: object, now: float) -> None:
-        """Record the time if the progress has changed."""
         if progress != self._seen:
             self._seen, self.last = progress, now
 
 
 class Background:
-    """State of asynchronous saves of one rank: shared memory, and a writer process.
+    """Asynchronous saves of one rank: shared memory and a writer process, which the first save creates.
 
-    The first save creates both. Methods are local to the rank unless their docstring says "collective".
-
-    Args:
-        local_ranks: ranks on this machine.
-        resized: called with the change of the shared memory in bytes.
-        on_saved: called on a thread of its own with the report of each successful save.
-        limit: seconds without progress after which the process is killed and the save fails, in addition to the time of
-            writing on a very slow disk. Rank 0's process waits for other ranks' files. Looking at them is progress,
-            because their own ranks watch the writers.
+    Methods are local to the rank unless their docstring says "collective". `local_ranks` are on this machine. `resized`
+    is called with the change of the shared memory in bytes, `on_saved` on a separate thread with the report of each
+    successful save. `limit` counts seconds without progress, plus the time of writing on a very slow disk, before the
+    process is killed and the save fails. On rank 0 looking at other ranks' files is progress, because their own ranks
+    watch the writers.
     """
 
     def __init__(
@@ -337,7 +311,7 @@ class Background:
 
     @property
     def pending(self) -> bool:
-        """Whether a save is being written (on rank 0: or not published yet)."""
+        """Whether a save is being written, or on rank 0 not published yet."""
         return self._status.job is not None and self._owner == os.getpid()
 
     @property
@@ -347,7 +321,7 @@ class Background:
 
     @property
     def pid(self) -> int | None:
-        """Id of the writer process, or None."""
+        """Id of the living writer process, or None."""
         return None if self._process is None or self._process.ended else self._process.pid
 
     @property
@@ -357,9 +331,7 @@ class Background:
 
     def prepare(self, made: PendingSave, later: Collection[str]) -> None:
         """Take the snapshot, start a process, and lock this rank's file in the staging directory. No save may be
-        pending.
-
-        `later` names tensors that do not change before `copied` has been waited for.
+        pending. `later` names tensors that do not change before a wait for `copied`.
         """
         if self._process is None or self._process.ended:
             if not sys.executable:
@@ -375,9 +347,7 @@ class Background:
         self._lock = directory.lock_file(os.path.join(made.path, sidecar_path(made.part.file, LOCK)))
 
     def complete(self, header: CheckpointHeader | None) -> None:
-        """Add the header of the checkpoint, on rank 0, after `prepare`. Raises CheckpointError if there is too
-        little memory.
-        """
+        """Add the checkpoint's header (rank 0) after `prepare`. Raises CheckpointError without enough memory."""
         known = [] if header is None else [json.dumps(vars(header)).encode()]
         self._ends = self._snapshot.add(self._ends[0], [self._part, *known])
         self._part = b""
@@ -404,7 +374,7 @@ class Background:
         if self._snapshot.copied is None:
             hand_over()
         else:
-            # On a thread that does not keep the engine alive.
+            # The thread does not keep the engine alive.
             threading.Thread(target=hand_over, name="shardwise-snapshot", daemon=True).start()
 
     def job(self, made: PendingSave, request: SaveRequest, rank: int, world: int) -> WriteJob:
@@ -418,9 +388,7 @@ class Background:
         return min(self._limit / 2, 600.0)
 
     def wait(self, seconds: float = math.inf) -> Outcome | None:
-        """Wait until nothing is being written, at most `seconds`; return the unsettled outcome of the last save, or
-        None.
-        """
+        """Wait until nothing is written; return the unsettled outcome of the last save, or None."""
         self.reset_after_fork()
         if not self.unsettled:
             return None
@@ -428,7 +396,7 @@ class Background:
         return self._status.outcome
 
     def _wait(self, seconds: float = math.inf) -> None:
-        """Wait until nothing is being written; warn if it takes long, and abort without progress."""
+        """Wait until nothing is written; warn if that takes long, and kill a process without progress."""
         watch = self._watch = self._watch or _ProgressWatch()
         until = time.monotonic() + seconds
         while not self._status.wait(min(_LOOK_S, slow_io.WARN_AFTER_S)):
@@ -460,7 +428,7 @@ class Background:
                 )
 
     def reset_after_fork(self) -> None:
-        """Reset in a forked child: memory and process are the parent's."""
+        """Reset in a forked child, because memory and process belong to the parent."""
         if self._owner != os.getpid():
             self._snapshot.copied = None  # a child cannot wait for the parent's device
             self._snapshot.close()
@@ -482,7 +450,6 @@ _living: weakref.WeakSet[Background] = weakref.WeakSet()
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Finish pending saves when the interpreter exits; errors are logged."""
     for background in list(_living):
         if background.pending and background.report is not None:
             logger.info("%s: waiting until this checkpoint is written", background.report.path)
@@ -495,16 +462,10 @@ def _wait_at_exit() -> None:
 def save_in_background(
     model: CheckpointedModel, request: SaveRequest, state: TrainingState, background: Background
 ) -> SaveReport:
-    """Take a snapshot, and write it while training continues. A collective.
+    """Take a snapshot and write it during training; return the report, which is completed later. A collective.
 
-    The previous save must have been settled.
-
-    Returns:
-        The report, which is completed later.
-
-    Raises:
-        CheckpointError: the staging directory cannot be made, something cannot be saved, or there is too little memory;
-            on all ranks alike. Then no save is pending.
+    The previous save must be settled. Raises CheckpointError on all ranks, without a pending save, if the staging
+    directory cannot be made, a value cannot be saved, or memory is too small.
     """
     comm, what = model.comm, request.what
     background.reset_after_fork()
@@ -532,10 +493,7 @@ def save_in_background(
 
 
 def _stepped_only(model: CheckpointedModel, part: RankSavePlan) -> set[str]:
-    """Return the tensors that only the optimizer writes, because training can continue while these are copied.
-
-    None of them lies in the script's own parameters.
-    """
+    """Return the tensors that only the optimizer writes: training continues while they are copied."""
     if not is_far(model.device):
         return set()
     model.finish_gathers()  # because a pending all-gather changes where parameters lie
@@ -544,7 +502,7 @@ def _stepped_only(model: CheckpointedModel, part: RankSavePlan) -> set[str]:
 
 
 def _unseen(job: WriteJob, machines: Sequence[str]) -> list[int]:
-    """Return the ranks whose locks cannot be seen from here; one rank represents its machine."""
+    """Return the ranks with locks that cannot be seen from here; one rank represents its machine."""
     seen: dict[str, bool] = {}
     for rank, machine in enumerate(machines):
         if rank and machine not in seen:
@@ -553,10 +511,7 @@ def _unseen(job: WriteJob, machines: Sequence[str]) -> list[int]:
 
 
 def await_all(comm: Communicator, background: Background) -> list[tuple[str | None, int]]:
-    """Wait until the asynchronous save has ended on all ranks; return error and failed rank of each. A collective.
-
-    A save may take longer than the timeout of a collective. Ranks that have finished their part exchange in turns.
-    """
+    """Wait for the end of the save on all ranks, in turns shorter than a collective's timeout; return the outcomes."""
     while True:
         outcome = background.wait(background.turn)
         outcomes = comm.exchange(None if outcome is None else [outcome.error, outcome.origin], "checkpoint")
@@ -565,16 +520,13 @@ def await_all(comm: Communicator, background: Background) -> list[tuple[str | No
 
 
 def settle(comm: Communicator, background: Background) -> float:
-    """Wait until a pending asynchronous save has ended on all ranks; return the seconds of this rank. A collective.
-
-    Raises CheckpointError if the save has failed; on all ranks, once.
-    """
+    """Wait for the end of a pending save; return the seconds. A collective. Raises CheckpointError once if it fails."""
     if not background.unsettled:
         return 0.0
     begun = time.monotonic()
     outcomes = await_all(comm, background)
     background.unsettled = False
-    # Rank 0 has waited for all others: its outcome is that of the checkpoint.
+    # Rank 0 has waited for all others.
     error, origin = outcomes[0]
     if error is not None:
         others = [f"rank {rank}: {entry[0]}" for rank, entry in enumerate(outcomes) if rank and entry[0]]

@@ -1,7 +1,4 @@
-"""Checksums of blocks, and system errors in words.
-
-This module does not import torch, because the writer process starts without it.
-"""
+"""Checksums of blocks, and messages of system errors; without torch, because the writer process has none."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ BLOCK = 4 << 20
 """Bytes per checksum. CRC-32 finds every burst of up to 32 wrong bits in a block, and others but for one in 2**32."""
 
 _STEP = 1 << 20
-"""Bytes that are written and hashed at a time: few enough to stay in a cache between both."""
+"""Bytes written and hashed at a time: few enough to stay in a cache between both."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +27,7 @@ class FileFacts:
 
 
 def open_to_read(path: str) -> int:
-    """Open a file and return its descriptor; refuse other than regular files, because reading a pipe would wait for
-    ever.
-    """
+    """Open a regular file, return its descriptor; refuse others, because reading a pipe would wait for ever."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -82,10 +77,7 @@ def put(file: Output, sums: BlockSums | None, data: memoryview) -> None:
 
 
 def write_bytes(path: str, data: memoryview, *, direct: bool = False) -> FileFacts:
-    """Write a file, which must not exist, with checksums; it is on disk when this returns.
-
-    `direct` writes past the page cache if the file system supports it.
-    """
+    """Write a new file with checksums, past the page cache if `direct` and possible, and flush it to disk."""
     sums = BlockSums()
     file = create(path, len(data), direct=direct)
     try:
@@ -119,7 +111,7 @@ def write_advice(error: OSError) -> str:
 
 
 def free_space(path: str) -> str:
-    """Return the free space of a path's file system, in words."""
+    """Describe the free space of a path's file system."""
     try:
         found = os.statvfs(path)
     except OSError as error:

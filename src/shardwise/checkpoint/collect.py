@@ -1,7 +1,7 @@
-"""Contents of one rank's file: its ranges of every tensor, and its part of the manifest.
+"""Contents of one rank's file: its ranges of every tensor (`owned_ranges`), and its part of the manifest.
 
-Each rank contributes its `owned_ranges`, at every stage. Replicated values are split, so that files are equally large
-and no byte is written twice. Ranks may have different modules. The first rank that has a replicated value writes it.
+Replicated values are split: files are equally large and no byte is written twice. Ranks may have different modules; the
+first rank with a replicated value writes it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,8 @@ from shardwise.registry import LogicalTensor
 
 @dataclass
 class TrainingState:
-    """State besides tensors of the model and the optimizer, as plain Python values.
-
-    Attributes:
-        client: the user's own state (rank 0's is saved).
-        rank: state of this rank: random number generators, position in the data.
-        counters: steps and samples.
+    """State except tensors of the model and the optimizer, as plain Python values: `client` is the user's (rank 0's is
+    saved), `rank` this rank's random number generators and position in the data, `counters` steps and samples.
     """
 
     client: Any = field(default_factory=dict)
@@ -44,15 +40,9 @@ class TrainingState:
 class RankSavePlan:
     """One rank's part of a checkpoint: tensors for its file, and JSON for the manifest.
 
-    Args:
-        file: name of the rank's file.
-        fetch: makes offloaded tensors readable.
-        check_finite: whether `fetch` looks for values that are infinite or NaN.
-
-    Attributes:
-        not_finite: trained parameters and optimizer states with such values, among the fetched. Buffers are not
-            checked, because masks are infinite.
-        runs: names of the tensors that are ranges of values and of optimizer states, where they are stepped.
+    `fetch` makes offloaded tensors readable, and with `check_finite` records trained parameters and optimizer states
+    with infinite or NaN values in `not_finite`. Buffers are not checked, because masks are infinite. `runs` are the
+    names of tensors that are ranges of values and of optimizer states, where they are stepped.
     """
 
     def __init__(self, file: str, fetch: Fetch = in_place, *, check_finite: bool = False) -> None:
@@ -112,10 +102,7 @@ class RankSavePlan:
             self._trained[key] = f"{tensor.kind} {tensor.name}"
 
     def fetch(self, tensors: Sequence[tuple[str, torch.Tensor]], use: Callable[[Sequence[str]], None]) -> None:
-        """Fetch and use tensors of the file, some at a time (see `Fetch`).
-
-        Values are checked while they are readable, because another fetch may take as long as writing.
-        """
+        """Fetch and use tensors, some at a time; values are checked then, because another fetch is slow."""
 
         def look_and_use(keys: Sequence[str]) -> None:
             self._look([key for key in keys if key in self._trained])
@@ -139,16 +126,9 @@ class RankSavePlan:
 def collect(
     model: CheckpointedModel, file: str, state: TrainingState, excluded: frozenset[int], *, check_finite: bool = False
 ) -> RankSavePlan:
-    """Return this rank's part. Its tensors are views of live memory; nothing is copied.
-
-    Args:
-        file: name of this rank's file.
-        state: everything else that is saved.
-        excluded: indices of parameters to leave out.
-        check_finite: look for values that are infinite or NaN in fetched tensors.
-
-    Raises:
-        CheckpointError: something cannot be saved; the message names it.
+    """Return this rank's part, of views of live memory, without the parameters `excluded` by index. `check_finite`
+    looks for infinite or NaN values in fetched tensors. Raises CheckpointError with the name of a value that cannot be
+    saved.
     """
     part = RankSavePlan(file, model.fetch, check_finite=check_finite)
     part.order = [tensor.name for tensor in model.registry]
@@ -244,10 +224,7 @@ def local_inventory(model: CheckpointedModel) -> dict[str, Any]:
 
 
 def add_replicated(part: RankSavePlan, model: CheckpointedModel, inventories: list[dict[str, Any]]) -> None:
-    """Add replicated state: the first rank that has it writes it; of buffers, also ranks whose values differ.
-
-    `inventories` has the `local_inventory` of all ranks.
-    """
+    """Add replicated state: the first rank that has it writes it; of buffers, also ranks with other values."""
     rank, before = model.comm.rank, inventories[: model.comm.rank]
     names = buffer_names(model.module)
     for name, buffer in buffers(model.module):

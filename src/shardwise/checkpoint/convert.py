@@ -22,11 +22,7 @@ from shardwise.errors import CheckpointError, CheckpointPathError
 
 
 def open_deepspeed(source: str, tag: str | None = None) -> DeepSpeedCheckpoint:
-    """Open a checkpoint of DeepSpeed.
-
-    Args:
-        source: directory of the checkpoint, or of checkpoints with a file `latest`.
-        tag: name in `source`; None: `source` itself, or the one that `latest` names.
+    """Open a DeepSpeed checkpoint in directory `source`; without `tag`, `source` itself or the one in its `latest`.
 
     Raises:
         CheckpointPathError: there is no checkpoint of DeepSpeed.
@@ -51,19 +47,10 @@ def open_deepspeed(source: str, tag: str | None = None) -> DeepSpeedCheckpoint:
 def convert(
     saved: DeepSpeedCheckpoint, target: str, tag: str, *, optimizer: str | None = None, with_optimizer: bool = True
 ) -> str:
-    """Write an opened checkpoint in shardwise's format to `<target>/<tag>/`, and let `latest` name it.
+    """Write an opened checkpoint in shardwise's format to `<target>/<tag>/`, and let `latest` name it; return its path.
 
-    All bytes are first compared with their checksums. Tensors are then copied one at a time. The directory appears
-    atomically.
-
-    Args:
-        target: directory of checkpoints; created if needed.
-        tag: name of the new one.
-        optimizer: class of the optimizer that will continue, as `AdamW`; None: found from the state.
-        with_optimizer: copy the optimizer's state.
-
-    Returns:
-        Path of the new checkpoint.
+    All bytes are first compared with their checksums, then tensors are copied one at a time. The directory appears
+    atomically. `optimizer` is the class of the optimizer that will continue, as `AdamW`; None: found from the state.
 
     Raises:
         CheckpointError: the checkpoint is damaged, the optimizer's class is ambiguous, or writing failed.
@@ -115,7 +102,6 @@ def _optimizer(saved: Checkpoint, name: str | None) -> dict[str, Any] | None:
 
 
 def _trees(saved: Checkpoint, part: RankSavePlan, optimizer: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the manifest's trees as JSON, after adding their tensors to the part."""
     old = saved.manifest
     if optimizer is not None:
         optimizer = {
@@ -147,7 +133,6 @@ def _trees(saved: Checkpoint, part: RankSavePlan, optimizer: dict[str, Any] | No
 def _write(
     saved: Checkpoint, folder: str, part: RankSavePlan, tensors: list[StoredTensor]
 ) -> tuple[list[StoredTensor], FileFacts]:
-    """Write the file of tensors; return their places, and the facts of the file."""
     specs = {key: Spec(tensor.dtype, tuple(tensor.shape)) for key, tensor in part.tensors.items()}
     sources: dict[str, StoredTensor] = {}
     stored = []

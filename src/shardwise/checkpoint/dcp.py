@@ -1,11 +1,9 @@
 """Directories of torch.distributed.checkpoint (DCP), read and written.
 
 A DCP directory is a file `.metadata` and files of chunks. `.metadata` is a pickle, and torch's reader lets its author
-run code. Here the unpickler knows the few classes of a description of tensors, makes inert records of them, and refuses
-every other name. A chunk is a file of `torch.save` within a file: its tensor's description is read with
-`weights_only=True`, and of the values only the requested bytes.
-
-Writing goes through torch's public interface, with a planner that reads one tensor at a time.
+run code. The unpickler here makes inert records of the few classes that describe tensors, and refuses every other name.
+A chunk is a file of `torch.save` within a file: its description is read with `weights_only=True`, and of the values
+only the requested bytes. Writing goes through torch's public interface, with a planner that reads one tensor at a time.
 """
 
 from __future__ import annotations
@@ -100,10 +98,7 @@ def recognises(path: str) -> bool:
 
 
 class DcpSource(Source):
-    """The tensors of a directory of torch.distributed.checkpoint, under their names there.
-
-    A state dict saved as `{"model": model.state_dict()}` has names that begin with `model.`.
-    """
+    """The tensors of a DCP directory; those of `{"model": model.state_dict()}` have names that begin with `model.`."""
 
     what = "torch.distributed.checkpoint"
 
@@ -288,7 +283,6 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _check_cover(name: str, shape: tuple[int, ...], chunks: list[_Chunk]) -> None:
-    """Raise unless chunks are inside of the tensor and have each element once."""
     parts = []
     for chunk in chunks:
         box = tuple((offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -329,7 +323,6 @@ class _View(io.RawIOBase):
 
 
 def _first_storage(view: _View) -> int:
-    """Return the offset of the only storage in a file of torch.save."""
     with zipfile.ZipFile(view) as archive:
         records = [info for info in archive.infolist() if os.path.dirname(info.filename).endswith("/data")]
         if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
@@ -342,11 +335,8 @@ def _first_storage(view: _View) -> int:
 
 
 def write(path: str, entries: Iterable[Entry], read: Callable[[Entry], torch.Tensor]) -> None:
-    """Write a directory for `torch.distributed.checkpoint.load`, which must not exist or be empty; it appears
-    atomically.
-
-    Tensors are read one by one as they are written: `read` returns the unsharded values of an entry, on the CPU. A tied
-    tensor is written under each of its names.
+    """Write a directory for `torch.distributed.checkpoint.load`, new or empty, which appears atomically. `read` returns
+    the unsharded values of an entry on the CPU, one at a time. A tied tensor is written under each of its names.
     """
     import torch.distributed.checkpoint as dcp
 

@@ -1,10 +1,9 @@
 """Directories of checkpoints: a checkpoint appears atomically, and `latest` always names a complete one.
 
-New files are written into a hidden staging directory next to the target, flushed to disk, and published by one rename.
-If a checkpoint of that tag exists, the new data files (with unique names) are moved into it, and one rename replaces
-the manifest. Hence the manifest always belongs to complete files. The writer holds a lock: a staging directory without
-a locked file is left over from a killed writer, and is removed if name and marker are shardwise's. Nothing else in the
-directory is touched, and no time is compared.
+Files are written into a hidden staging directory next to the target, flushed to disk, and published by one rename. If
+the tag exists, the new data files (with unique names) are moved into it, and one rename replaces the manifest. Hence a
+manifest always belongs to complete files. The writer holds a lock. A staging directory without a locked file was left
+by a killed writer, and is removed if name and marker are shardwise's. Nothing else is touched; no times are compared.
 """
 
 from __future__ import annotations
@@ -33,17 +32,13 @@ LATEST = "latest"
 DATA = re.compile(r"rank\d+of\d+-[0-9a-f]{8}\.safetensors")
 _PARTIAL = ".partial"
 _GONE = f".gone{_PARTIAL}"
-"""Suffix of a directory under removal."""
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.[0-9a-f]{8}(?P<gone>\.gone)?\.partial", re.DOTALL)
-"""Names of staging directories and of directories under removal."""
 _NEW_LATEST = re.compile(rf"\.{LATEST}\.[0-9a-f]{{8}}-(?P<pid>[0-9]+)-(?P<machine>[0-9a-f]{{8}})\.partial")
-"""Names of a `latest` before its rename."""
 _LOCK = "writer.lock"
 """File in a staging directory, locked by its writer, because network file systems lock files only."""
 _REPLACED = ".replaced"
 """Suffix of the second name of a replaced manifest, which shows its readers' locks."""
 _MARK = b"This directory is a draft of a checkpoint of shardwise.\n"
-"""Content of the lock file."""
 _WRITTEN = "user.shardwise.latest"
 """Extended attribute of `latest`: its content when written."""
 _NUMBER = "user.shardwise.sequence"
@@ -51,7 +46,7 @@ _NUMBER = "user.shardwise.sequence"
 _TAG = re.compile(r"[^/\\\x00-\x1f\x7f]+")
 _LOCK_TRIES, _LOCK_PAUSE_S = 100, 0.01
 _LONGEST_TAG = 200
-"""Bytes. File systems allow names of 255, and staging directories add to the tag."""
+"""Bytes; staging directories add to the tag, and file systems allow names of 255."""
 
 
 def check_tag(tag: Any) -> str:
@@ -87,12 +82,8 @@ def check_directory(path: Any, argument: str) -> str:
 class StagingDirectory:
     """A checkpoint that is being written. Rank 0 creates it; other ranks write files into `path`.
 
-    Args:
-        parent: directory that will hold the checkpoint; created if needed.
-        tidy: remove leftovers of killed writers of all tags, not only of this one.
-
-    Attributes:
-        published: whether the checkpoint exists under its tag.
+    `parent` is created if needed. `tidy` removes leftovers of killed writers of all tags, not only of this one.
+    `published` is True once the checkpoint exists under its tag.
     """
 
     def __init__(self, parent: str, tag: str, *, tidy: bool = True) -> None:
@@ -123,18 +114,13 @@ class StagingDirectory:
         return draft
 
     def hand_over(self) -> int | None:
-        """Return the lock's descriptor for another process, which becomes the owner of the directory.
-
-        The receiver holds the lock when it has the descriptor. The caller closes its own.
-        """
+        """Return the lock's descriptor for the process that becomes the owner; the caller closes its own."""
         lock, self._lock = self._lock, None
         return lock
 
     def publish(self) -> None:
-        """Publish the checkpoint under its tag; the manifest is in `path` already.
-
-        Raises:
-            OSError: publication failed; the previous state remains, unless `published` is set.
+        """Publish the checkpoint under its tag; the manifest is in `path` already. Raises OSError if publication
+        failed; the previous state remains unless `published` is set.
         """
         sync_directory(self.path)
         if not os.path.lexists(self.target):
@@ -187,7 +173,7 @@ class StagingDirectory:
 
 
 def lock_directory(path: str) -> int | None:
-    """Lock a directory of this machine until the descriptor is closed or the process ends; None if it is locked."""
+    """Lock a directory of this machine until the descriptor is closed; None if it is locked."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,10 +184,7 @@ def lock_directory(path: str) -> int | None:
 
 
 def lock_file(path: str, content: bytes = b"") -> int:
-    """Create a file and lock it; the lock holds until every copy of the returned descriptor is closed.
-
-    A file system without locks is no error: see `is_locked`.
-    """
+    """Create a file locked until every copy of the returned descriptor is closed; without locks, an unlocked one."""
     new = f"{path}.new"
     descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     with contextlib.suppress(OSError):
@@ -232,10 +215,7 @@ def _lock_exclusive(path: str) -> int | None:
 
 
 def is_locked(path: str) -> bool:
-    """Return True if a process holds the lock of a file; False without the file or without locks.
-
-    Locks of other machines may be invisible.
-    """
+    """Return True if a process holds the lock; False without the file or locks. Other machines' may be invisible."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
@@ -250,11 +230,7 @@ def is_locked(path: str) -> bool:
 
 
 class Hold:
-    """A shared lock on the manifest, which prevents removal of a checkpoint and replacement of its files while it is
-    read.
-
-    A missing manifest, or one that cannot be locked, is not held. The lock ends with `release` or the object.
-    """
+    """A shared lock on the manifest, if it exists: prevents removal of the checkpoint and replacement of its files."""
 
     def __init__(self, path: str) -> None:
         self.release: Callable[[], object] = lambda: None
@@ -297,10 +273,9 @@ def _old_one_is_read(target: str) -> bool:
 
 
 def remove(parent: str, tag: str) -> bool:
-    """Remove a checkpoint: one rename hides it, then its files are removed. Return False if it was kept.
-
-    It is kept if a process reads it (`Hold`) or writes one of this tag, or if the file system has no locks and readers
-    are unknown. Raises OSError if it cannot be renamed.
+    """Remove a checkpoint: one rename hides it, then its files are removed. Return False if it was kept: while a
+    process reads it (`Hold`) or writes its tag, and without locks, because readers are unknown. Raises OSError if the
+    rename fails.
     """
     path = os.path.join(parent, tag)
     drafts = filter(None, map(_HIDDEN.fullmatch, os.listdir(parent)))
@@ -354,7 +329,6 @@ def _remove_hidden(path: str) -> None:
 
 
 def _is_marked(path: str) -> bool:
-    """Return True if a hidden directory is a staging directory or a removed checkpoint of shardwise."""
     for name, expected in ((_LOCK, _MARK), (manifests.NAME, manifests.BEGINNING)):
         try:
             with open(open_to_read(os.path.join(path, name)), "rb") as file:
@@ -370,7 +344,6 @@ def _machine() -> str:
 
 
 def _is_dead(process: int) -> bool:
-    """Return True if a process of this machine has ended."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -381,10 +354,8 @@ def _is_dead(process: int) -> bool:
 
 
 def remove_leftovers(parent: str, tag: str | None = None) -> None:
-    """Remove leftovers of killed writers: staging directories of all tags, or of one, and a `latest` before its rename.
-
-    These are directories with shardwise's name and marker and a free lock, and files whose name gives an ended process
-    of this machine.
+    """Remove leftovers of killed writers: staging directories of all tags, or of one, with shardwise's name and marker
+    and a free lock; and a `latest` before its rename, with an ended process of this machine in its name.
     """
     for name in os.listdir(parent):
         path = os.path.join(parent, name)
@@ -414,7 +385,7 @@ def remove_leftovers(parent: str, tag: str | None = None) -> None:
 
 
 def write_file(path: str, data: bytes) -> None:
-    """Write a small file; it is on disk when this returns."""
+    """Write a small file, and flush it to disk."""
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
@@ -451,11 +422,7 @@ def write_latest(parent: str, tag: str, number: int | None = None) -> None:
 
 
 def read_latest(parent: str) -> str | None:
-    """Return the tag that `latest` names, or None without the file.
-
-    The tag is the first line of a text file. A change by other programs is logged. Raises CheckpointError if the file
-    cannot be read or does not hold a tag.
-    """
+    """Return the tag in `latest`, or None without the file; log other programs' changes. Raises CheckpointError."""
     path = os.path.join(parent, LATEST)
     try:
         with open(open_to_read(path), encoding="utf-8") as file:
@@ -482,10 +449,7 @@ def read_latest(parent: str) -> str | None:
 
 
 def number_of_latest(parent: str) -> int | None:
-    """Return the number of the state that was saved when `latest` was written.
-
-    None: it was changed by hand since, or the file system has no extended attributes.
-    """
+    """Return the number of the state that `latest` names; None if changed by hand, or without extended attributes."""
     path = os.path.join(parent, LATEST)
     try:
         with open(open_to_read(path), "rb") as file:

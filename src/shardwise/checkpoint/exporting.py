@@ -1,7 +1,5 @@
-"""Export: plain weights for other programs, from a source on disk or from an engine.
-
-Tensors are copied and converted in pieces of 8 MiB, hence the exporting machine needs little memory. From an engine,
-each rank sends rank 0 its ranges of a piece.
+"""Export: plain weights for other programs, from a source on disk or from an engine. Tensors are copied and converted
+in pieces of 8 MiB, which bounds memory. From an engine, ranks send their ranges to rank 0.
 """
 
 from __future__ import annotations
@@ -38,8 +36,6 @@ _DTYPES: dict[Any, torch.dtype | None] = {
 }
 DISTRIBUTED = "dcp"
 _LIMIT = {"hf": "5GB", "pt": None}
-"""Default size of files: Hugging Face's, and one file."""
-
 _LABEL = "export"
 
 
@@ -51,9 +47,7 @@ def parse_format(format: str, known: tuple[str, ...] = (*FORMATS, DISTRIBUTED)) 
 
 
 def parse_export_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
-    """Return the dtype of floating-point tensors; None: each its own. Raises CheckpointError if it is not among the
-    choices.
-    """
+    """Return the dtype of floating-point tensors; None: unchanged. Raises CheckpointError for other values."""
     name = name_of(dtype) if isinstance(dtype, torch.dtype) else dtype
     if name not in _DTYPES:
         raise CheckpointError(f"dtype: expected float32, bfloat16, float16 or {KEEP}, found {dtype!r}")
@@ -62,13 +56,7 @@ def parse_export_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
 
 @dataclass
 class Exported:
-    """Result of an export.
-
-    Attributes:
-        files: names of the files in the directory (none for `dcp`, whose files have no fixed names).
-        size: bytes of the tensors.
-        warnings: facts that a reader of the files should know.
-    """
+    """Result of an export: files (none for `dcp`), number and bytes of tensors, warnings for readers of the files."""
 
     files: list[str] = field(default_factory=list)
     tensors: int = 0
@@ -77,9 +65,7 @@ class Exported:
 
 
 class Conversion:
-    """Converts floating-point values to a dtype (None: unchanged), and records tensors with values outside of its
-    range.
-    """
+    """Converts floating-point values to a dtype (None: unchanged), and counts values outside of its range."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
@@ -105,7 +91,7 @@ class Conversion:
         return converted
 
     def warnings(self) -> list[str]:
-        """Return the problems, in words."""
+        """Return messages about values outside of the range."""
         if not self.overflowed:
             return []
         names = outline([f"{name} ({count} values)" for name, count in self.overflowed.items()])
@@ -130,19 +116,18 @@ def export(
 
     Args:
         path: a checkpoint or a directory of checkpoints, or other weights that `open_source` reads.
-        directory: of the files; created if needed.
-        format: `hf`: safetensors with an index, for Hugging Face's `from_pretrained`; `pt`: a state dict of tensors, as
+        directory: directory of the files; created if needed.
+        format: `hf`: safetensors with an index, for Hugging Face's `from_pretrained`; `pt`: a state dict as
             `torch.save` writes it (`torch.load(weights_only=True)` reads it); `dcp`: a directory of
             torch.distributed.checkpoint.
-        dtype: of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` for the stored dtype (master
+        dtype: dtype of floating-point tensors: `float32`, `bfloat16`, `float16`, or `keep` (stored dtype; master
             weights: float32).
-        max_shard_size: of one file, as "5GB" or a number of bytes; None: 5GB for `hf`, one file for `pt`.
+        max_shard_size: size of one file, as "5GB" or a number of bytes; None: 5GB for `hf`, one file for `pt`.
         exclude_frozen: leave out parameters that were not trained.
-        all_names: `hf`: write a tied tensor under each of its names. By default it is written once: Hugging Face's
+        all_names: `hf`: write a tied tensor under each of its names. By default only one is written: Hugging Face's
             models tie it again, and `safetensors.torch.load_model` finds the other names in the header. Other formats
             always have all names.
-        tag: of a checkpoint in a directory of checkpoints; None: the one that `latest` names, or the newest complete
-            one.
+        tag: tag in a directory of checkpoints; None: the one that `latest` names, or the newest complete one.
         overwrite: replace weights in `directory`.
         verify: compare everything with its checksums before it is written.
         progress: called with bytes written and total bytes.
@@ -272,10 +257,7 @@ def _write_distributed(
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """Arguments of an engine's export; see `export`.
-
-    With `config` a model of transformers is exported with its configuration.
-    """
+    """Arguments of an engine's `export`; with `config` the configuration of a transformers model is exported, too."""
 
     directory: str
     name: str
@@ -288,16 +270,8 @@ class ExportRequest:
 
 
 def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callable[[torch.Tensor], None]) -> None:
-    """Write master weights, or parameters without them. A collective.
-
-    Of each piece of a tensor every rank sends its `owned_ranges` to rank 0, which writes. Each rank needs memory for a
-    few pieces of 8 MiB besides its shards.
-
-    Args:
-        hold: accounts memory.
-
-    Raises:
-        CheckpointError: writing failed; raised on every rank.
+    """Write master weights, or parameters without them. A collective. Every rank sends rank 0 its `owned_ranges` of
+    each piece, and needs memory for a few pieces of 8 MiB, accounted by `hold`. Raises CheckpointError on every rank.
     """
     comm, rank = model.comm, model.comm.rank
     what = f"exporting weights to {request.directory}"
@@ -373,8 +347,6 @@ def export_model(model: CheckpointedModel, request: ExportRequest, hold: Callabl
 
 @dataclass(frozen=True)
 class _Own:
-    """Elements `[start, stop)` of a range that this rank sends."""
-
     box: Region | None
     start: int
     stop: int
@@ -383,7 +355,7 @@ class _Own:
 
 @dataclass
 class _Spread:
-    """Places of a parameter's elements: dtype and shape, and (part, start, stop) of each rank's runs."""
+    """Places of a parameter's elements; `runs` has (box, start, stop) of each rank's runs."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -413,7 +385,6 @@ def _places(
     layout: Mapping[str, _Spread],
     request: ExportRequest,
 ) -> list[tuple[Entry, str | torch.Tensor]]:
-    """Return the entries to write, each with the name of its parameter, or with its buffer."""
     found: list[tuple[Entry, str | torch.Tensor]] = []
     for tensor in wanted.values():
         spec = request.conversion.spec(Spec(layout[tensor.name].dtype, tensor.shape))
@@ -438,7 +409,7 @@ def _gathered(
     conversion: Conversion,
     hold: Callable[[torch.Tensor], None],
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (first element, values) of a parameter on rank 0, piece by piece; other ranks send, and yield nothing."""
+    """Yield (first element, values) of a parameter on rank 0, piece by piece; other ranks send only."""
     comm = model.comm
     step = PIECE // max(entry.spec.dtype.itemsize, spread.dtype.itemsize)
     numel = entry.spec.nbytes // entry.spec.dtype.itemsize

@@ -1,10 +1,8 @@
-"""Sequential file writers; a finished file is on disk.
+"""Sequential file writers, without torch (see `shardwise.checkpoint.checksums`); a finished file is on disk.
 
-    CachedFile    through the page cache; a thread flushes written bytes, and the disk works from the beginning
-    DirectFile    past the page cache (O_DIRECT), through two small buffers: half the processor time, and cached data of
-                  other programs stay; the file itself is not cached
-
-This module does not import torch; see `shardwise.checkpoint.checksums`.
+`CachedFile` writes through the page cache, and a thread flushes written bytes from the beginning. `DirectFile` writes
+past it (O_DIRECT), through two small buffers: this takes half the processor time, keeps cached data of other programs,
+and does not cache the file.
 """
 
 from __future__ import annotations
@@ -25,44 +23,34 @@ _BUFFER = 4 << 20
 """Bytes of each buffer of a `DirectFile`; a multiple of every file system's block size."""
 
 _WRITTEN_AT_ONCE = 1 << 20
-"""Buffer size of Python's own file object."""
 
 
 class Output(Protocol):
     """A file that is being written."""
 
     def write(self, data: memoryview) -> None:
-        """Append bytes; they may change as soon as this returns."""
+        """Append bytes; they may change after the return."""
 
     def finish(self) -> None:
-        """Close the file; it is on disk when this returns. Raises OSError if writing failed."""
+        """Close the file; its bytes are on disk at return. Raises OSError if writing failed."""
 
     def abandon(self) -> None:
         """Close the file without finishing it; after `finish` this does nothing."""
 
 
 def create(path: str, size: int, *, direct: bool = False, over: bool = False) -> Output:
-    """Create a file of `size` bytes, which must not exist unless it is overwritten in place (`over`).
-
-    `direct` writes past the page cache if the file system supports it and the file is large.
-    """
+    """Create a file of `size` bytes, new unless `over` (in place); large ones bypass the page cache with `direct`."""
     if direct and size >= LARGE and not over:
         return DirectFile(path)
     return CachedFile(path, size, over=over)
 
 
 def open_over(path: str) -> int:
-    """Open a file for overwriting, or create it; return its descriptor.
-
-    Its pages in a memory file system are reused, because allocating and clearing pages is most of the cost. The caller
-    truncates the rest.
-    """
+    """Open or create a file for overwriting, which reuses pages in memory; the caller truncates the rest."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 class _Flusher(threading.Thread):
-    """Flushes written bytes of a file to disk, repeatedly."""
-
     def __init__(self, descriptor: int) -> None:
         super().__init__(name="shardwise-flush", daemon=True)
         self._descriptor = descriptor
@@ -84,9 +72,7 @@ class _Flusher(threading.Thread):
 
 
 class CachedFile:
-    """A file that is written through the page cache; `path` must not exist, unless it is overwritten in place
-    (`over`).
-    """
+    """A file written through the page cache; `path` must not exist, unless overwritten in place (`over`)."""
 
     def __init__(self, path: str, size: int, *, over: bool = False) -> None:
         opened, mode = (open_over(path), "wb") if over else (path, "xb")
@@ -127,10 +113,7 @@ class CachedFile:
 
 
 class DirectFile:
-    """A new file that is written past the page cache if the file system supports it (`direct`), else through it.
-
-    One buffer is filled while a thread writes the other.
-    """
+    """A new file written past the page cache if possible (`direct`), from one of two buffers by a thread."""
 
     def __init__(self, path: str) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -196,7 +179,6 @@ class DirectFile:
                 self.direct = self._pass_by(False)
 
     def _pass_by(self, wanted: bool) -> bool:
-        """Switch O_DIRECT on or off; return True if it is on."""
         flag = getattr(os, "O_DIRECT", 0)
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         try:

@@ -20,10 +20,7 @@ from shardwise.utils.logging import logger
 
 
 def config_files(model: nn.Module, specs: Iterable[Spec]) -> dict[str, bytes]:
-    """Return the files that `from_pretrained` needs besides weights, by name; none unless the model is of transformers.
-
-    `model` is unsplit, or its part on this rank; `specs` are those of its weights as they are written.
-    """
+    """Return `from_pretrained`'s other files by name, for weights of `specs`; none for other libraries' models."""
     kind = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
     if kind is None or not isinstance(model, kind):
         return {}
@@ -57,7 +54,6 @@ def _saved(config: Any, what: str) -> dict[str, bytes]:
 
 
 def _most_of(specs: Iterable[Spec]) -> torch.dtype | None:
-    """Return the floating-point dtype of most bytes."""
     sizes: Counter[torch.dtype] = Counter()
     for spec in specs:
         if spec.dtype.is_floating_point:

@@ -1,7 +1,7 @@
 """Weights of the Hugging Face libraries: one file, or several with an index, safetensors or `torch.save`.
 
 Of a safetensors file only the requested bytes are read. A file of `torch.save` is mapped into memory and loaded with
-`weights_only=True`: it cannot run code and takes no memory of its own.
+`weights_only=True`: it cannot run code.
 """
 
 from __future__ import annotations
@@ -33,16 +33,12 @@ _NAMES = (
     "pytorch_model.bin.index.json",
     "adapter_model.bin",
 )
-"""File names in a directory, in order of preference."""
-
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which scripts save a state dict."""
 
 
 def open_files(path: str) -> Source | None:
-    """Open a file or a directory of weights; None if it is neither. Raises CheckpointError if it is one, but cannot
-    be read.
-    """
+    """Open a file or directory of weights; None if it is neither. Raises CheckpointError if it is unreadable."""
     if not os.path.isdir(path):
         return _open(path)
     for name in _NAMES:

@@ -1,7 +1,7 @@
 """Import: weights of other programs directly into the shards of an engine.
 
-Every rank opens the files and reads its shards, by name and range, into its master weights. No rank has the unsharded
-model, and all ranks together need only the model's memory. Names are matched before anything changes.
+Every rank reads its shards, by name and range, into its master weights. No rank has the unsharded model, and all ranks
+together need only the model's memory. Names are matched before anything changes.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ Rename = Mapping[str, str | None] | Callable[[str], str | None]
 
 
 class LoadedWeights(NamedTuple):
-    """Names that did not match.
-
-    Attributes:
-        missing: parameters and buffers of the model that the files lack; they keep their values.
-        unexpected: tensors in the files that the model lacks.
+    """Names that did not match: `missing` parameters and buffers, which the files lack, keep their values; `unexpected`
+    are tensors of the files that the model lacks.
     """
 
     missing: list[str]
@@ -54,17 +51,10 @@ def load_weights(
     strict: bool = True,
     rename: Rename | None = None,
 ) -> LoadedWeights:
-    """Read weights into the model. A collective.
+    """Read weights that `open_source` reads, with equal `path` and `tag` on all ranks, into the model. A collective.
 
-    Args:
-        path: of weights that `open_source` reads; on every rank.
-        tag: of a checkpoint in a directory of checkpoints.
-        strict: names of model and files must be the same.
-        rename: see `Rename`.
-
-    Raises:
-        CheckpointError: names (if `strict`) or shapes do not match, files cannot be read, or differ between ranks.
-            Nothing has changed, unless an opened file became unreadable.
+    Raises CheckpointError if names (with `strict`) or shapes do not match, or files cannot be read or differ between
+    ranks. Nothing has changed then, unless an opened file became unreadable.
     """
     comm = model.comm
     what = f"loading weights from {path}"
@@ -164,6 +154,5 @@ def _match(
 
 
 def _verify_share(model: CheckpointedModel, source: Source, matched: _Match) -> None:
-    """Compare this rank's share of the needed bytes with their checksums, if any."""
     names = sorted({name for _, name in (*matched.parameters, *matched.buffers)} | matched.others)
     source.verify(names[model.comm.rank :: model.comm.world])

@@ -19,18 +19,10 @@ _SCALARS = (bool, int, float, str, type(None))
 
 
 def describe(path: str, *, tag: str | None = None, tensors: bool = False) -> dict[str, Any]:
-    """Return the content of a path, as JSON values.
+    """Return the content of a checkpoint, a directory of checkpoints, or other weights, as JSON values.
 
-    Args:
-        path: a checkpoint, a directory of checkpoints, or other weights that `open_source` reads.
-        tag: of a checkpoint in a directory.
-        tensors: list every tensor.
-
-    Returns:
-        `what` is "checkpoint", "run" (then `checkpoints` has a short description of each) or "weights".
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
+    `what` is "checkpoint", "run" (then `checkpoints` has a short description of each) or "weights". `tag` names a
+    checkpoint in a directory. `tensors` lists every tensor. Raises CheckpointError if there is none, or it is damaged.
     """
     chosen = path if tag is None else os.path.join(path, directory.check_tag(tag))
     if holds_checkpoint(chosen) or (tag is not None and os.path.isdir(chosen)):
@@ -66,9 +58,7 @@ def _source_tensor(tensor: SourceTensor) -> dict[str, Any]:
 
 
 def describe_checkpoint(path: str, *, tensors: bool = False) -> dict[str, Any]:
-    """Return the content of one checkpoint. Raises CheckpointError if it is incomplete, damaged, or of another
-    format.
-    """
+    """Return the content of one checkpoint. Raises CheckpointError if it is incomplete or damaged."""
     with Checkpoint(path) as saved:
         saved.check_sizes(saved.manifest.files)
         found = saved.manifest
@@ -128,7 +118,6 @@ def _optimizer(found: Manifest) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting for people: a tuple or 0-d tensor of the manifest without its wrapping."""
     if isinstance(value, dict) and len(value) == 1:
         (key, inner), *_ = value.items()
         if key == "$tuple":
@@ -170,10 +159,9 @@ def _tensor(tensor: StoredTensor) -> dict[str, Any]:
 
 
 def describe_run(path: str) -> dict[str, Any]:
-    """Return a short description of each checkpoint of a directory, newest last, and the latest one.
-
-    Unreadable ones have an `error`. `leftovers` are hidden directories of interrupted or running saves; the next save
-    removes the interrupted ones.
+    """Return a short description of each checkpoint of a directory, newest last, and the latest one. Unreadable ones
+    have an `error`. `leftovers` are hidden directories of running or interrupted saves; the next save removes the
+    latter.
     """
     found: dict[str, Any] = {"what": "run", "path": path, "latest": None, "checkpoints": [], "leftovers": []}
     try:
@@ -205,9 +193,7 @@ def describe_run(path: str) -> dict[str, Any]:
 
 
 def check(path: str, tag: str | None = None, progress: Progress | None = None) -> None:
-    """Compare every byte of a checkpoint with its checksum. Raises CheckpointError if anything is missing or
-    damaged, or the path is not a checkpoint of shardwise.
-    """
+    """Compare every byte of a checkpoint with its checksum. Raises CheckpointError if damaged or not shardwise's."""
     chosen = path if tag is None else os.path.join(path, directory.check_tag(tag))
     with Checkpoint(chosen) as saved:
         saved.check_sizes(saved.manifest.files)

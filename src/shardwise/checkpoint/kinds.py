@@ -1,8 +1,8 @@
 """Kinds of Python values beyond JSON, and their conversion to plain values and back.
 
-A kind is a type, its name in the file, and a pair of functions to and from plain values or other kinds. Reading calls
-only functions of this table and those that the script has registered. It imports nothing and calls no method of a class
-that a file names: enumerations give their members, and dataclasses are filled field by field, without `__init__`.
+A kind is a type, its name in the file, and functions to and from plain values or other kinds. Reading calls only
+functions of this table and those that the script has registered. It imports nothing and calls no method of a class that
+a file names: enumerations give their members, and dataclasses are filled field by field, without `__init__`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """A kind of values: its name in the file, and its conversions.
-
-    `from_plain` returns the value, or raises a TypeError, ValueError or LookupError.
-    """
+    """Name in the file, and conversions; `from_plain` raises TypeError, ValueError or LookupError for wrong values."""
 
     name: str
     to_plain: Callable[[Any], Any]
@@ -188,17 +185,17 @@ _LIBRARIES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = 
 def register_type(
     cls: type[T], to_plain: Callable[[T], Any], from_plain: Callable[[Any], T], *, name: str | None = None
 ) -> None:
-    """Let checkpoints hold objects of a class of yours in `client_state`.
+    """Let checkpoints hold objects of your class in `client_state`.
 
-    Call it before saving and before loading, for instance after the class's definition. Registering a class again
-    replaces it.
+    Call it before saving and before loading, for instance after the class's definition. Another call for a class
+    replaces the first.
 
     Args:
         cls: the class. Objects of subclasses are not included.
         to_plain: returns the saved form of an object: None, numbers, strings, bytes, tensors, arrays, lists,
             dictionaries, or objects of other registered classes.
         from_plain: returns an equal object from the saved form.
-        name: in the file; None: module and name of the class.
+        name: name in the file; None: module and name of the class.
 
     Raises:
         UsageError: an argument has a wrong type, the class needs no registration, or the name is another class's.
@@ -229,9 +226,7 @@ _BUILT_IN = (type(None), bool, int, float, str, bytes, list, tuple, dict, collec
 
 
 def to_plain(value: Any) -> tuple[str, Any] | None:
-    """Return (tag, plain values) for a value of a kind; None for other values. Raises TypeError if it cannot be
-    saved.
-    """
+    """Return (tag, plain values) for a value of a kind, else None. Raises TypeError if it cannot be saved."""
     cls = type(value)
     if cls in _registered:
         kind = _registered[cls]
@@ -282,10 +277,8 @@ def _contents(value: Any) -> dict[str, Any]:
 def from_plain(tag: str, plain: Any) -> Any:
     """Return the value that `to_plain` has converted.
 
-    Raises:
-        LookupError: the tag is unknown.
-        CheckpointError: its class is missing.
-        TypeError, ValueError, LookupError, ArithmeticError: the plain values are not those of the kind.
+    Raises CheckpointError if its class is missing; TypeError, ValueError, LookupError or ArithmeticError for an unknown
+    tag or plain values that are not of the kind.
     """
     if tag == "$registered":
         name, content = plain

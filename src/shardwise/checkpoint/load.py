@@ -1,16 +1,11 @@
 """Loading a checkpoint into any layout, collectively.
 
-    choose     rank 0 chooses a checkpoint; all open its manifest and match it with the model by name
-    verify     ranks divide the needed blocks and compare them with their checksums
-    read       each rank reads its shards, by name and range, from any files, into place
-    publish    low-precision copies and unsharded values are updated
+Rank 0 chooses a checkpoint. All ranks match its manifest with the model by name, divide the needed blocks and verify
+checksums. Nothing of the engine changes before this has succeeded on every rank. Then each rank reads its shards, by
+name and range, from any files, into place, and unsharded and low-precision values are updated.
 
-Nothing of the engine changes before the first two have succeeded on every rank. A damaged checkpoint, or one of another
-model, leaves the engine unchanged.
-
-If an engine has no optimizer state yet, as when a job is resumed, state is read into its memory during verification,
-because it overwrites nothing. It is dropped if the checkpoint is refused. Other memory is in use: it is read after all
-ranks have agreed, usually from the system's page cache.
+If an engine has no optimizer state yet (a resumed job), state is read into its memory during verification, because it
+overwrites nothing, and is dropped if the checkpoint is refused. Other values are read later, from the page cache.
 """
 
 from __future__ import annotations
@@ -51,7 +46,7 @@ _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"}
 
 
 class NoCompleteCheckpointError(CheckpointError):
-    """All checkpoints that were tried are incomplete or damaged."""
+    """All tried checkpoints are incomplete or damaged."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +55,18 @@ class Options:
 
     Attributes:
         strict: names of parameters and buffers must be the same in model and checkpoint.
-        optimizer: load the optimizer's state and settings.
+        optimizer, settings: load the optimizer's state; with it the settings of parameter groups.
         module_only: read only parameters and buffers.
         custom: the caller loads parameters and buffers; they are verified but not matched.
-        settings: load the settings of parameter groups with the optimizer's state.
         selection: names to load, and their new names.
         verify: compare bytes with their checksums, unless the caller has.
+<<<<<<< HEAD
         order: checkpoints to try in turn without a tag, on rank 0; None: those of
             `shardwise.checkpoint.newest.listing`.
         fresh: names of parameters and buffers that keep their values, and start without optimizer state.
+=======
+        order: checkpoints to try in turn without a tag, on rank 0; None: `shardwise.checkpoint.newest.listing`.
+>>>>>>> wt-t1
     """
 
     strict: bool = True
@@ -89,12 +87,8 @@ class Options:
 
 @dataclass
 class Loaded:
-    """State besides tensors of the model and the optimizer, as plain Python values.
-
-    Attributes:
-        client: the user's own state.
-        rank: this rank's own state; None if the checkpoint has no such rank.
-        first: rank 0's own state; None if the checkpoint has the same number of ranks.
+    """State except tensors of the model and the optimizer, as plain Python values. `client` is the user's. `rank` is
+    this rank's own; None if the checkpoint has no such rank. `first` is rank 0's; None with an equal number of ranks.
     """
 
     path: str
@@ -114,15 +108,9 @@ def find(
     opened: Callable[[str], Checkpoint] = Checkpoint,
     check: Callable[[Checkpoint], None] = lambda saved: None,
 ) -> tuple[Checkpoint, LoadPlan] | None:
-    """Choose, open, match and verify a checkpoint. A collective.
-
-    Args:
-        tag: of a checkpoint; None: the first complete one, in the order of `shardwise.checkpoint.newest.listing`.
-        opened: opens the checkpoint at a path.
-        check: raises a CheckpointError if state outside of the model cannot continue from a checkpoint.
-
-    Returns:
-        The verified checkpoint, and its plan for `read`; None if `tag` is None and there is no checkpoint.
+    """Choose, open, match and verify a checkpoint; return it with its plan for `read`. A collective. Without a tag it
+    is the first complete one, in the order of `shardwise.checkpoint.newest.listing`; None if there is none. `check`
+    raises a CheckpointError if state outside of the model cannot continue from a checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is missing, incomplete, damaged, or of another model.
@@ -175,7 +163,6 @@ def _try(
     opened: Callable[[str], Checkpoint],
     check: Callable[[Checkpoint], None],
 ) -> tuple[Checkpoint, LoadPlan] | CheckpointError:
-    """Open, match and verify one checkpoint; return the error if it is incomplete or damaged."""
     saved: Checkpoint | None = None
     matched: LoadPlan | None = None
     try:
@@ -257,7 +244,7 @@ def _match(model: CheckpointedModel, saved: Checkpoint, options: Options, elsewh
 
 
 def _facts(model: CheckpointedModel, matched: LoadPlan) -> dict[str, Any]:
-    """Return what this rank loads by name; of buffers only that, because their values may differ between ranks."""
+    """Return the tensors that this rank loads; of buffers only names, because values may differ between ranks."""
     facts: dict[str, Any] = dict.fromkeys(names_of(model))
     facts.update(dict.fromkeys((*matched.report.loaded, *matched.buffer_names), True))
     facts.update((tensor.name, [stored.name, list(stored.shape)]) for tensor, stored in matched.parameters)
@@ -272,7 +259,6 @@ def _digest(facts: dict[str, Any] | list[str]) -> str:
 
 
 def _agree(gathered: Sequence[dict[str, Any]]) -> bool:
-    """Return True if ranks agree about the names that they share."""
     known: dict[str, Any] = {}
     return all(known.setdefault(name, fact) == fact for facts in gathered for name, fact in facts.items())
 
@@ -296,10 +282,7 @@ def _candidates(parent: str, tag: str | None) -> list[str]:
 def _verify(
     model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options, what: str, alike: bool
 ) -> None:
-    """Verify this rank's share of files and blocks, and read state into memory that is free to use.
-
-    Ranks with different names exchange the blocks that they need.
-    """
+    """Verify this rank's share of files and blocks, and read state into memory that is free to use."""
     rank, world = model.comm.rank, model.comm.world
     with collective_step(model.comm, what) as shared:
         saved.check_sizes(sorted(saved.manifest.files)[rank::world])
@@ -332,10 +315,7 @@ def _together(blocks: Iterable[tuple[str, int]]) -> list[list[Any]]:
 
 
 def _share(blocks: Sequence[tuple[str, int]], wanted: Sequence[list[list[Any]]], rank: int) -> list[tuple[str, int]]:
-    """Return the blocks that a rank verifies; over all ranks each once.
-
-    A block in `wanted` is verified by a rank that needs it; other blocks are divided equally.
-    """
+    """Return the blocks that a rank verifies, each once over all ranks, and if possible by a rank that needs it."""
     users: dict[tuple[str, int], list[int]] = {}
     for number, entry in enumerate(wanted):
         for name, first, end in entry:
@@ -373,9 +353,8 @@ def _trees(saved: Manifest, options: Options) -> list[Any]:
 def read(model: CheckpointedModel, saved: Checkpoint, matched: LoadPlan, options: Options) -> Loaded:
     """Read a checkpoint that `find` has returned into the model and its optimizer. A collective.
 
-    Raises:
-        CheckpointError: a value's class is missing, and the engine is unchanged; or a file can no longer be read: the
-            engine is then partly loaded and must not be used.
+    Raises CheckpointError if a value's class is missing, with the engine unchanged; or if a file can no longer be read.
+    The engine is then partly loaded and must not be used.
     """
     what = f"loading checkpoint {saved.path}"
     loaded = Loaded(saved.path, saved.manifest)
@@ -467,7 +446,6 @@ class _StateMaker:
         self._held = model.value_runs()
 
     def make(self, indices: Collection[int]) -> list[Run]:
-        """Allocate the state of some parameters, once; return its runs to read into."""
         update, optimizer = self._model.update, self._model.optimizer
         assert update is not None and optimizer is not None
         runs: list[Run] = []

@@ -1,8 +1,8 @@
 """The manifest: a checkpoint's content by logical tensor, and the place of the bytes.
 
-A tensor is described by its name in the model, its global shape, and a list of slices, each a range of the flattened
-tensor, or of a box of it, under a key of a file. No entry depends on ranks or stage; `layout` records them for people.
-A loader of any layout therefore reads by name, box and range.
+A tensor has its name in the model, its global shape, and a list of slices: ranges of the flattened tensor, or of a box
+of it, under a key of a file. No entry depends on ranks or stage; `layout` records them for people. A loader of any
+layout therefore reads by name, box and range.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ NAME = "manifest.json"
 """Name of the manifest's file."""
 
 BEGINNING = b'{"blake2b": "'
-"""First bytes of that file."""
-
 PARAMETER = "parameter"
 BUFFER = "buffer"
 OPTIMIZER = "optimizer/"
@@ -34,13 +32,9 @@ OPTIMIZER = "optimizer/"
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements `[start, stop)` of a flattened tensor, stored as the 1-D tensor `key` of `file`.
-
-    Attributes:
-        file: name of a file in the checkpoint's directory.
-        key: tensor in that file; it has the tensor's own shape if the slice is the entire tensor.
-        box: the box of the tensor, as (first, end) or several of these for each dimension, in which `start` and `stop`
-            count. None: the entire tensor.
+    """Elements `[start, stop)` of a flattened tensor, stored as the 1-D tensor `key` of `file` in the checkpoint's
+    directory. The tensor in the file has the tensor's own shape if the slice is the entire tensor. `start` and `stop`
+    count in `box`, with (first, end) or several of these for each dimension; None: the entire tensor.
     """
 
     file: str
@@ -63,8 +57,7 @@ class StoredTensor:
         kind: `parameter` (master weights if there are any), `optimizer/<state key>` or `buffer`.
         shape: global shape. Optimizer state with the parameter's shape is sharded like it; other state is not sharded.
         dtype: dtype of the stored values, as `float32`.
-        slices: places of the values. Their boxes partition the tensor, and the slices of each box partition the box, in
-            the order of boxes, then of elements.
+        slices: places of the values. Their boxes partition the tensor, and the slices of each box the box, in order.
         aliases: further names of a tied parameter.
         trainable: parameters: whether an optimizer stepped it.
         group: parameters: index of its optimizer parameter group.
@@ -107,15 +100,12 @@ class StoredTensor:
         return StoredPart(**facts, of=self.shape, region=box)
 
     def runs(self, start: int, stop: int) -> list[tuple[Slice, Patch]]:
-        """Return the sources of elements `[start, stop)`: slices, and the patch of each.
-
-        The first memory of a patch is the stored slice, the second one holds just these elements. Raises
-        CheckpointError if some elements are not stored.
+        """Return the sources of elements `[start, stop)`: slices, and the patch of each, from the slice to memory of
+        just these elements. Raises CheckpointError if some are not stored.
         """
         return self._runs(self.shape, boxes.whole(self.shape), start, stop)
 
     def _runs(self, shape: tuple[int, ...], region: Region, start: int, stop: int) -> list[tuple[Slice, Patch]]:
-        """Return the same for the elements of a region of a tensor."""
         found: list[tuple[Slice, Patch]] = []
         whole, missing = boxes.whole(shape), stop - start
         plain = region == whole
@@ -136,7 +126,7 @@ class StoredTensor:
         return found
 
     def check_cover(self) -> None:
-        """Raise ValueError unless slices, inside of the tensor and in order, have each element once."""
+        """Raise ValueError unless slices, in order and inside of the tensor, have each element once."""
         outer = boxes.whole(self.shape)
         parts: list[Region] = []
         place = size = 0
@@ -179,7 +169,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredPart(StoredTensor):
-    """A box of a tensor of shape `of`: see `StoredTensor.part`. Boxes of its slices are those of the tensor."""
+    """A box `region` of a tensor of shape `of`, from `StoredTensor.part`; its slices have the tensor's boxes."""
 
     of: tuple[int, ...] = ()
     region: Region = ()
@@ -197,21 +187,18 @@ class Manifest:
 
     Attributes:
         created: seconds since 1970.
-        versions: of shardwise, torch and Python.
-        layout: stage, number of ranks and dtype at saving; for information. "sequence" is the number of the state,
-            "copy" that of the copy in memory of the same state; "latest" is false if `latest` was not to name it;
-            "scheduler" is the class of the schedule; "job" is a random name of the job; "finite" is false if values are
-            infinite or NaN, and "not_finite" then names some.
+        versions: versions of shardwise, torch and Python.
+        layout: stage, number of ranks and dtype at saving, for information. "sequence" is the number of the state,
+            "copy" that of its copy in memory; "latest" is false if `latest` was not to name it; "scheduler" is the
+            class of the schedule; "job" is a random name; "finite" is false with infinite or NaN values, which
+            "not_finite" names.
         files: size and checksums by file name.
-        tensors: every logical tensor.
         excluded: names of frozen parameters that were left out on request.
         optimizer: {"class", "groups": [settings of each group], "values": {parameter: {key: value}}}, or None.
-        scheduler: state of the learning-rate schedule (tree), or None.
-        scaler: state of the loss scaler (tree), or None.
+        scheduler, scaler: trees of the learning-rate schedule and the loss scaler, or None.
         counters: steps and samples so far.
         ranks: for each rank a tree with its random number generators and its position in the data.
-        extra: extra state of modules (trees), by name.
-        client: the user's own state (tree).
+        extra, client: trees of the extra state of modules, by name, and of the user's own state.
     """
 
     tag: str
@@ -237,7 +224,7 @@ class Manifest:
 
     @property
     def sequence(self) -> int:
-        """Number of the state, which is larger in newer ones; 0 in manifests of earlier versions."""
+        """Number of the state, larger in newer ones; 0 in manifests of earlier versions."""
         found = self.layout.get("sequence", 0)
         return found if type(found) is int and found >= 0 else 0
 
@@ -268,10 +255,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def combine(parts: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """Merge the ranks' parts of each tensor, and check that each element exists once.
-
-    Ranks may have different tensors, and further names of one. Raises CheckpointError if ranks disagree about a tensor,
-    or elements are missing or duplicate.
+    """Merge the ranks' parts of each tensor. Ranks may have different tensors, and further names of one. Raises
+    CheckpointError if ranks disagree about a tensor, or elements are missing or duplicate.
     """
     groups: dict[tuple[str, str, int | None], list[StoredTensor]] = {}
     for part in parts:
@@ -298,15 +283,12 @@ def combine(parts: Iterable[StoredTensor]) -> list[StoredTensor]:
 
 
 def _agreed(tensor: StoredTensor) -> tuple[Any, ...]:
-    """Return the facts of a tensor on which ranks must agree."""
     return tensor.shape, tensor.dtype, tensor.trainable, tensor.group
 
 
 def in_order(tensors: Iterable[StoredTensor], orders: Iterable[Sequence[str]]) -> list[StoredTensor]:
-    """Return tensors in the manifest's order: by kind, then in the order of the parameters on all ranks.
-
-    If ranks have different parameters (`orders`), as pipeline stages do, the order is that of names, with numbers as
-    numbers. It does not depend on the number of ranks.
+    """Return tensors by kind, then in the parameters' order of all ranks (`orders`), or if ranks differ (pipeline
+    stages) by name, with numbers as numbers. The number of ranks does not change it.
     """
     known = set(map(tuple, orders))
     places = {name: place for place, name in enumerate(known.pop())} if len(known) == 1 else {}

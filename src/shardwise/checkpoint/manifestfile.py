@@ -1,6 +1,5 @@
-"""The manifest's file: JSON, written last. A checkpoint with a valid manifest is therefore complete.
-
-Its first line holds a checksum of the rest, which separates a damaged manifest from an invalid one.
+"""The manifest's file: JSON, written last; a valid manifest means a complete checkpoint. Its first line holds a
+checksum of the rest, which separates a damaged manifest from an invalid one.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ def _digest(body: bytes) -> str:
 
 def load(directory: str, *, read_later: bool = True) -> Manifest:
     """Read and check the manifest of a checkpoint. Raises CheckpointError if it is missing, damaged, or of another
-    format.
-
-    `read_later` checks every place of tensors, because they will be read. False needs no torch; the writer process uses
-    it.
+    format. `read_later` also checks every place of tensors, which needs torch; the writer process passes False.
     """
     path = os.path.join(directory, NAME)
     try:
@@ -79,9 +75,7 @@ def load(directory: str, *, read_later: bool = True) -> Manifest:
 
 
 def from_bytes(data: bytes, path: str, *, read_later: bool = True) -> Manifest:
-    """Return the manifest in the bytes of a file; `path` is for messages, `read_later` as for `load`. Raises
-    CheckpointError if the file is damaged or has another format number.
-    """
+    """Return the manifest in the bytes of a file; `path` is for messages. Raises CheckpointError as `load` does."""
     line, _, body = data.partition(b"\n")
     match = _FIRST_LINE.match(line)
     if match is None:

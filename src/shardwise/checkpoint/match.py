@@ -24,7 +24,7 @@ from shardwise.registry import LogicalTensor
 
 @dataclass
 class OptimizerStatePlan:
-    """The saved optimizer state of one parameter: tensors with one value per element, other tensors, other values."""
+    """Saved optimizer state of one parameter: elementwise tensors, other tensors (`whole`), other values."""
 
     elementwise: dict[str, StoredTensor] = field(default_factory=dict)
     whole: dict[str, StoredTensor] = field(default_factory=dict)
@@ -33,14 +33,9 @@ class OptimizerStatePlan:
 
 @dataclass
 class LoadPlan:
-    """Plan of loading.
-
-    Attributes:
-        parameters: parameters with their stored tensors.
-        buffers: buffers with the tensors that this rank reads into them.
-        extra: modules with their extra state (trees).
-        states: optimizer state by parameter; None if none is loaded.
-        left: runs of elementwise `states` that are not read yet; None: their memory is not allocated either.
+    """Plan of loading: parameters with their stored tensors, buffers with the tensors that this rank reads into them,
+    modules with trees of their extra state, and optimizer state by parameter (None: none is loaded). `left` are runs of
+    elementwise `states` that are not read yet; None: their memory is not allocated either.
     """
 
     report: LoadReport
@@ -57,7 +52,7 @@ class RemoteNames:
     """Names of other ranks, which may have other modules.
 
     Attributes:
-        names: parameters, buffers and extra state of other ranks, by all their names; empty if all ranks have the same.
+        names: parameters, buffers and extra state, by all their names; empty if all ranks have the same.
         groups: largest number of parameter groups of any rank's optimizer.
     """
 
@@ -67,8 +62,6 @@ class RemoteNames:
 
 @dataclass
 class _Found:
-    """State of the comparison; see `LoadReport`."""
-
     loaded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -87,12 +80,9 @@ def match_module(
     strict: bool,
     fresh: frozenset[str] = frozenset(),
 ) -> LoadPlan:
-    """Find the saved tensor of every selected parameter and buffer, without those in `fresh`.
-
-    Names that only other ranks have are ignored here.
-
-    Raises:
-        CheckpointError: names, patterns or rules (if `strict`) or shapes do not match; it has the report.
+    """Find the saved tensor of every selected parameter and buffer, without those in `fresh`; names that only other
+    ranks have are ignored. Raises CheckpointError with the report if names, patterns or rules (if `strict`) or shapes do
+    not match.
     """
     found = _Found()
     matched = LoadPlan(LoadReport(path))
@@ -120,7 +110,6 @@ def match_module(
 
 
 def _without(manifest: Manifest, names: frozenset[str]) -> Manifest:
-    """Return a manifest without the parameters, buffers and extra state of some names."""
     if not names:
         return manifest
     tensors = [tensor for tensor in manifest.tensors if names.isdisjoint((tensor.name, *tensor.aliases))]
@@ -209,7 +198,6 @@ def _match_extra(
 
 
 def _check(report: LoadReport, model: CheckpointedModel, manifest: Manifest, *, strict: bool) -> None:
-    """Raise if the checkpoint does not match."""
     problems = report.differences(strict=strict)
     if not problems:
         return
@@ -252,14 +240,9 @@ def match_optimizer(
     settings: bool,
     fresh: frozenset[str] = frozenset(),
 ) -> tuple[dict[int, OptimizerStatePlan], list[str]]:
-    """Find the saved optimizer state of every trained parameter; return it with notes.
-
-    Args:
-        manifest: under the model's names.
-        selection: names to load, including all trained parameters.
-        elsewhere: other ranks' names.
-        settings: the settings of parameter groups are loaded too, which requires the same groups.
-        fresh: names of parameters that start without state.
+    """Find the saved optimizer state of every trained parameter, without those in `fresh`; return it with notes.
+    `manifest` has the model's names. With `settings` those of parameter groups are loaded too, which requires the same
+    groups.
     """
     assert model.optimizer is not None and model.update is not None
     saved = manifest.optimizer
@@ -343,7 +326,6 @@ def _compare_groups(
 
 
 def _compare_settings(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any], path: str) -> None:
-    """Raise if a setting of a parameter group has another type than this engine's."""
     for number, (group, tree) in enumerate(zip(groups, saved, strict=False)):
         found = nested_json.decode(
             tree, lambda reference: torch.zeros((), device="cpu")
@@ -357,7 +339,6 @@ def _compare_settings(groups: Sequence[Mapping[str, Any]], saved: Sequence[Any],
 
 
 def _alike(own: Any, other: Any) -> bool:
-    """Return True if one value can replace another as a setting."""
     if own is None or other is None or isinstance(other, torch.Tensor):
         return True
     if isinstance(own, (bool, int, float, torch.Tensor)):
@@ -384,7 +365,6 @@ def _check_steps(model: CheckpointedModel, states: Mapping[int, OptimizerStatePl
 
 
 def _check_complete(model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], path: str) -> None:
-    """Raise if parameters lack optimizer state that the optimizer always keeps."""
     needed = set(getattr(model.optimizer, "state_names", ()))
     for index, kinds, usual in _compared(model, states, needed):
         lacks = sorted(usual - kinds if _treats_alike(model.optimizer) else needed - kinds)
@@ -403,10 +383,7 @@ def _treats_alike(optimizer: object) -> bool:
 def _compared(
     model: CheckpointedModel, states: Mapping[int, OptimizerStatePlan], needed: set[str]
 ) -> Iterator[tuple[int, frozenset[str], frozenset[str]]]:
-    """Yield each parameter with the names of its state, and the names that most parameters like it have.
-
-    Parameters of one group and as many dimensions are alike.
-    """
+    """Yield each parameter, names of its state, and names that most of its group and number of dimensions have."""
     alike: dict[tuple[int | None, int], list[int]] = {}
     for index in states:
         tensor = model.registry[index]

@@ -1,9 +1,8 @@
-"""Nested Python values as JSON, and back without loss.
+"""Nested Python values as JSON, and back without loss and without pickle.
 
-Checkpoints hold no pickle. A value that JSON lacks is written as an object with one key that begins with `$`: a tuple,
-a dictionary with numbers as keys, a number that is not finite (`shardwise.checkpoint.kinds` has further ones). Tensors
-are stored separately and referenced. Reading gives equal values of the same types and cannot run code. Other values are
-refused by name before a byte is written.
+A value that JSON lacks is an object with one key that begins with `$`: a tuple, a dictionary with numbers as keys, a
+number that is not finite (`shardwise.checkpoint.kinds` has further ones). Tensors are stored separately and referenced.
+Reading gives equal values of the same types and cannot run code. Other values are refused by name before writing.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _MAPPINGS: dict[type, str] = {
     collections.Counter: "$counter",
 }
 _RAW = "biufcmMSU"
-"""Kinds of numpy's dtypes whose values are plain bytes."""
+"""Kinds of numpy's dtypes with values that are plain bytes."""
 
 
 def encode(value: Any, path: str, store_tensor: StoreTensor) -> Any:
@@ -266,8 +265,7 @@ def _number(value: Any) -> bool | int | float:
 
 
 def references(value: Any) -> Iterator[Any]:
-    """Yield the references to tensors in JSON from `encode`. Raises CheckpointError if the JSON is nested deeper than
-    `encode` makes it.
+    """Yield the references to tensors in JSON from `encode`. Raises CheckpointError if it is nested too deeply.
 
     >>> list(references({"a": [{"$tensor": "first"}, {"$tuple": [{"$numpy": "second"}]}]}))
     ['first', 'second']

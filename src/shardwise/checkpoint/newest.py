@@ -1,16 +1,14 @@
 """Order of the checkpoints of a directory, for loading, resuming, exporting, inspecting and retention.
 
-Every saved or copied state has a number: one more than the highest that its engine has seen in the directory, in the
-copies in memory, or among its own. Numbers order states, because clocks jump and differ between machines. Manifests of
-earlier versions have no number; they precede the others, by their steps.
+Every saved or copied state has a number: one more than the highest that its engine has seen. Numbers order states,
+because clocks jump and differ between machines. Manifests of earlier versions have none; they come before the others,
+by steps.
 
-Without a tag, checkpoints are tried in this order:
+Without a tag, the first complete checkpoint is taken in this order, those with infinite or NaN values last:
 
 1. checkpoints that were to become `latest` and were completed after `latest` was written: the job ended between these
 2. the checkpoint that `latest` names
 3. all others, the highest number first
-
-Within this order checkpoints with infinite or NaN values come last. The first complete one is chosen.
 """
 
 from __future__ import annotations
@@ -41,15 +39,10 @@ _FACT = {
 
 @dataclass(frozen=True)
 class Head:
-    """Ordering keys, from the first lines of a manifest.
-
-    Attributes:
-        sequence: number of its state; 0 in manifests of earlier versions, -1 if the manifest cannot be read.
-        steps: `global_steps`; only if `sequence` is 0.
-        latest: whether `latest` was to name it.
-        finite: whether its values are finite, or not checked.
-        job: random name of the job, or None.
-        copy: number of the copy in memory of the same state, or None.
+    """Ordering keys, from the first lines of a manifest. `sequence` is the number of the state; 0 in manifests of
+    earlier versions, which have `steps` (`global_steps`), and -1 if the manifest cannot be read. `latest` is True if
+    the file of this name was to name the checkpoint, `finite` if values are finite or not checked. `job` is a random
+    name of the job, `copy` the number of the copy in memory of the same state, or None.
     """
 
     tag: str
@@ -109,13 +102,7 @@ def _earlier(path: str, tag: str) -> Head:
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """The checkpoints of a directory, in the order to try them.
-
-    Attributes:
-        heads: of each checkpoint, including the one that `latest` names even if it is missing or another library's.
-        latest: the tag in `latest`, or None.
-        notes: notes on the choice, for people.
-    """
+    """Checkpoints in the order to try them, with notes; `heads` has that of `latest` even if it is missing."""
 
     heads: list[Head] = field(default_factory=list)
     latest: str | None = None
@@ -133,10 +120,9 @@ class CheckpointListing:
 
 
 def listing(parent: str) -> CheckpointListing:
-    """Return the checkpoints of a directory in the order to try them (see the module).
-
-    Only the first lines of manifests are read; completeness is checked when a checkpoint is tried. Raises
-    CheckpointError if the directory cannot be listed, or holds nothing but a damaged `latest`.
+    """Return the checkpoints of a directory in the order to try them. Only the first lines of manifests are read;
+    completeness is checked when a checkpoint is tried. Raises CheckpointError if the directory cannot be listed, or
+    holds only a damaged `latest`.
 
     >>> import tempfile
     >>> listing(tempfile.mkdtemp()).tags

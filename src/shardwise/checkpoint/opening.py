@@ -53,7 +53,7 @@ def open_source(path: Any, tag: str | int | None = None) -> Source:
         path: a checkpoint of shardwise or DeepSpeed, or a directory of them; a directory of
             torch.distributed.checkpoint; weights of Hugging Face (a directory, or a file .safetensors, .index.json,
             .bin, .pt, .pth).
-        tag: of a checkpoint in a directory of checkpoints; None: see `find_checkpoint`.
+        tag: tag of a checkpoint in a directory of checkpoints; None: see `find_checkpoint`.
 
     Raises:
         CheckpointPathError: the path is none of these.

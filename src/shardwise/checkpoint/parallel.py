@@ -22,9 +22,7 @@ def workers() -> int:
 
 
 def for_each(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call a function for every item, by several threads if there are cores; raise the first failing item's
-    exception.
-    """
+    """Call a function for every item, with threads if there are cores; raise the first failing item's exception."""
     count = min(workers(), len(items))
     if count <= 1:
         for item in items:

@@ -1,20 +1,13 @@
 """In-memory checkpoints: copies of the training state outside of the training processes, for recovery from failures.
 
-Each rank writes its part, in the format of checkpoints, into a directory in memory (tmpfs). With several nodes it sends
-the file to a rank of another node, which keeps it in its own directory. The copies of all ranks at one step are a
-version. At most two are kept: the newest complete one, and the previous one, which the next one overwrites. Its pages
-are reused, because allocating and clearing pages costs more than the copy.
+Each rank writes its part, in the format of checkpoints, into a directory in memory (tmpfs), and with several nodes
+sends it to a rank of another node. The copies of all ranks at one step are a version. The newest complete version and
+the previous one are kept. The next one overwrites the older, because reusing pages costs less than allocating them.
 
-    collect    every rank collects its part; each node has published the newest version
-    begin      every node hides the directory of the older version, or makes one; others but the newest are removed
-    write      every rank writes its file, and its part of the manifest in a sidecar file
-    transfer   files are sent to the next nodes
-    publish    every node renames its directory
-
-After each line all ranks know that all have succeeded. Hence, if one node has published a version, the data of all
-exist. A version is complete if every rank's part is on some node. That is checked on recovery, because nodes may be
-lost. Then its parts are assembled to a checkpoint, which is loaded as usual, into any layout. A node gets from others
-only the files that its ranks will read.
+Ranks agree after each step: collect, begin (hide the older version's directory), write, transfer, publish (rename).
+Hence, once one node has published a version, the data of all exist. A version is complete if every rank's part is on
+some node, which recovery checks because nodes may be lost. Recovery assembles a checkpoint, which is loaded into any
+layout. A node fetches only files that its ranks read.
 """
 
 from __future__ import annotations
@@ -57,20 +50,14 @@ _FACTS = "generation.json"
 _PARTIAL = ".partial"
 _RESTORED = "restored-"
 _MARK = "shardwise.copies"
-"""Marker file of a directory for copies; only directories of shardwise's names are removed from it."""
+"""Marker file of a directory for copies, from which only directories of shardwise's names are removed."""
 _NAME = re.compile(r"(\.step[0-9]+-[0-9a-f]{8}-[0-9]+\.partial|(restored-)?step[0-9]+-[0-9a-f]{8}-[0-9]+)")
 
 
 @dataclass(frozen=True)
 class Version:
-    """The copies of one step.
-
-    Attributes:
-        name: of its directory on every node.
-        steps: `global_steps` at that time.
-        sequence: number of the state; see `shardwise.checkpoint.newest`.
-        world: number of ranks that made it.
-        places: for each of these ranks the nodes that have its part.
+    """The copies of one step: `name` of the directory on every node, `global_steps`, number of the state
+    (`shardwise.checkpoint.newest`), `world` of ranks, and the nodes that have the part of each.
     """
 
     name: str
@@ -87,14 +74,8 @@ class Version:
 
 @dataclass(frozen=True)
 class MemoryCopy:
-    """Costs of the last copy on this rank.
-
-    Attributes:
-        steps: `global_steps` of the state.
-        seconds: how long training was blocked.
-        own_bytes: size of this rank's part.
-        held_bytes: bytes of this version that this rank has written: its own part and those of other nodes' ranks.
-        directory: of the copies.
+    """Costs of the last copy on this rank at `global_steps` `steps`: seconds of blocked training, bytes of this rank's
+    part, and bytes written for its own and other nodes.
     """
 
     steps: int
@@ -105,10 +86,9 @@ class MemoryCopy:
 
 
 def nodes_of(comm: Communicator, directory: str) -> list[list[int]]:
-    """Return the ranks that share this directory, for every directory, in the order of their first ranks.
-
-    Ranks compare the directory's content, not machine names, because containers of one machine may have separate
-    memory. Raises CheckpointError if the directory cannot be used on some rank.
+    """Return the ranks that share this directory, for every directory, in the order of their first ranks. They compare
+    its content, because containers of one machine may have separate memory. Raises CheckpointError if some rank cannot
+    use the directory.
     """
     what = f"checkpoint.memory_copies: meeting in {directory}"
     sign = os.path.join(directory, f".here-{secrets.token_hex(8)}")
@@ -131,10 +111,7 @@ def nodes_of(comm: Communicator, directory: str) -> list[list[int]]:
 
 
 def make_own(directory: str) -> None:
-    """Make a directory that only this user can write to, or check that it is one.
-
-    Several ranks may call this concurrently: it appears with its marker.
-    """
+    """Make a directory that only this user can write to, with its marker, or check it. Safe for concurrent calls."""
     parent = os.path.dirname(os.path.abspath(directory))
     os.makedirs(parent, exist_ok=True)
     new = f"{directory}.{secrets.token_hex(4)}.new"
@@ -171,22 +148,11 @@ def make_own(directory: str) -> None:
 class InMemoryCheckpoints:
     """Copies of one engine's state, and their recovery. All methods are collectives.
 
-    Args:
-        directory: of this node's copies; created if needed. No other engine uses it.
-        every: steps between two copies.
-        replicas: number of other nodes that get a rank's part.
-        hold: accounts send buffers.
-        numbers: numbers of the engine's states.
-
-    Attributes:
-        nodes: the ranks of each node.
-        replicas: effective number of other nodes that get a rank's part.
-        run: name of the run; another run with the same directory does not resume from its copies.
-        check_finite: refuse to copy values that are infinite or NaN.
-        last: costs of the last copy, or None.
-
-    Raises:
-        CheckpointError: the directory cannot be used on some rank.
+    `directory` of this node's copies is created if needed, and used by no other engine. A copy is made `every` steps
+    and sent to `replicas` other nodes (the attribute is their effective number). `hold` accounts send buffers. `nodes`
+    has the ranks of each node. Another `run` with the same directory does not resume from the copies. `check_finite`
+    refuses to copy infinite or NaN values. `last` has the costs of the last copy, or None. Raises CheckpointError if
+    some rank cannot use the directory.
     """
 
     def __init__(
@@ -228,11 +194,7 @@ class InMemoryCheckpoints:
     # -- copying -----------------------------------------------------------------------------------------------------
 
     def copy(self, prepare: Callable[[], tuple[TrainingState, dict[str, Any]]]) -> MemoryCopy:
-        """Copy the state. A collective.
-
-        Args:
-            prepare: returns the state besides tensors, and the manifest's fields `layout` and `config`. If it raises,
-                all ranks raise.
+        """Copy the state. A collective. `prepare` returns state except tensors, and the manifest's layout and config.
 
         Raises:
             CheckpointError: the copy failed, on all ranks alike; the previous version remains.
@@ -282,7 +244,7 @@ class InMemoryCheckpoints:
         return self.last
 
     def _begin(self, draft: str) -> None:
-        """Make the draft's directory: that of the older version, whose files have the same names and sizes."""
+        """Make the draft's directory from that of the older version, with files of the same names and sizes."""
         if len(self._made) == VERSIONS and self._made[0] != self._newest:
             with contextlib.suppress(OSError):  # removed by another process
                 os.rename(os.path.join(self.path, self._made[0]), draft)
@@ -290,7 +252,6 @@ class InMemoryCheckpoints:
         os.mkdir(draft)
 
     def _write(self, part: RankSavePlan, draft: str, steps: int, number: int, header: dict[str, Any]) -> list[int]:
-        """Write this rank's part; return the sizes of its two files."""
         size = sum(tensor.nbytes for tensor in part.tensors.values())
         try:
             facts = write_tensors(os.path.join(draft, part.file), part.tensors, over=True, fetch=part.fetch)
@@ -321,7 +282,6 @@ class InMemoryCheckpoints:
         return None if optimizer is None else type(optimizer).__name__
 
     def _transfers(self, sizes: list[list[int]]) -> list[FileTransfer]:
-        """Return the transfers: the part of each rank to as many of the next nodes as there are replicas."""
         found = []
         for number, ranks in enumerate(self.nodes):
             for away in range(1, self.replicas + 1):
@@ -403,11 +363,9 @@ class InMemoryCheckpoints:
 
     @contextlib.contextmanager
     def assembled(self, version: Version) -> Iterator[str | None]:
-        """Assemble a version to a checkpoint for the duration of the context; yield the name of its directory. A
-        collective.
-
-        Its bytes have been compared with their checksums. A damaged part is replaced by another node's copy; None if
-        all copies of some part are damaged.
+        """Assemble a version to a checkpoint in the context; yield its directory, or None if all copies of some part
+        are damaged. A collective. Bytes are compared with their checksums, and a damaged part is replaced by another
+        node's copy.
         """
         places = {rank: set(nodes) for rank, nodes in version.places.items()}
         name = f"{_RESTORED}{version.name}"
@@ -421,7 +379,7 @@ class InMemoryCheckpoints:
                         logger.warning("the copies of step %d in memory are not used: %s", version.steps, error)
                     break
                 if not bad:
-                    self._newest, self._made = version.name, []  # later versions are not resumed from
+                    self._newest, self._made = version.name, []  # no resume from later versions
                     yield name
                     return
                 for node, rank, reason in bad:
@@ -479,7 +437,6 @@ class InMemoryCheckpoints:
     def _parts(
         self, version: Version, places: dict[int, set[int]]
     ) -> tuple[dict[int, dict[str, Any]], list[tuple[int, int, str]]]:
-        """Return the manifest part of each rank, and the copies with a damaged one."""
         texts = {}
         for rank in range(version.world):
             if self._leads and min(places[rank]) == self.node:
@@ -531,7 +488,7 @@ class InMemoryCheckpoints:
         parts: dict[int, dict[str, Any]],
         needed: list[list[int]],
     ) -> tuple[list[FileTransfer], dict[tuple[int, int], int]]:
-        """Return the transfers between nodes, and for (node, part) the node whose copy is used there."""
+        """Return the transfers between nodes, and for (node, part) the node of the copy used there."""
         transfers: list[FileTransfer] = []
         origin: dict[tuple[int, int], int] = {}
         for number, ranks in enumerate(self.nodes):
@@ -552,7 +509,6 @@ class InMemoryCheckpoints:
         return transfers, origin
 
     def _damaged(self, target: str, world: int, ranks: list[int]) -> list[tuple[int, str]]:
-        """Verify this rank's share of its node's files; return damaged parts with the reason."""
         members = self.nodes[self.node]
         place = members.index(self._comm.rank)
         found = []

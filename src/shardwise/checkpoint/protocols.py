@@ -22,13 +22,11 @@ Fetch = Callable[[Sequence[tuple[str, torch.Tensor]], Callable[[Sequence[str]], 
 
 def in_place(tensors: Sequence[tuple[T, torch.Tensor]], use: Callable[[Sequence[T]], None]) -> None:
     """Use tensors that are readable already (a `Fetch`)."""
-    use([is_published for is_published, _ in tensors])
+    use([key for key, _ in tensors])
 
 
 Run = tuple[int, int, torch.Tensor]
-"""(start, stop, 1-D view) of this rank's elements of a flattened box of a logical tensor
-(`CheckpointedModel.box_of`).
-"""
+"""(start, stop, 1-D view) of this rank's elements of a flattened box of a logical tensor (`box_of`)."""
 
 
 class OptimizerShards(Protocol):
@@ -46,9 +44,8 @@ class OptimizerShards(Protocol):
     def make_state(
         self, index: int, elementwise: Mapping[str, torch.dtype], whole: Mapping[str, Any], *, filled: bool = False
     ) -> None:
-        """Allocate a parameter's state: zeros for elementwise entries, and the values of the other entries.
-
-        With `filled` the caller writes every element of every parameter, and only the gaps between them are zeroed.
+        """Allocate a parameter's state: zeros for elementwise entries, and the values of the other entries. With
+        `filled` the caller writes every element, and only the gaps between parameters are zeroed.
         """
 
 
@@ -73,11 +70,11 @@ class CheckpointedModel(Protocol):
 
     @property
     def registry(self) -> Registry:
-        """Its parameters; other ranks may have others, or other boxes of the same."""
+        """Parameters of this rank; other ranks may have others, or other boxes of the same."""
 
     @property
     def comm(self) -> Communicator:
-        """The ranks."""
+        """Communicator of all ranks of the model."""
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +86,7 @@ class CheckpointedModel(Protocol):
 
     @property
     def update(self) -> OptimizerShards | None:
-        """Its state; None without an optimizer."""
+        """Optimizer state; None without an optimizer."""
 
     @property
     def units(self) -> Sequence[GatheredUnit]:
@@ -103,7 +100,7 @@ class CheckpointedModel(Protocol):
         """Read values on any tier, in order: call `use` with the keys of those that are readable now."""
 
     def iter_resident(self) -> Iterator[Collection[int]]:
-        """Yield all parameters, some at a time; their values and state are readable and writable meanwhile."""
+        """Yield all parameters, some at a time; their values and state can be read and written meanwhile."""
 
     def box_of(self, tensor: LogicalTensor) -> Region | None:
         """Return the box of a tensor in which this rank's runs count; None: the entire tensor."""
@@ -118,24 +115,17 @@ class CheckpointedModel(Protocol):
         """
 
     def value_runs(self) -> dict[int, list[Run]]:
-        """Return this rank's master weights, or parameters without them, by parameter.
-
-        Offloaded values have memory only inside of `fetch` and `iter_resident`.
-        """
+        """Return this rank's master weights (or parameters), which are resident in `fetch` and `iter_resident` only."""
 
     def materialized(self, index: int) -> AbstractContextManager[None]:
         """Context in which views of a parameter's values and state can be made, on any tier."""
 
     def owned_ranges(self) -> dict[int, list[tuple[int, int]]]:
-        """Return the elements of each parameter that this rank saves; over all ranks each exactly once.
-
-        Ranks with the same box of a logical tensor have the same parameter; other boxes are other elements.
-        """
+        """Return the elements of each parameter that this rank saves; over all ranks each exactly once."""
 
     def parts_of(self, index: int) -> Sequence[HeldPart]:
-        """Return the boxes of tensors that ranks have at the position of this rank's parameter in the units.
-
-        Each box is listed once, in one order on all ranks. None if all ranks have the same tensors.
+        """Return the boxes of tensors that ranks have at the position of this rank's parameter in the units, each once,
+        in one order on all ranks. Empty if all ranks have the same tensors.
         """
 
     def finish_gathers(self) -> None:

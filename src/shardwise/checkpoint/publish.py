@@ -1,7 +1,5 @@
-"""Publication: merging the ranks' parts to one checkpoint.
-
-Every rank has left two files in the staging directory: its tensors, and their description as JSON. Merging needs
-neither the model nor torch, hence rank 0 or a writer process can do it.
+"""Publication: merging the ranks' parts to one checkpoint, in one process, without the model and without torch. Every
+rank has left two files in the staging directory: its tensors, and their description as JSON.
 """
 
 from __future__ import annotations
@@ -26,14 +24,9 @@ LOCK = ".lock"
 
 @dataclass(frozen=True)
 class CheckpointHeader:
-    """A checkpoint's data besides the ranks' parts; plain JSON values.
-
-    Attributes:
-        latest: let `latest` name it.
-        versions, layout, config: see `shardwise.checkpoint.manifest.Manifest`.
-        optimizer: class of the optimizer, or None.
-        created: time of the state, in seconds since 1970; an asynchronous save ends later.
-        keep_last, keep_every: retention; see `shardwise.checkpoint.retention.prune`.
+    """A checkpoint's data except the ranks' parts, as plain JSON (see `shardwise.checkpoint.manifest.Manifest`,
+    `shardwise.checkpoint.retention.prune`). `latest` lets `latest` name it. `optimizer` is the class, or None.
+    `created` is the time of the state in seconds since 1970; an asynchronous save ends later.
     """
 
     directory: str
@@ -74,8 +67,7 @@ def unwritable(error: OSError, path: str, file: str, size: int) -> CheckpointErr
 
 
 def publish(draft: directory.StagingDirectory, header: CheckpointHeader) -> list[str]:
-    """Merge the ranks' parts to the manifest and publish the checkpoint (in one process); return notes on older
-    checkpoints.
+    """Merge the ranks' parts to the manifest and publish the checkpoint; return notes on older checkpoints.
 
     Raises:
         CheckpointError: a part is missing or contradicts the others, or the checkpoint is published and `latest` could
@@ -124,7 +116,7 @@ def publish(draft: directory.StagingDirectory, header: CheckpointHeader) -> list
 
 
 def is_published(draft: directory.StagingDirectory) -> bool:
-    """Return True if a staging directory whose writer has exited was published."""
+    """Return True if a staging directory was published before its writer exited."""
     try:
         found = manifestfile.load(draft.target, read_later=False)
     except CheckpointError:

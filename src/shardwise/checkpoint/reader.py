@@ -29,9 +29,7 @@ Run = tuple[StoredTensor, int, torch.Tensor]
 
 @dataclass(frozen=True)
 class FilePlace:
-    """Contiguous elements of a stored tensor in a file, from byte `begin` on, and their destination (1-D, any dtype and
-    device).
-    """
+    """Contiguous elements of a stored tensor in a file, from byte `begin`; and their destination (1-D, any dtype)."""
 
     stored: StoredTensor
     start: int
@@ -57,14 +55,9 @@ class FilePlace:
 
 
 class Checkpoint:
-    """A checkpoint on disk.
+    """A checkpoint on disk: `manifest` has its content, `notes` describe state that cannot be loaded.
 
-    Attributes:
-        manifest: its content.
-        notes: state that cannot be loaded, in words.
-
-    Raises:
-        CheckpointError: it is incomplete, or its manifest is damaged or of another format.
+    Raises CheckpointError if it is incomplete, or its manifest is damaged or of another format.
 
     Example: read ten elements of a parameter.
         >>> with Checkpoint("runs/a/global_step100") as saved:  # doctest: +SKIP
@@ -101,9 +94,7 @@ class Checkpoint:
         self._files = {}
 
     def find(self, name: str, kind: str = manifest.PARAMETER) -> StoredTensor:
-        """Return the description of a tensor. Raises CheckpointError if the checkpoint has none of this name and
-        kind.
-        """
+        """Return the description of a tensor. Raises CheckpointError if there is none of this name and kind."""
         for tensor in self.manifest.tensors:
             if tensor.kind == kind and (tensor.name == name or name in tensor.aliases):
                 return tensor
@@ -111,16 +102,14 @@ class Checkpoint:
 
     def read_into(self, tensor: StoredTensor, start: int, out: torch.Tensor) -> None:
         """Read elements of the flattened tensor, from `start` on, into a 1-D tensor of any dtype and device.
-
-        Only the bytes of these elements are read. Thread-safe. Raises CheckpointError if they are not stored, or a file
-        cannot be read.
+        Thread-safe. Only their bytes are read. Raises CheckpointError if they are not stored, or a file cannot be read.
         """
         for part, patch in tensor.runs(start, start + out.numel()):
             file = self._stored(tensor, part)
             read_patch(patch, tensor.torch_dtype, functools.partial(file.read_into, part.key), out)
 
     def read_all(self, runs: Sequence[Run]) -> None:
-        """Call `read_into` for several (tensor, start, out), by several threads if there are cores for them."""
+        """Call `read_into` for several (tensor, start, out), with several threads if there are cores for them."""
         for_each(lambda run: self.read_into(*run), runs)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
@@ -144,7 +133,6 @@ class Checkpoint:
         return nested_json.decode(tree, lambda reference: self._file(reference["file"]).read(reference["key"]))
 
     def _stored(self, tensor: StoredTensor, part: Slice) -> TensorFile:
-        """Return the file of a slice, after checking it against the manifest."""
         file = self._file(part.file)
         spec, count = file.specs.get(part.key), part.stop - part.start
         if spec is None or spec.dtype is not tensor.torch_dtype or spec.nbytes != count * spec.dtype.itemsize:
@@ -165,9 +153,7 @@ class Checkpoint:
             return self._files[name]
 
     def check_sizes(self, files: Iterable[str]) -> None:
-        """Check that files exist and have the manifest's sizes. Raises CheckpointError if one is missing or has
-        another size.
-        """
+        """Check that files have the manifest's sizes. Raises CheckpointError if one is missing or differs."""
         for name in files:
             path = os.path.join(self.path, name)
             expected = self.manifest.files[name].size
@@ -202,10 +188,8 @@ class Checkpoint:
         return sorted(found)
 
     def places(self, runs: Iterable[Run]) -> tuple[list[FilePlace], list[Run]]:
-        """Divide runs into places that `verify` can fill on the way, and other runs.
-
-        It cannot fill two places from the same bytes, values that are not aligned in the file, or values whose order
-        differs between file and memory. Raises CheckpointError if they are not stored.
+        """Divide runs into places that `verify` can fill on the way, and other runs: of the same bytes as a place, not
+        aligned in the file, or in another order in memory. Raises CheckpointError if values are not stored.
         """
         found: list[FilePlace] = []
         rest: list[Run] = []
@@ -228,7 +212,7 @@ class Checkpoint:
         return kept, rest
 
     def mostly(self, places: Iterable[FilePlace]) -> list[tuple[str, int]]:
-        """Return (file, block) of the blocks at least half of whose bytes are read into some places."""
+        """Return (file, block) of the blocks that are read into some places to at least a half."""
         held: Counter[tuple[str, int]] = Counter()
         for place in places:
             for n in place.blocks:
@@ -251,14 +235,9 @@ class Checkpoint:
         return found
 
     def verify(self, blocks: Iterable[tuple[str, int]], places: Sequence[FilePlace] = ()) -> None:
-        """Compare the bytes of some blocks with their checksums, by several threads if there are cores for them.
-
-        Args:
-            blocks: (file, block) pairs.
-            places: places in these blocks, from `places`, which are filled on the way, before the comparison.
-
-        Raises:
-            CheckpointError: a file is damaged; the message names the first wrong bytes and their tensor.
+        """Compare the bytes of (file, block) pairs with their checksums, with threads if there are cores for them.
+        `places`, from the method of this name, are filled before that. Raises CheckpointError for a damaged file, with
+        the first wrong bytes and their tensor.
         """
         by_file: dict[str, list[FilePlace]] = {}
         for place in places:
@@ -294,10 +273,7 @@ class Checkpoint:
 
 
 def _taker(places: Sequence[FilePlace], staging: Staging | None) -> Take | None:
-    """Return a function that copies bytes of a file to some places of it, in order; None if there are none.
-
-    `staging` has host buffers of the bytes, for places on its device.
-    """
+    """Return a function that copies bytes of a file to some places of it, in order; `staging` has host buffers."""
     if not places:
         return None
     begins = [place.begin for place in places]
@@ -319,13 +295,10 @@ def _taker(places: Sequence[FilePlace], staging: Staging | None) -> Take | None:
 
 
 def verify(path: str) -> manifest.Manifest:
-    """Compare every byte of a checkpoint with its checksum; return the manifest.
-
-    Args:
-        path: directory of the checkpoint, as `save_dir/tag`.
+    """Compare every byte of the checkpoint at `save_dir/tag` with its checksum; return the manifest.
 
     Raises:
-        CheckpointError: anything is missing, damaged, or of another format.
+        CheckpointError: a file is missing, damaged, or of another format.
     """
     with Checkpoint(path) as saved:
         saved.check_sizes(saved.manifest.files)

@@ -35,7 +35,7 @@ class LoadReport:
         unused: patterns and rules without a match.
         optimizer: whether optimizer state was loaded.
         passed_over: checkpoints that should have been loaded, and why they were not.
-        notes: other state that could not be loaded, in words.
+        notes: other state that could not be loaded.
     """
 
     path: str
@@ -57,7 +57,7 @@ class LoadReport:
         return bool(self.missing or self.unexpected or self.wrong_shape or self.unused)
 
     def differences(self, *, strict: bool = True) -> list[str]:
-        """Return the mismatches in words; without `strict` only those that are never allowed."""
+        """Describe the mismatches; without `strict` only those that are never allowed."""
         found = []
         if strict and self.missing:
             found.append(f"missing in the checkpoint: {outline(self.missing)}")

@@ -37,19 +37,12 @@ def prune(
     *,
     finite: bool = True,
 ) -> list[str]:
-    """Remove checkpoints of a series that are neither among the newest nor at a multiple of some steps.
+    """Remove checkpoints of the published tag's series, except the `keep_last` newest, this one included (None: all),
+    and those at a multiple of `keep_every` steps (None: none). Return notes on removed ones and failed removals.
 
     Never removed: the checkpoint that `latest` names, the newest with finite values, one that is being read or written,
-    one that is incomplete or damaged, other directories, and links. Failed removals are repeated next time.
-
-    Args:
-        tag: of the published checkpoint.
-        keep_last: how many of the newest are kept, this one included; None: all.
-        keep_every: multiples of so many steps are kept as well; None: none.
-        finite: whether its values are finite.
-
-    Returns:
-        Notes on removed checkpoints and failed removals.
+    one that is incomplete or damaged, other directories, and links. Failed removals are repeated next time. `finite`
+    describes the published checkpoint.
     """
     own = series(tag)
     if keep_last is None or own is None or own[1] != counters.get("global_steps"):

@@ -24,11 +24,7 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Restore the state of all generators from `capture`.
-
-    The device's generator is unchanged if the state was captured on another type of device. Raises CheckpointError if
-    the state is not of these generators.
-    """
+    """Restore all generators, the device's if captured on its type of device. Raises CheckpointError."""
     try:
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal.tolist()), gauss))

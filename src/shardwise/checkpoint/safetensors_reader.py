@@ -1,9 +1,9 @@
-"""Files of tensors in the safetensors format, written as a stream and read by range.
+"""Files of tensors in the safetensors format, read by range.
 
 The format is a length, a JSON header with the offset of each tensor, and the raw bytes
-(https://github.com/huggingface/safetensors). The safetensors library can read it, and it runs no code. shardwise has
-its own reader and writer for three reasons: tensors are streamed without a second copy in memory; a checksum of every
-block is computed on the way; and a range of elements is read straight into its destination.
+(https://github.com/huggingface/safetensors). Unlike the safetensors library, which can read the files, shardwise
+streams tensors without a second copy in memory, computes a checksum of every block on the way, and reads a range
+straight into its destination.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ _NAMES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in _NAMES.items()}
-"""Names of dtypes in the format."""
-
 _LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library."""
 
@@ -58,7 +56,7 @@ _AHEAD = 2
 """Blocks of read-ahead, because disks should not wait for checksums."""
 
 Take = Callable[[int, torch.Tensor], None]
-"""Called with an offset in a file and the bytes read there, whose memory is reused afterwards."""
+"""Called with an offset in a file and the bytes read there, in memory that is reused afterwards."""
 
 MOST_DIMENSIONS = 64
 MOST_ELEMENTS = 1 << 48
@@ -66,7 +64,7 @@ MOST_ELEMENTS = 1 << 48
 
 
 def check_shape(shape: object) -> tuple[int, ...]:
-    """Return a shape that was read from a file. Raises ValueError if it is none."""
+    """Return a shape from a file. Raises ValueError if it is none."""
     if not isinstance(shape, list) or len(shape) > MOST_DIMENSIONS:
         raise ValueError(f"{shape!r:.100} is not a shape")
     count = 1
@@ -96,10 +94,7 @@ class Spec:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, writable; valid while the tensor lives.
-
-    Without `numpy()`, which would forbid resizing the storage and thus resharding parameters.
-    """
+    """Return a contiguous CPU tensor's memory, writable; `numpy()` would forbid resizing the storage (resharding)."""
     if not tensor.nbytes:
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
@@ -174,11 +169,7 @@ class TensorFile:
         return begin, begin + self.specs[name].nbytes
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read `out.numel()` elements of the flattened tensor, from element `start` on, into a 1-D tensor.
-
-        Values are converted if `out` has another dtype. Raises CheckpointError if the tensor or range does not exist,
-        or the file cannot be read.
-        """
+        """Read elements from `start` on into a 1-D tensor of any dtype. Raises CheckpointError if that fails."""
         spec = self.specs.get(name)
         if spec is None:
             raise CheckpointError(f"{self.path}: there is no tensor {name!r}")
@@ -225,13 +216,10 @@ class TensorFile:
         take: Take | None = None,
         memory: Callable[[], torch.Tensor] | None = None,
     ) -> list[int]:
-        """Return the blocks among some whose bytes contradict their checksums.
+        """Return those of `blocks` with bytes that contradict the `checksums` (of all blocks).
 
-        Args:
-            checksums: of all blocks.
-            blocks: to check, in order.
-            take: is called with all bytes on the way, before the comparison.
-            memory: allocates `STEP` bytes for each read; None: one buffer is reused.
+        `take` is called with all bytes before the comparison. `memory` allocates `STEP` bytes for each read; None: one
+        buffer is reused.
         """
         size = os.fstat(self._descriptor).st_size
         stage = torch.empty(0 if memory else STEP, dtype=torch.uint8, device="cpu")
@@ -273,7 +261,7 @@ class TensorFile:
 
 
 def _read_ahead(descriptor: int, offset: int, count: int) -> None:
-    """Start reading bytes in the background; bytes in the page cache are detected by a probe and skipped."""
+    """Start reading bytes in the background; a probe skips bytes that are in the page cache."""
     with contextlib.suppress(OSError, AttributeError):  # not supported by every system and file system
         if os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT):
             return
@@ -282,10 +270,9 @@ def _read_ahead(descriptor: int, offset: int, count: int) -> None:
 
 
 def _parse_header(text: bytes) -> tuple[dict[str, Spec], dict[str, int], int]:
-    """Return the tensors of a header, the offset of each, and the end of the last one.
-
-    The format allows neither gaps nor overlaps: reading all tensors never takes more memory than the file's size.
-    Raises ValueError, KeyError, TypeError, AttributeError, RecursionError if the header is invalid.
+    """Return the tensors of a header, the offset of each, and the end of the last one. Gaps and overlaps are refused:
+    reading all tensors never takes more memory than the file's size. Raises ValueError, KeyError, TypeError,
+    AttributeError or RecursionError if the header is invalid.
     """
     specs: dict[str, Spec] = {}
     begins: dict[str, int] = {}

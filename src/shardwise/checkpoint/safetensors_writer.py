@@ -24,12 +24,7 @@ def file_order(specs: Mapping[str, Spec]) -> list[str]:
 
 
 def on_host(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[memoryview]:
-    """Yield the bytes of tensors, one after the other; each piece is valid until the next iteration.
-
-    Args:
-        tensors: any layout.
-        device: of all of them.
-    """
+    """Yield the bytes of tensors of one device, one after the other; each piece is valid until the next iteration."""
     if not is_far(device):
         for tensor in tensors:
             whole = tensor.detach().contiguous()
@@ -41,13 +36,7 @@ def on_host(tensors: Sequence[torch.Tensor], device: torch.device) -> Iterator[m
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Offsets in a file.
-
-    Attributes:
-        header: its first bytes: length and header.
-        begins: first byte of each tensor, in `file_order`.
-        size: bytes of the file.
-    """
+    """Length and header (`header`), first byte of each tensor in `file_order`, and bytes of a file."""
 
     header: bytes
     begins: dict[str, int]
@@ -83,15 +72,10 @@ def layout_of(specs: Mapping[str, Spec], metadata: Mapping[str, str] | None = No
 
 
 class TensorWriter:
-    """Writes one file of tensors with known dtypes and shapes.
+    """Writes one file of tensors with known dtypes and shapes: in `file_order` with `checksums`, in any order without.
 
-    Args:
-        path: file to create; it must not exist.
-        specs: the tensors. They are written in `file_order` with checksums, and in any order without.
-        metadata: strings for the header.
-        checksums: compute checksums.
-        direct: write past the page cache if the file system supports it and tensors are written in order.
-        over: the file may exist, and is overwritten in place.
+    `path` must not exist unless it is overwritten in place (`over`). `metadata` are strings for the header. `direct`
+    writes past the page cache if the file system supports it and tensors are written in order.
     """
 
     def __init__(
@@ -123,12 +107,7 @@ class TensorWriter:
         self.write_part(name, 0, tensor)
 
     def write_all(self, tensors: Mapping[str, torch.Tensor], fetch: Fetch = in_place) -> None:
-        """Write the values of all tensors (any device; dtypes and numbers of elements as announced).
-
-        Args:
-            tensors: by name.
-            fetch: makes offloaded tensors readable.
-        """
+        """Write the values of all tensors as `write` does; `fetch` makes offloaded ones readable."""
 
         def write(names: Sequence[str]) -> None:
             for device, run in itertools.groupby(names, key=lambda name: tensors[name].device):
@@ -167,7 +146,7 @@ class TensorWriter:
             self._put(data)
 
     def close(self) -> FileFacts | None:
-        """Finish the file, which is on disk when this returns. Return its facts if checksums were computed."""
+        """Finish the file, and flush it to disk. Return its facts if checksums were computed."""
         left = sorted(name for name, count in self._left.items() if count)
         if left:
             self.abandon()
@@ -192,7 +171,7 @@ def write_tensors(
     over: bool = False,
     fetch: Fetch = in_place,
 ) -> FileFacts:
-    """Write a file of tensors with checksums; it is on disk when this returns. See `TensorWriter`."""
+    """Write a file of tensors with checksums, and flush it to disk. See `TensorWriter`."""
     specs = {name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     writer = TensorWriter(path, specs, checksums=True, direct=direct, over=over)
     try:

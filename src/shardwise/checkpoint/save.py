@@ -1,13 +1,10 @@
 """Saving a checkpoint, collectively.
 
-    begin      rank 0 makes a hidden staging directory
-    collect    every rank collects its part; values that cannot be saved are refused here
-    write      every rank writes its own file, and its part of the manifest in a sidecar file
-    publish    rank 0 merges these to the manifest and renames
+Rank 0 makes a hidden staging directory. Every rank collects its part, and refuses values that cannot be saved; writes
+its file, and a sidecar file with its part of the manifest. Rank 0 merges the parts to the manifest and renames.
 
-After each line all ranks know that all have succeeded; otherwise all raise and rank 0 removes the staging directory.
-Existing files are unchanged until the last rename. If `latest` cannot be written after it, the error says that the
-checkpoint is published.
+After each step all ranks know that all have succeeded, or all raise and rank 0 removes the staging directory. Existing
+files are unchanged until the last rename. If `latest` cannot be written after it, the error reports the publication.
 """
 
 from __future__ import annotations
@@ -38,12 +35,9 @@ from shardwise.errors import CheckpointError
 from shardwise.utils.logging import logger
 
 _JOB = secrets.token_hex(4)
-"""Random name of this job: rank 0's."""
 _SEEN: dict[str, tuple[str | None, int]] = {}
 """By directory: job and number of the checkpoint that `latest` named at the previous save."""
 _WARNED: set[tuple[str, str | None]] = set()
-"""Directories, and other jobs that save there, after their warning."""
-
 _MOST_NAMES = 20
 """Maximum number of not finite values named in the manifest."""
 
@@ -53,14 +47,13 @@ class SaveRequest:
     """Arguments of a save.
 
     Attributes:
-        latest: let `latest` name it.
+        latest, latest_if_not_finite: let `latest` name the checkpoint; even with infinite or NaN values.
         excluded: indices of parameters to leave out.
         layout: facts for people: stage, dtype.
         tag_validation: action if ranks name different tags: `ignore`, `warn` or `fail`.
         direct: write past the page cache if the file system supports it.
         keep_last, keep_every: retention; see `shardwise.checkpoint.retention.prune`.
-        check_finite: look for values that are infinite or NaN, and mark the checkpoint if there are any.
-        latest_if_not_finite: let `latest` name this one even then.
+        check_finite: look for values that are infinite or NaN, and mark a checkpoint that has them.
         numbers: numbers of the engine's states.
     """
 
@@ -86,14 +79,9 @@ class SaveRequest:
 
 @dataclass
 class PendingSave:
-    """A checkpoint before it is written.
-
-    Attributes:
-        token: unique part of its file names.
-        tag: its name: rank 0's.
-        draft: the staging directory's object, on rank 0.
-        part: this rank's part, without replicated state.
-        inventories: replicated state of each rank; see `shardwise.checkpoint.collect.add_replicated`.
+    """A checkpoint before it is written, under rank 0's `tag`. `token` is the unique part of its file names. `draft` is
+    the staging directory, on rank 0. `part` is this rank's part without replicated state, which `inventories` has for
+    each rank; see `shardwise.checkpoint.collect.add_replicated`.
     """
 
     path: str
@@ -107,9 +95,8 @@ class PendingSave:
 def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> str:
     """Save a checkpoint; return its path. A collective.
 
-    Raises:
-        CheckpointError: saving failed, on all ranks alike. The previous state remains, unless the error says that the
-            new checkpoint is published and only `latest` could not be written.
+    Raises CheckpointError on all ranks if saving failed. The previous state remains, unless the error reports that the
+    new checkpoint is published and only `latest` could not be written.
     """
     comm, what = model.comm, request.what
     with staged(model, request, state) as made:
@@ -129,11 +116,7 @@ def save(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -
 
 @contextmanager
 def staged(model: CheckpointedModel, request: SaveRequest, state: TrainingState) -> Iterator[PendingSave]:
-    """Make a staging directory, and collect this rank's part; if the block raises, the directory is removed.
-
-    Raises:
-        CheckpointError: the directory cannot be made, or something cannot be saved; on all ranks alike.
-    """
+    """Make a staging directory, and collect this rank's part; if one fails, all ranks raise and it is removed."""
     comm, what = model.comm, request.what
     draft: directory.StagingDirectory | None = None
     try:
@@ -178,7 +161,7 @@ def _warn_not_finite(request: SaveRequest, names: Sequence[str]) -> None:
 
 
 def _warn_of_another_job(parent: str) -> None:
-    """Warn once that another job has saved into the same directory since the previous save."""
+    """Warn once if another job has saved into the same directory since the previous save."""
     known, found = os.path.abspath(parent), latest_head(parent)
     now = (None, 0) if found is None else (found.job, found.sequence)
     before = _SEEN.get(known, now)
@@ -195,7 +178,6 @@ def _warn_of_another_job(parent: str) -> None:
 
 
 def _compare_tags(request: SaveRequest, tags: Sequence[str], rank: int) -> None:
-    """Apply `checkpoint.tag_validation`; every rank sees the same tags and does the same."""
     other = next((number for number, tag in enumerate(tags) if tag != tags[0]), None)
     if other is None or request.tag_validation == "ignore":
         return

@@ -1,8 +1,8 @@
 """Selection of tensors to load, and their names in the model.
 
-Names are those of a module's state dict: parameters (under every name of a tied one), buffers, and
-`<module>._extra_state`. Rules convert names of the checkpoint to names of the model. Patterns are compared with names
-of the model and with converted names. An excluded tensor is therefore neither missing nor unexpected.
+Names are those of a state dict: parameters (under every name of a tied one), buffers, and `<module>._extra_state`.
+Rules convert names of the checkpoint to names of the model, and patterns are compared with both the model's and
+converted names. Hence an excluded tensor is neither missing nor unexpected.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ Patterns = str | Iterable[str]
 """One pattern of fnmatch or several: `*` is any text, dots included, `?` one character, `[ab]` one of some."""
 
 Rename = Mapping[str, str] | Sequence[tuple[str, str]] | Callable[[str], str]
-"""{name in the checkpoint: name in the model}; or [(regular expression, replacement)], applied in turn as by `re.sub`;
-or a function of the name.
-"""
+"""{checkpoint's name: model's name}, [(regular expression, replacement)] in turn as `re.sub`, or a function."""
 
 
 def extra_name(module: str) -> str:
@@ -35,13 +33,10 @@ def extra_name(module: str) -> str:
 
 @dataclass(frozen=True)
 class Selection:
-    """Names to load, and their new names; by default all, unchanged.
+    """Names to load, and their new names (`rename`); by default all, unchanged.
 
-    Attributes:
-        include: patterns of which a name must match one; None: every name does.
-        exclude: patterns of which it must match none. A tied parameter is loaded if one of its names is included and
-            none is excluded.
-        rename: from names of the checkpoint to names of the model.
+    A name must match a pattern of `include` (None: every name does), and none of `exclude`. A tied parameter is loaded
+    if one of its names is included and none is excluded.
 
     >>> selection = Selection.of(include="blocks.*", exclude=["*.bias"])
     >>> selection.wants(["blocks.0.weight"]), selection.wants(["blocks.0.bias"]), selection.wants(["head.weight"])
@@ -62,7 +57,7 @@ class Selection:
 
     @property
     def everything(self) -> bool:
-        """Whether nothing is left out."""
+        """Whether all tensors are loaded."""
         return self.include is None and not self.exclude
 
     def wants(self, names: Iterable[str]) -> bool:
@@ -85,13 +80,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Renamed:
-    """A manifest under the model's names.
-
-    Attributes:
-        manifest: the manifest; slices are unchanged, because they refer to files.
-        names: new name of every name that has changed.
-        unused: rules that no name of the checkpoint matches, in words.
-    """
+    """A manifest under the model's names, the new name of every changed one, and the rules without a match."""
 
     manifest: Manifest
     names: Mapping[str, str] = field(default_factory=dict)
@@ -152,7 +141,6 @@ def _module_of(name: str, path: str) -> str:
 def _apply(
     rules: Mapping[str, str] | tuple[tuple[re.Pattern[str], str], ...] | Callable[[str], str], names: list[str]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the new name of every name, and the rules that match none of them."""
     if isinstance(rules, Mapping):
         unused = [f"rename {name!r}" for name in rules if name not in set(names)]
         return {name: rules.get(name, name) for name in names}, unused

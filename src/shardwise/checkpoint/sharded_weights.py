@@ -3,9 +3,8 @@
     hf   model.safetensors, or model-00001-of-00003.safetensors and so on with model.safetensors.index.json
     pt   pytorch_model.bin, as `torch.save` writes a state dict; in parts with pytorch_model.bin.index.json
 
-Values come in pieces and are written at once. Files are written into a hidden directory in the target and renamed when
-all are complete and on disk, the index last. A reader finds the old weights, the new ones, or (during the exchange of
-several files) no index, but never files of both.
+Values come in pieces and are written at once, into a hidden directory in the target. When all files are on disk they
+are renamed, the index last. A reader finds the old weights, the new ones, or briefly no index, but never a mixture.
 """
 
 from __future__ import annotations
@@ -52,14 +51,8 @@ def parse_size(size: int | str, name: str = "max_shard_size") -> int:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written.
-
-    Attributes:
-        name: in the file.
-        spec: dtype and shape in the file.
-        aliases: further names; `hf` notes them in the header, as `safetensors.torch.save_model` does, `pt` has the
-            tensor under all of them.
-        source: key of its values, for the caller.
+    """A tensor to be written: its name, dtype and shape in the file. `hf` notes `aliases` in the header, as
+    `safetensors.torch.save_model` does; `pt` has the tensor under all of them. `source` is the caller's key.
     """
 
     name: str
@@ -89,14 +82,11 @@ class _File:
 
 
 class WeightFiles:
-    """Writes the weights of one model into a directory.
+    """Writes the weights of one model (`entries`, in the order of writing) into a directory, created if needed.
 
-    Args:
-        parent: the directory; created if needed.
-        entries: the tensors, in the order in which they will be written.
-        name: of a single file; its suffix gives the format. Several have `-00001-of-00002` in it.
-        max_shard_size: bytes of tensors in one file, unless a single tensor is larger; None: one file.
-        overwrite: replace existing weights of this name.
+    The suffix of `name`, that of a single file, gives the format; several files have `-00001-of-00002` in it.
+    `max_shard_size` is in bytes of tensors in one file, unless a single tensor is larger; None: one file. `overwrite`
+    replaces existing weights.
     """
 
     def __init__(
@@ -147,15 +137,12 @@ class WeightFiles:
         return sorted(name for name in names if mine.fullmatch(name) or name == self._index)
 
     def write(self, name: str, start: int, values: torch.Tensor) -> None:
-        """Write elements of one tensor, from element `start` on: tensors and their pieces come in order. Raises
-        OSError if they cannot be written.
-        """
+        """Write elements from `start` on; tensors and their pieces come in order. Raises OSError."""
         self._begin(self._place[name])
         assert self._writer is not None
         self._writer.write_part(name, start, values)
 
     def _begin(self, number: int) -> None:
-        """Finish the files before this one, and open it."""
         while self._current < number:
             if self._writer is not None:
                 self._writer.close()
@@ -171,7 +158,7 @@ class WeightFiles:
         return TensorWriter(path, specs, {**shared, "format": "pt"}, checksums=False)
 
     def finish(self) -> list[str]:
-        """Finish the last file and rename all of them; return their names. Raises OSError if it could not be done."""
+        """Finish the last file and rename all of them; return their names. Raises OSError if that fails."""
         self._begin(len(self._files) - 1)
         assert self._writer is not None
         self._writer.close()
@@ -207,7 +194,7 @@ class WeightFiles:
         return (entry.name, *(entry.aliases if self._ending in PICKLED else ()))
 
     def abandon(self) -> None:
-        """Remove everything written; nothing, after `finish`."""
+        """Remove everything written; after `finish` nothing."""
         if self._writer is not None:
             self._writer.abandon()
             self._writer = None
@@ -215,7 +202,7 @@ class WeightFiles:
 
 
 def replace_file(parent: str, name: str, data: bytes) -> None:
-    """Write a small file into a directory of weights, atomically. Raises CheckpointError if it cannot be written."""
+    """Write a small file into a directory of weights, atomically. Raises CheckpointError if that fails."""
     temporary = os.path.join(parent, f".{name}.{secrets.token_hex(4)}")
     try:
         directory.write_file(temporary, data)

@@ -14,7 +14,7 @@ WARN_AFTER_S = 10.0
 """Seconds before the first warning; each later one after four times as long."""
 
 SLOWEST = 20e6
-"""Bytes a second: a slower disk counts as not responding."""
+"""Bytes per second; a slower disk counts as not responding."""
 
 _STATES = {
     "T": "is stopped (by SIGSTOP, or a debugger)",
@@ -26,12 +26,7 @@ _STATES = {
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of another process of this user.
-
-    Attributes:
-        state: letter of the process state in the kernel; "" if unknown.
-        written: bytes that it has written; 0 if unknown.
-    """
+    """Another process of this user: kernel's letter of its state ("" if unknown), bytes written (0 if unknown)."""
 
     state: str = ""
     written: int = 0
@@ -49,7 +44,7 @@ class Progress:
 
     @property
     def stuck(self) -> bool:
-        """Whether it does nothing, except waiting for other processes."""
+        """Whether the process only waits for other processes."""
         return self.state in _STATES
 
     def __str__(self) -> str:

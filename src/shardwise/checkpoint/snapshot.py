@@ -1,12 +1,12 @@
 """Snapshots: the bytes of a rank's file in host memory shared with a writer process.
 
-The memory is a mapped anonymous file: both processes see its pages, it has no name, counts against no limit of
-/dev/shm, and is freed when the last of the two exits. It is reused by every save, which costs one copy of the state
-into present pages. It holds one snapshot: a save that finds it in use waits.
+The memory is a mapped anonymous file: it has no name, counts against no limit of /dev/shm, and is freed when the last
+of both processes exits. Every save reuses it, which costs one copy of the state into present pages. It holds one
+snapshot; a save that finds it in use waits.
 
-A stream of its own copies state from a device, and training continues at once. The device's next operations wait for
-the copies of state that may change at any time. The next optimizer step waits for all of them (`copied`). On CUDA this
-has not been run; tests simulate the stream.
+A separate stream copies state from a device, and training continues at once. The device's next operations wait for the
+copies of state that may change at any time, the next optimizer step for all (`copied`). On CUDA this has not been run;
+tests simulate the stream.
 """
 
 from __future__ import annotations
@@ -33,17 +33,11 @@ _STEP = 1 << 16
 
 
 class Snapshot:
-    """Memory of one rank for one snapshot at a time.
+    """Memory of one rank for one snapshot at a time; pinned for a CUDA device if the system allows it.
 
-    Args:
-        device: of the state; memory is pinned for a CUDA device if the system allows it.
-        local_ranks: ranks on this machine, which share its memory.
-        resized: called with the change of the memory in bytes.
-
-    Attributes:
-        descriptor: of the mapped file, for the writer process.
-        size: bytes of memory.
-        copied: event after the copies of the last `take`; None: they were made at once.
+    `device` has the state. `local_ranks` of this machine share its memory. `resized` is called with the change of the
+    memory in bytes (`size`). `descriptor` is that of the mapped file, for the writer process. `copied` is the event
+    after the copies of the last `take`; None: they were made at once.
     """
 
     def __init__(
@@ -68,16 +62,10 @@ class Snapshot:
         fetch: Fetch = in_place,
         room: int = 0,
     ) -> int:
-        """Copy tensors; values not in `later` may change as soon as this returns.
+        """Copy tensors of any device and layout; return the end of the memory's content, a safetensors file.
 
-        Args:
-            tensors: of any device and layout, by name.
-            later: names of tensors that do not change before `copied` has been waited for.
-            fetch: makes offloaded tensors readable.
-            room: bytes that are kept for `add`.
-
-        Returns:
-            The end of the memory's content, a safetensors file.
+        `later` names tensors that do not change before a wait for `copied`; all others may change after the return.
+        `fetch` makes offloaded tensors readable. `room` bytes are kept for `add`.
         """
         layout = layout_of({name: Spec(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()})
         self.settle()
@@ -105,9 +93,7 @@ class Snapshot:
         return layout.size
 
     def add(self, end: int, texts: Sequence[bytes]) -> list[int]:
-        """Append texts after `end`; return that end, and those of the texts. Raises CheckpointError if there is too
-        little memory.
-        """
+        """Append texts after `end`; return that end and theirs. Raises CheckpointError if memory is too small."""
         ends = list(itertools.accumulate(map(len, texts), initial=end))
         self._reserve(ends[-1])
         assert self._map is not None
@@ -123,7 +109,7 @@ class Snapshot:
         self._stream.keep(source)
 
     def settle(self) -> None:
-        """Wait until everything has been copied."""
+        """Wait for the copies."""
         copied, self.copied = self.copied, None
         if copied is not None:
             copied.synchronize()

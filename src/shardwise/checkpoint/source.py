@@ -1,7 +1,5 @@
-"""Weights on disk, in any format: tensors by name, read by range.
-
-A format is a subclass of `Source` and a line in `shardwise.checkpoint.opening`, for export, import and inspection.
-Reading cannot run code.
+"""Weights on disk, in any format: tensors by name, read by range. Reading cannot run code. A format is a subclass of
+`Source` and a line in `shardwise.checkpoint.opening`, for export, import and inspection.
 """
 
 from __future__ import annotations
@@ -35,13 +33,8 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A tensor of the model on disk.
-
-    Attributes:
-        name: its name in the model.
-        aliases: further names of a tied parameter.
-        kind: `parameter` or `buffer`; `parameter` in formats without the distinction.
-        trainable: whether it was trained; None if the format lacks it.
+    """A tensor of the model on disk; `aliases` are further names of a tied parameter. `kind` is `parameter` (always in
+    formats without the distinction) or `buffer`; `trainable` is None if the format lacks it.
     """
 
     name: str
@@ -63,12 +56,7 @@ class SourceTensor:
 
 
 class Source(ABC):
-    """Weights opened for reading; a context manager.
-
-    Attributes:
-        what: the format in words.
-        excluded: names of frozen parameters that were left out when the weights were saved.
-    """
+    """Weights opened for reading: the format (`what`), and frozen parameters that the save left out (`excluded`)."""
 
     what: str = ""
 
@@ -83,14 +71,10 @@ class Source(ABC):
 
     @abstractmethod
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read elements of a flattened tensor, from `start` on, into a 1-D tensor of any dtype and device. Raises
-        CheckpointError if they cannot be read.
-        """
+        """Read elements of a flattened tensor into a 1-D tensor of any dtype and device. Raises CheckpointError."""
 
     def read_part(self, name: str, box: Region | None, start: int, out: torch.Tensor) -> None:
-        """Read elements of a box of a tensor, flattened, from `start` on; None: of the entire tensor. See
-        `read_into`. Raises CheckpointError if they cannot be read.
-        """
+        """Read as `read_into` from a box of a tensor, flattened; None: the entire tensor."""
         tensor = self.tensors()[name]
         if box is None:
             self.read_into(name, start, out)
@@ -107,10 +91,7 @@ class Source(ABC):
         return out
 
     def pieces(self, name: str) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first element, 1-D values) of an entire tensor, `PIECE` bytes at a time.
-
-        The next iteration overwrites the values.
-        """
+        """Yield (first element, 1-D values) of a tensor, `PIECE` bytes at a time, overwritten by the next iteration."""
         tensor = self.tensors()[name]
         step = PIECE // tensor.dtype.itemsize
         if self._piece is None:
@@ -122,9 +103,7 @@ class Source(ABC):
             yield start, values
 
     def verify(self, names: Iterable[str], progress: Progress | None = None) -> bool:
-        """Compare the bytes of some tensors with their checksums; return False if there are none, as in most
-        formats. Raises CheckpointError if something is damaged.
-        """
+        """Compare bytes with checksums; return False if the format has none. Raises CheckpointError for damage."""
         return False
 
     def by_any_name(self) -> dict[str, SourceTensor]:
@@ -201,9 +180,7 @@ def _described(tensor: StoredTensor) -> SourceTensor:
 
 
 def verify_blocks(saved: Checkpoint, blocks: list[tuple[str, int]], progress: Progress | None = None) -> None:
-    """Compare blocks of a checkpoint with their checksums, and report progress. Raises CheckpointError if a file is
-    damaged.
-    """
+    """Compare blocks with their checksums, and report progress. Raises CheckpointError if a file is damaged."""
     for first in range(0, len(blocks), 16):
         saved.verify(blocks[first : first + 16])
         if progress is not None:
@@ -224,17 +201,10 @@ def looks_interrupted(path: str) -> bool:
 
 
 def find_checkpoint(path: str, tag: str | None = None) -> str | None:
-    """Return the directory of the checkpoint at a path, or of one checkpoint of a run; None if there is none of
-    shardwise.
+    """Return the directory of the checkpoint at a path or in a directory of checkpoints; None without any of shardwise.
 
-    Args:
-        path: a checkpoint, or a directory of checkpoints.
-        tag: one of these. None: the first complete one, in the order of `shardwise.checkpoint.newest.listing`; the
-            others are logged.
-
-    Raises:
-        CheckpointPathError: a tag is given and the path is a checkpoint itself.
-        CheckpointError: there are checkpoints, but none is complete.
+    Without `tag` it is the first complete one in the order of `shardwise.checkpoint.newest.listing`; others are logged.
+    Raises CheckpointPathError for a tag and the path of a checkpoint itself, CheckpointError if none is complete.
     """
     if holds_checkpoint(path):
         if tag is not None:

@@ -17,13 +17,8 @@ GAP = 4096
 
 
 def read_patch(patch: Patch, dtype: torch.dtype, read: Callable[[int, torch.Tensor], None], out: torch.Tensor) -> None:
-    """Read a patch, whose first memory is a file, into the second.
-
-    Args:
-        patch: elements, and their place in both.
-        dtype: of the values in the file.
-        read: reads contiguous elements of the file from a given one on into a 1-D tensor.
-        out: 1-D tensor of any dtype and device.
+    """Read a patch with a file as its first memory, in `dtype`, into `out`: its second memory, 1-D, of any dtype and
+    device. `read` reads contiguous elements of the file, from a given one on, into a 1-D tensor.
     """
     shape, strides, size = patch.shape, patch.source_strides, dtype.itemsize
     last = len(shape) - 1

@@ -1,9 +1,9 @@
 """Writing a state dict in the format of `torch.save`, as a stream: only a piece of one tensor is in memory.
 
-`torch.save` needs all tensors at once. Its file is an uncompressed zip archive
-(https://pytorch.org/docs/stable/notes/serialization.html): `data.pkl` describes the objects, and a record `data/<n>`
-for each storage holds its bytes. `data.pkl` is therefore written from dtypes and shapes, and then the records in turn.
-Only tensors under names are pickled: `torch.load(weights_only=True)` reads the file, mapped into memory or not.
+The format is an uncompressed zip archive (https://pytorch.org/docs/stable/notes/serialization.html): `data.pkl`
+describes the objects, and a record `data/<n>` holds the bytes of each storage. `data.pkl` is written from dtypes and
+shapes, then the records in turn. Only named tensors are pickled: `torch.load(weights_only=True)` reads the file, also
+mapped.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StateFileWriter:
         self._written += part.nbytes
 
     def close(self) -> None:
-        """Finish the file: it is on disk when this returns."""
+        """Finish the file; its bytes are on disk at return."""
         try:
             while self._current < len(self._order):
                 self._next()
@@ -131,8 +131,6 @@ class _Storage:
 
 
 class _Values:
-    """Pickled in place of a tensor with its own storage."""
-
     def __init__(self, key: str, spec: Spec) -> None:
         # torch's own reduction for this dtype; storage, shape and strides are replaced.
         function, arguments = torch.empty(0, dtype=spec.dtype, device="cpu").__reduce_ex__(2)

@@ -25,13 +25,7 @@ Hold = Callable[[torch.Tensor], None]
 
 @dataclass(frozen=True)
 class FileTransfer:
-    """One file to send from rank to rank.
-
-    Attributes:
-        name: of the file; it is the same on both sides.
-        src: sending rank.
-        dst: receiving rank; another one.
-    """
+    """One file to send from rank `src` to another rank `dst`; its name is the same on both."""
 
     name: str
     size: int
@@ -73,14 +67,9 @@ def exchange_files(
 ) -> None:
     """Send files, with the same `transfers` on all ranks. A collective.
 
-    A rank that cannot read or write still takes part, because others would wait for it, and raises at the end.
-
-    Args:
-        device: of the backend's tensors.
-        source: returns the path of a file that this rank sends.
-        target: returns the path of a file that this rank receives; it must not exist.
-        hold: accounts buffers.
-        over: received files may exist, and are overwritten in place.
+    A rank that cannot read or write still takes part, because others would wait for it, and raises at the end. `device`
+    is that of the backend's tensors. `source` and `target` return paths of sent and of received files, which must not
+    exist unless they are overwritten in place (`over`). `hold` accounts buffers.
     """
     failure: Exception | None = None
     for these in rounds(transfers):
@@ -152,13 +141,10 @@ class _End:
 
 
 class _Reading(_End):
-    """The sender's end."""
-
     def _open(self, path: str) -> BinaryIO:
         return cast(BinaryIO, open(path, "rb", buffering=0))
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
-        """Return the bytes to send now, and the number of bytes for each rank."""
         sizes, count = [0] * world, self._count(begin)
         if count:
             assert self.transfer is not None
@@ -183,8 +169,6 @@ class _Reading(_End):
 
 
 class _Writing(_End):
-    """The receiver's end."""
-
     _taken = 0
 
     def __init__(
@@ -209,7 +193,6 @@ class _Writing(_End):
         return cast(BinaryIO, open(descriptor, "wb", buffering=0))
 
     def next(self, begin: int, world: int) -> tuple[torch.Tensor, list[int]]:
-        """Return the buffer for arriving bytes, and the number of bytes from each rank."""
         sizes, self._taken = [0] * world, self._count(begin)
         if self._taken:
             assert self.transfer is not None

@@ -1,8 +1,7 @@
-"""Checks of a manifest from an untrusted file.
+"""Checks of a manifest from an untrusted file, because a checksum finds damage, not intent.
 
-A checksum finds damage, not intent. Readers rely on these checks: types, names of files in the checkpoint's own
-directory, boxes and slices that cover a tensor once, and sizes that agree with each other. No number in the file can
-make a reader allocate more than the files' bytes.
+They cover types, names of files in the checkpoint's own directory, boxes and slices that cover a tensor once, and
+sizes. No number in the file can make a reader allocate more than the files' bytes.
 """
 
 from __future__ import annotations
@@ -26,12 +25,7 @@ _MOST = 1 << 53
 
 
 def check(manifest: Manifest) -> None:
-    """Raise if a manifest is invalid.
-
-    Raises:
-        ValueError: it is invalid; the message has the reason.
-        CheckpointError: a value in it is nested deeper than any that was written.
-    """
+    """Raise ValueError with the reason if a manifest is invalid; CheckpointError if a value is nested too deeply."""
     _expect(isinstance(manifest.tag, str), "tag", manifest.tag)
     _expect(type(manifest.created) in (int, float) and math.isfinite(manifest.created), "created", manifest.created)
     for name in ("versions", "layout", "config", "counters", "extra"):
@@ -102,7 +96,6 @@ def _check_tensors(manifest: Manifest) -> None:
 
 
 def _elements(tensor: StoredTensor, part: Slice) -> int:
-    """Return the number of elements of a slice's box, which must be inside of the tensor."""
     box = part.box or ()
     numbers = all(_natural(index) for ends in boxes.ranges(box) for pair in ends for index in pair)
     if not (numbers and boxes.is_within(box, tensor.shape) and _as_written(box)):
@@ -114,7 +107,6 @@ def _elements(tensor: StoredTensor, part: Slice) -> int:
 
 
 def _as_written(box: boxes.Region) -> bool:
-    """Return True if several ranges of a dimension are as `boxes.region` makes them."""
     try:
         return all(map(boxes.is_range, box)) or boxes.region(box) == box
     except ValueError:

@@ -1,8 +1,8 @@
 """Plain weights: unsharded values under the names of the user's module, as a PyTorch state dict.
 
-Parameters are unsharded unit by unit, and only one unit at a time; the caller decides what to keep. If ranks have
-different tensors, or boxes of them, each box is sent when its unit is unsharded, to all ranks or to the first only, and
-joined there. Every name of a tied parameter is included, because `load_state_dict` of a plain module requires them all.
+Parameters are unsharded one unit at a time; the caller decides what to keep. If ranks have different tensors, or boxes
+of them, each box is sent when its unit is unsharded, to all ranks or the first, and joined there. Every name of a tied
+parameter is included, because `load_state_dict` of a plain module requires them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ from shardwise.registry import HeldPart, cut, paste
 
 @dataclass(frozen=True)
 class UnshardedTensor:
-    """An unsharded parameter.
-
-    Attributes:
-        aliases: further names of it.
-        dtype: in which modules compute with it.
-    """
+    """An unsharded parameter, its further names, and the dtype in which modules compute with it."""
 
     name: str
     aliases: tuple[str, ...]
@@ -43,9 +38,8 @@ class UnshardedTensor:
 
 
 def unsharded_parameters(model: CheckpointedModel, *, exclude_frozen: bool) -> dict[str, UnshardedTensor]:
-    """Return the parameters of all ranks to unshard, by name, in the order of the units. A collective.
-
-    `exclude_frozen` leaves out those that do not require a gradient on any rank.
+    """Return all ranks' parameters to unshard, by name, in the order of the units; with `exclude_frozen` those that
+    require a gradient on some rank. A collective. Raises CheckpointError if boxes do not partition a tensor.
     """
     pairs = [pair for unit in model.units for pair in zip(unit.tensors, unit.parameters, strict=True)]
     own = [tensor for tensor, parameter in pairs if parameter.requires_grad or not exclude_frozen]
@@ -91,13 +85,10 @@ def _new_parts(model: CheckpointedModel) -> Iterator[list[HeldPart]]:
 def gathered_parameters(
     model: CheckpointedModel, wanted: Mapping[str, UnshardedTensor], *, to_first: bool = False
 ) -> Iterator[tuple[UnshardedTensor, torch.Tensor]]:
-    """Yield parameters with their unsharded values, unit by unit. A collective; iterate to the end.
+    """Yield parameters with unsharded values, unit by unit, on all ranks or the first (`to_first`). A collective.
 
-    A value keeps the memory of its unit alive: drop it before the next iteration.
-
-    Args:
-        wanted: by name, from `unsharded_parameters`; the same on all ranks.
-        to_first: only the first rank gets the values; the same on all ranks.
+    Iterate to the end. A value keeps the memory of its unit alive: drop it before the next iteration. `wanted` comes
+    from `unsharded_parameters`; arguments are the same on all ranks.
     """
     keep = not to_first or model.comm.rank == 0
     waiting: dict[str, tuple[torch.Tensor, int]] = {}  # with the number of missing elements
@@ -125,7 +116,7 @@ def gathered_parameters(
 
 
 def _received(model: CheckpointedModel, part: HeldPart, own: torch.Tensor, *, to_first: bool) -> torch.Tensor | None:
-    """Return a box that some ranks have, on all ranks or on the first only; the first owner sends it."""
+    """Return a box that some ranks have, on all ranks or the first only; its first owner sends it."""
     comm, sender = model.comm, part.ranks[0]
     wanted = not to_first or comm.rank == 0
     if 0 in part.ranks if to_first else len(part.ranks) == comm.world:
@@ -144,7 +135,6 @@ def _received(model: CheckpointedModel, part: HeldPart, own: torch.Tensor, *, to
 
 
 def _put(waiting: dict[str, tuple[torch.Tensor, int]], part: HeldPart, values: torch.Tensor) -> torch.Tensor:
-    """Copy a box into its pending tensor; remove and return the tensor when it is complete."""
     whole, left = waiting.pop(part.name, (None, 0))
     if whole is None:
         whole = torch.empty(part.shape, dtype=part.dtype, device=values.device)
@@ -156,9 +146,7 @@ def _put(waiting: dict[str, tuple[torch.Tensor, int]], part: HeldPart, values: t
 
 
 def names_of_all(model: CheckpointedModel) -> set[str]:
-    """Return all names of ranks' parameters, buffers and extra state; empty if all ranks have the same. A
-    collective.
-    """
+    """Return all ranks' names of parameters, buffers and extra state; empty if modules are equal. A collective."""
     parts = [part for tensor in model.registry for part in model.parts_of(tensor.index)]
     found = {name for part in parts for name in (part.name, *part.aliases)}
     for entry in _elsewhere(model):
@@ -175,11 +163,8 @@ def all_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def state_dict(model: CheckpointedModel, *, exclude_frozen: bool = False, to_first: bool = False) -> dict[str, Any]:
-    """Return the module's unsharded state dict on the CPU. A collective.
-
-    Args:
-        exclude_frozen: leave out parameters that do not require a gradient.
-        to_first: only for the first rank; others get an empty dictionary.
+    """Return the module's unsharded state dict on the CPU; with `to_first` other ranks than the first get an empty one.
+    A collective. `exclude_frozen` leaves out parameters that do not require a gradient.
     """
     found: dict[str, Any] = {}
     wanted = unsharded_parameters(model, exclude_frozen=exclude_frozen)
@@ -196,9 +181,7 @@ def state_dict(model: CheckpointedModel, *, exclude_frozen: bool = False, to_fir
 
 
 def _in_order(module: nn.Module, found: Iterable[str]) -> list[str]:
-    """Return names in the order of a plain module's state dict; those of other ranks (experts, layers) after their
-    predecessors.
-    """
+    """Return names in the order of a plain module's state dict; those of other ranks follow their predecessors."""
     known = dict.fromkeys(_names(module))
     behind: dict[str | None, list[str]] = {}
     last: str | None = None
@@ -216,8 +199,8 @@ def _in_order(module: nn.Module, found: Iterable[str]) -> list[str]:
 
 
 def gathered_buffers(model: CheckpointedModel) -> dict[str, torch.Tensor]:
-    """Return the persistent buffers of the module, and those of other ranks only. A collective. Raises
-    CheckpointError if modules that only some ranks have define `get_extra_state`, which cannot be sent.
+    """Return the persistent buffers of the module, and those of other ranks only. A collective. Raises CheckpointError
+    if only some ranks have modules with `get_extra_state`, because that cannot be sent.
     """
     found = dict(all_buffers(model.module))
     gathered = _elsewhere(model)
@@ -247,7 +230,7 @@ def gathered_buffers(model: CheckpointedModel) -> dict[str, torch.Tensor]:
 
 
 def _elsewhere(model: CheckpointedModel) -> list[dict[str, Any]]:
-    """Return each rank's buffers and extra state, if ranks may have different modules. A collective."""
+    """Return each rank's buffers and extra state if ranks may have different modules, else nothing. A collective."""
     if not is_divided(model):
         return []
     with collective_step(model.comm, "comparing modules") as step:
@@ -263,9 +246,7 @@ def _names(module: nn.Module) -> Iterator[str]:
 
 
 def check_file_name(name: str) -> str:
-    """Return the name of a file of weights. Raises CheckpointPathError if it is not a plain name, or its suffix
-    gives no format.
-    """
+    """Return a plain file name with the suffix of a format, or raise CheckpointPathError."""
     if not name.endswith((".safetensors", *PICKLED)) or os.path.basename(name) != name or name.startswith("."):
         raise CheckpointPathError(
             f"save_filename: expected a plain file name that ends in .safetensors (or {', '.join(PICKLED)}: a state "
@@ -279,15 +260,9 @@ def write_weights(
 ) -> None:
     """Write unsharded weights, in the dtype the module computes with, under all names. A collective.
 
-    Rank 0 writes while units are unsharded in turn. The file appears atomically and replaces an existing one.
-
-    Args:
-        name: of the file; its suffix gives the format.
-        exclude_frozen: leave out parameters that do not require a gradient.
-        max_shard_size: bytes of tensors in one file (see `WeightFiles`); None: one file.
-
-    Raises:
-        CheckpointError: it could not be written; raised on every rank.
+    Rank 0 writes a file atomically while units are unsharded in turn; the suffix of `name` gives the format.
+    `max_shard_size` is in bytes of tensors in one file (see `WeightFiles`); None: one file. Raises CheckpointError on
+    every rank.
     """
     rank = model.comm.rank
     what = f"saving weights to {os.path.join(parent, name)}"
@@ -304,7 +279,7 @@ def write_weights(
             if rank == 0:
                 files = WeightFiles(parent, entries, name, max_shard_size=max_shard_size, overwrite=True)
         for tensor, values in gathered_parameters(model, wanted, to_first=True):
-            # A full disk must not end the loop on rank 0 only, because the others take part in its all-gathers.
+            # A full disk must not end the loop on rank 0 only, because all ranks take part in the all-gathers.
             if files is not None and failure is None:
                 try:
                     for entry in _entries(tensor, once=name.endswith(PICKLED)):
@@ -325,7 +300,6 @@ def write_weights(
 
 
 def _entries(tensor: UnshardedTensor, *, once: bool) -> list[Entry]:
-    """Return the entries of a parameter: one for each of its names, or one for all."""
     spec = Spec(tensor.dtype, tensor.shape)
     if once:
         return [Entry(tensor.name, spec, tensor.aliases)]
@@ -335,16 +309,9 @@ def _entries(tensor: UnshardedTensor, *, once: bool) -> list[Entry]:
 def load_state_dict(
     model: CheckpointedModel, values: Mapping[str, Any], *, strict: bool = True, may_lack: frozenset[str] = frozenset()
 ) -> None:
-    """Load a state dict of the plain module, the same on all ranks. A collective.
-
-    Master weights are set to the given values, in full precision.
-
-    Args:
-        strict: names must be the same.
-        may_lack: names that may be missing nevertheless.
-
-    Raises:
-        CheckpointError: names (if `strict`) or shapes do not match; nothing has changed then.
+    """Load a state dict of the plain module, the same on all ranks, in full precision into master weights. A
+    collective. `strict` requires the same names, except those that `may_lack`. Raises CheckpointError if names or
+    shapes do not match; nothing has changed then.
     """
     elsewhere = names_of_all(model)
     with collective_step(model.comm, "loading a state dict"):

@@ -1,14 +1,12 @@
 """The writer process of asynchronous saves. It runs without torch, and starts in 0.1 s.
 
-`shardwise.checkpoint.background` starts it with a socket. Every message is one save: the target, and the offsets in the
-shared memory. Each rank's process writes its own file and a sidecar file with its part of the manifest. Rank 0's waits
-for the sidecars of all, and publishes. The training ranks take no part.
-
-Failures, and their detection:
+`shardwise.checkpoint.background` starts it with a socket; every message is one save. Each rank's process writes its own
+file and a sidecar file with its part of the manifest. Rank 0's waits for the sidecars of all, and publishes. The
+training ranks take no part. Failures, and their detection:
 
     a file cannot be written     its process writes the reason in place of the sidecar
-    a process is killed          it holds the lock of a file until it has written one of the two; rank 0's tries that
-                                 lock. If locks do not reach other machines, heartbeats stop
+    a process is killed          rank 0's finds its lock free, and neither sidecar nor reason; where locks do not reach
+                                 other machines, heartbeats stop
     rank 0's process is killed   nothing is published; the staging directory is unlocked, and the next save removes it
     the rank is killed           its process sees another parent, and exits at once
     the directory vanishes       the next file cannot be created in it; rank 0's process cannot list it
@@ -53,9 +51,7 @@ _MOST_NOTES, _MOST_NOTED = 10, 1000
 """Maximum number of notes on older checkpoints, and characters of each."""
 
 SILENCE_S = 180.0
-"""Seconds without a heartbeat after which an invisible process is dead. Shared file systems may show another machine's
-change a minute late.
-"""
+"""Seconds without a heartbeat before an invisible process counts as dead. Shared file systems may be a minute late."""
 
 _BEAT_S = 5.0
 _PARENT_S = 0.1
@@ -68,14 +64,13 @@ NOT_FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, sign
 
 @dataclass(frozen=True)
 class WriteJob:
-    """One save, for the process of one rank.
+    """One save, for the process of one rank, in the `StagingDirectory` of `parent`, `tag` and `token`.
 
     Attributes:
-        parent, tag, token: identify the staging directory; see `shardwise.checkpoint.directory.StagingDirectory`.
-        ends: offsets in the shared memory: end of this rank's file, which is first; of its part as JSON; on rank 0 of
-            the header as JSON.
+        ends: offsets in the shared memory: end of this rank's file, of its part as JSON, on rank 0 of the header as
+            JSON.
         memory: bytes of the shared memory.
-        unseen: ranks whose locks rank 0 does not see.
+        unseen: ranks with locks that rank 0 does not see.
         direct: write past the page cache if the file system supports it.
     """
 
@@ -101,15 +96,9 @@ class WriteJob:
 
 @dataclass
 class Outcome:
-    """Outcome of one save.
-
-    Attributes:
-        token: of the save.
-        error: why it failed; None: this rank's part is written, and on rank 0 the checkpoint is published.
-        origin: the rank where it failed.
-        notes: notes on older checkpoints.
-        size: bytes of this rank's file.
-        seconds: since the snapshot.
+    """Outcome of the save of a job's token. `error` is the reason of the failure on rank `origin`; None: this rank's
+    part is written, and on rank 0 the checkpoint is published. `notes` are on older checkpoints. `size` is in bytes of
+    this rank's file, `seconds` count from the snapshot.
     """
 
     token: str
@@ -128,13 +117,11 @@ def perform(
     watchdog: ParentWatchdog,
     on_waiting: Callable[[list[int]], object] = lambda ranks: None,
 ) -> Outcome:
-    """Write this rank's part, and on rank 0 publish when all have done so.
+    """Write this rank's part, and on rank 0 publish when all ranks have written theirs.
 
-    Args:
-        part_lock: descriptor of this rank's lock; closed as soon as its part is written or has failed.
-        draft_lock: rank 0: descriptor of the staging directory's lock.
-        watchdog: sends heartbeats.
-        on_waiting: called about every second with ranks whose parts are missing.
+    `part_lock` is the descriptor of this rank's lock, closed as soon as its part is written or has failed;
+    `draft_lock`, on rank 0, that of the staging directory's. `watchdog` sends heartbeats. `on_waiting` gets the ranks
+    of missing parts about every second.
     """
     begun = time.monotonic()
     outcome = Outcome(job.token, origin=job.rank, size=job.ends[0])
@@ -194,7 +181,6 @@ def _leave_failure(job: WriteJob, words: str) -> None:
 def _await_parts(
     job: WriteJob, on_waiting: Callable[[list[int]], object] = lambda ranks: None
 ) -> tuple[int, str] | None:
-    """Wait until every other rank's process has done its part; return the first failure: rank and words."""
     waiting = set(range(1, job.world))
     failed: tuple[int, str] | None = None
     signs: dict[int, tuple[int, float]] = {}
@@ -252,10 +238,10 @@ def _words(error: BaseException) -> str:
 
 
 class ParentWatchdog(threading.Thread):
-    """Ends this process after its parent, and sends heartbeats while it writes.
+    """Ends this process after its parent, and sends heartbeats while this process writes.
 
-    The parent is polled. The kernel's signal (PR_SET_PDEATHSIG) would come when the thread exits that has started this
-    process. A socket stays open while another child of the parent has inherited it.
+    The parent is polled, because the kernel's signal (PR_SET_PDEATHSIG) would come at the exit of the starting thread,
+    and a socket stays open while another child of the parent has inherited it.
     """
 
     def __init__(self, parent: int) -> None:

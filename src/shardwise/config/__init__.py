@@ -1,8 +1,7 @@
 """The configuration: schema, reading, checking, and resolving "auto".
 
-One strict schema (`Config`) describes every key. `resolve` returns a `Resolution`, with a reason for each value that
-the user did not write, or raises one error that lists all problems. torch is imported only to look up one of its
-optimizers or schedules.
+One strict schema (`Config`) describes every key. `resolve` gives a reason for each value that the user did not write,
+or raises one error that lists all problems. torch is imported only to look up one of its optimizers or schedules.
 """
 
 from .arguments import CONFIG_ARGUMENTS, config_arguments, config_path, config_source

@@ -22,13 +22,7 @@ Model = TypeVar("Model", bound=Arguments)
 def check(
     model: type[Model], values: Mapping[str, Any], at: str, name: str, later: Collection[str] = ()
 ) -> Model | list[Problem]:
-    """Return the arguments with defaults filled in, or the problems.
-
-    Args:
-        at: template of an argument's path, with {} for its name.
-        name: the class, in messages.
-        later: required arguments that may still be absent.
-    """
+    """Return the arguments of class `name` with defaults, or the problems; `at` has {} for an argument's name."""
     keys = keys_of(model)
     wrong: dict[str, Problem] = {}
     for key, value in values.items():
@@ -64,12 +58,8 @@ def _advice(model: type[Arguments], name: str, keys: Collection[str]) -> str:
 
 
 def checked(model: type[Model], values: Mapping[str, Any], at: str = "", name: str = "") -> Model:
-    """Return the arguments with defaults filled in.
-
-    Args:
-        model, values: as for `check`.
-        at: as for `check`; empty: in a call of the class.
-        name: the class, in messages; empty: that of the model.
+    """Return the arguments with defaults filled in. `at` is as for `check`, or empty for a call of the class. `name` is
+    the class in messages; empty: that of the model.
 
     Raises:
         ConfigError: an argument is wrong; the message gives path, problem and fix.

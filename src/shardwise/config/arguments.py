@@ -16,10 +16,7 @@ def config_arguments(args: object) -> dict[str, Any]:
 
 
 def config_path(args: object) -> Any:
-    """Return the path or dictionary that parsed arguments name, in any of the three spellings; None if none does.
-
-    Raises ConfigError if two spellings name different configurations.
-    """
+    """Return the path or dictionary in parsed arguments, or None. Raises ConfigError if two spellings differ."""
     given = config_arguments(args)
     first = next(iter(given.values()), None)
     if any(value != first for value in given.values()):

@@ -1,7 +1,7 @@
 """Choosing a value for every "auto", with the reason.
 
-"auto" may stand for any single value of the schema and for any argument of the optimizer or the schedule. A value is
-chosen from facts, else it is the default. Without facts a required value is an error that names the missing fact.
+"auto" may stand for any single value of the schema and for any argument of the optimizer or the schedule. Facts give
+the value, else it is the default; a required value without facts is an error that names the missing fact.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RULES: dict[str, Callable[[Facts], Choice]] = {
     "fp16.enabled": _precision("fp16"),
     "bf16.enabled": _precision("bf16"),
 }
-"""Keys whose value is chosen from facts; other keys take their default."""
+"""Keys with a value from facts; other keys take their default."""
 
 _SIZED = "units have the size of the model's blocks; no number is needed"
 REASONS: dict[str, str] = dict.fromkeys(
@@ -52,7 +52,7 @@ REASONS: dict[str, str] = dict.fromkeys(
     ),
     _SIZED,
 )
-"""Keys whose default is better than a number derived from the width (trainers use hidden_size^2, less than a block)."""
+"""Keys with a better default than a number from the width (trainers use hidden_size^2, less than a block)."""
 
 
 class _Chosen(NamedTuple):
@@ -116,7 +116,6 @@ def _argument(path: Path, found: Scan, facts: Facts) -> _Chosen | str:
 
 
 def _arguments(section: str, found: Scan) -> dict[str, Key] | None:
-    """Return the arguments of the configured class; None if its name is unknown, which other checks report."""
     kind = found.data[section].get("type")
     if not isinstance(kind, str):
         return None

@@ -1,7 +1,5 @@
-"""The batch equation: train_batch_size = micro-batch x accumulation steps x data-parallel ranks.
-
-Any sufficient subset determines the rest. Numbers that contradict each other are refused, with a proposal; nothing is
-rounded.
+"""The batch equation: train_batch_size = micro-batch x accumulation steps x data-parallel ranks. Any sufficient subset
+determines the rest. Contradictions are refused, with a proposal; nothing is rounded.
 """
 
 from __future__ import annotations
@@ -33,11 +31,7 @@ class ResolvedBatch:
 
 
 def solve(config: Config, world_size: int, facts: Facts, found: Scan, document: Document) -> ResolvedBatch | Problem:
-    """Fill in the missing batch keys of a validated configuration, or return the problem.
-
-    `facts` has the caller's micro-batch size and accumulation steps, for keys that are absent or "auto". `found` and
-    `document` are for messages.
-    """
+    """Fill in the missing batch keys, or return the problem; `facts` has the caller's numbers for absent keys."""
     train, micro, steps = (
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
@@ -149,7 +143,6 @@ def _equation(train: int | None, micro: int | None, steps: int | None, world: in
 
 
 def _proposals(train: int | None, micro: int | None, steps: int | None, world: int) -> list[str]:
-    """Return numbers that fit: the same batch if possible, else the nearest."""
     proposals = []
     assert train is not None
     if micro is not None and steps is not None:

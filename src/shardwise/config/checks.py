@@ -54,7 +54,7 @@ def check_worth_a_warning(config: Config) -> list[str]:
 
 
 def precision_of(config: Config) -> str:
-    """The type that parameters have in the forward pass: fp16, bf16 or fp32."""
+    """Dtype of parameters in the forward pass: fp16, bf16 or fp32."""
     if config.fp16.enabled:
         return "fp16"
     return "bf16" if config.bf16.enabled else "fp32"
@@ -127,7 +127,6 @@ def _masters(config: Config, found: Scan) -> Iterator[Problem]:
 
 
 def _offload(zero: ZeroConfig) -> Iterator[Problem]:
-    """Sections that contradict the stage, or do not say where on which disk."""
     sections = {"offload_optimizer": (zero.offload_optimizer, 1), "offload_param": (zero.offload_param, 3)}
     for name, (section, least) in sections.items():
         if section is None or section.device == "none":
@@ -219,7 +218,7 @@ def _groups(config: Config, world_size: int) -> Iterator[Problem]:
 
 
 def not_in_groups(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield the keys that cannot be had where state is replicated over groups of ranks, each with the reason."""
+    """Yield the keys that groups of ranks with replicated state exclude, each with the reason."""
     zero = config.zero_optimization
     exchange = "it exchanges gradients among all ranks at once"
     if zero.zero_hpz_partition_size > 1:

@@ -1,8 +1,8 @@
 """Reading configurations that were written for DeepSpeed.
 
-DeepSpeed ignores unknown keys at the top level and, by version, in other sections. It does not read keys of another
-stage or of a section that is switched off. `accept` removes such keys, with the reason for each, and the strict checks
-see the rest. A key one edit away from a known key of its section stays, and is refused as a misspelling.
+DeepSpeed ignores unknown keys at the top level and, by version, in other sections, and keys of another stage or of a
+section that is switched off. `accept` removes such keys, with the reason for each; the strict checks see the rest. A
+key one edit away from a known key of its section stays, and is refused as a misspelling.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .schema.zero import ZeroConfig
 from .schema_index import Key, keys_of, known_reason, nearest, place_of, takes_any_key
 
 _SHORTEST = 4
-"""Least length of the longer name for one edit to count as a misspelling."""
+"""Minimum length of the longer name for one edit to count as a misspelling."""
 _SIMILAR = 0.75
-"""Least ratio of similarity at which a warning names a known key."""
+"""Minimum ratio of similarity at which a warning names a known key."""
 
 
 def accept(source: Any) -> Document:
     """Read a configuration as DeepSpeed does: remove the keys that it ignores.
 
-    `Document.written` is the configuration as it was; `Document.ignored` lists the keys that were removed, or read as
-    another value, with the reason. Raises ConfigError if the source cannot be read.
+    `Document.written` is the original configuration; `Document.ignored` lists removed or reinterpreted keys, with the
+    reason. Raises ConfigError if the source cannot be read.
 
     >>> document = accept({"train_batch_size": 8, "seed": 1})
     >>> document.data, document.ignored[0].path
@@ -100,7 +100,6 @@ def _section(
 
 
 def _is_path(name: str) -> bool:
-    """Return True if a name of the top level is a path, which `scan` resolves."""
     section, dot, _ = name.partition(".")
     return bool(dot) and section in keys_of(Config)
 

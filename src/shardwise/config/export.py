@@ -15,7 +15,6 @@ from .schema.root import Config
 from .schema_index import Key, keys_of, raw_json_schema, walk
 
 _PASSWORD = re.compile(r"(://)[^/@\s]*:[^/@\s]*@")
-"""User and password in an address, such as `mlflow.tracking_uri`."""
 
 
 class KeyRow(NamedTuple):
@@ -29,11 +28,10 @@ class KeyRow(NamedTuple):
 
 
 def json_schema() -> dict[str, Any]:
-    """Return the JSON Schema (draft 2020-12) of a configuration as users write it.
+    """Return the JSON Schema (draft 2020-12) of a configuration as users write it, with every other spelling of a key,
+    "auto" for any single value, null for a section, and the boolean form of `zero_optimization`.
 
-    It also accepts every other spelling of a key, "auto" for any single value, null for a section, and the boolean form
-    of `zero_optimization`. For completion in editors, save it to a file and name the file in the configuration under
-    `"$schema"`.
+    For completion in editors, save it to a file and name the file in the configuration under `"$schema"`.
 
     >>> json_schema()["properties"]["train_batch_size"]["description"]
     'Samples per optimizer step over all ranks.'
@@ -61,7 +59,6 @@ def _parameters(name: str, method: type[ConfigSection]) -> dict[str, Any]:
 
 
 def _sections(model: type[ConfigSection]) -> list[type[ConfigSection]]:
-    """Return every section class of the schema once, the root first."""
     children = [key.child for _, key in walk(model) if key.child is not None]
     return list(dict.fromkeys([model, *children]))
 
@@ -101,10 +98,10 @@ _ABOUT = ("description", "default", "deprecated", "title")
 
 
 def effective(resolution: Resolution) -> dict[str, Any]:
-    """Return every value that the run uses, as a dictionary that is itself a valid configuration.
+    """Return every value that the run uses, as a dictionary that is itself a valid configuration, with masked secrets.
 
     It is saved with checkpoints: resolved again it gives the same values, also in a version with other defaults. An
-    infinity, which JSON lacks, becomes null where null means "never". Secrets are masked.
+    infinity, which JSON lacks, becomes null where null means "never".
     """
     values = without_secrets(_without_deprecated(resolution.config.model_dump(), Config))
     steps = values.get("steps_per_print")
@@ -152,10 +149,8 @@ def _shown(key: Key, value: Any) -> Any:
 
 
 def describe(resolution: Resolution) -> list[KeyRow]:
-    """Return one row for every value that the user wrote or the library chose, in the order of the schema.
-
-    `source` is `given`, `auto` (the user wrote "auto"), `derived` (from other keys, the user wrote nothing) or
-    `forwarded` (from a deprecated key).
+    """Return one row for every value that the user wrote or the library chose, in the order of the schema. `source` is
+    `given`, `auto` (the user wrote "auto"), `derived` (from other keys) or `forwarded` (from a deprecated key).
     """
     reasons = {note.path: note.reason for note in resolution.notes}
     rows: list[KeyRow] = []

@@ -1,7 +1,7 @@
-"""What client libraries do with a configuration: the values they write for "auto", and the keys they read.
+"""Client libraries of a configuration: the values they write for "auto", and the keys they read.
 
 The Trainer (transformers), Accelerate, Lightning and TRL share the file with the engine. A key without effect on the
-engine may control one of them, and must not be called harmless.
+engine may control one of them, and is not called harmless.
 """
 
 from __future__ import annotations
@@ -13,12 +13,8 @@ from .problems import Note, dotted
 
 
 class Fill(NamedTuple):
-    """A value that clients write in the place of an "auto".
-
-    Attributes:
-        value: the Trainer's default; None: it depends on the model or the data.
-        source: which client writes it, and from which argument.
-        sent: values that the clients really send, for the tests.
+    """A value that clients write in the place of an "auto": the Trainer's default (None: it depends on the model or the
+    data), the client and argument that write it, and values that clients really send, for the tests.
     """
 
     value: Any
@@ -103,7 +99,7 @@ READ: dict[str, str] = {
     "steps_per_print": "Accelerate, and with it the Trainer: it is replaced by infinity, which means never",
     "communication_data_type": "Accelerate: on ROCm it writes fp32 there if the key is not given",
 }
-"""Keys that a client acts upon, whether or not the engine does."""
+"""Keys that a client acts upon, with or without an effect on the engine."""
 
 
 def read_by_clients(found: Scan) -> dict[str, str]:

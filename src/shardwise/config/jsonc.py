@@ -1,13 +1,10 @@
 """A reader of JSON with the extensions that people use in configuration files.
 
-It accepts standard JSON, the numbers Infinity and NaN, which Python's own json module writes, and the notation of Hjson
+It accepts standard JSON, the numbers Infinity and NaN of Python's json module, and the notation of Hjson
 (hjson.github.io): comments (`//`, `#`, `/* */`), trailing commas, line ends instead of commas, names and strings
-without quotes or with single ones, a top-level object without braces. It reports the extensions that a text uses,
-because other readers refuse them. It knows the line of every key. A key that appears twice in an object is refused,
-where the standard library keeps the last one in silence.
-
-In Hjson a string without quotes ends with its line. Here a comma, a bracket, a double quote or a comment in it is an
-error, because it is hardly meant. Every accepted text is read as Hjson reads it.
+without quotes or with single ones, a top-level object without braces. It reports used extensions, because other readers
+refuse them, and the line of every key. Unlike the standard library it refuses duplicate keys. A comma, a bracket, a
+double quote or a comment in a string without quotes, which ends with its line, is an error, because it is hardly meant.
 """
 
 from __future__ import annotations
@@ -38,10 +35,7 @@ class JSONSyntaxError(ValueError):
 
 @dataclass
 class Parsed:
-    """A JSON value with the line of each key, duplicate paths, and the extensions of JSON in the text.
-
-    `extensions` maps each to the line of its first use.
-    """
+    """A JSON value, the line of each key, duplicate paths, and used extensions with the line of first use."""
 
     value: Any
     lines: dict[Path, int] = field(default_factory=dict)
@@ -91,7 +85,6 @@ class _Reader:
             self.result.extensions[what] = self.line()
 
     def is_member(self) -> bool:
-        """Return True if a name and a colon follow."""
         name = _NAME.match(self.text, self.position) or _STRING.match(self.text, self.position)
         after = None if name is None else _SPACE.match(self.text, name.end())
         return after is not None and self.text[after.end() : after.end() + 1] == ":"
@@ -199,7 +192,6 @@ class _Reader:
         return self.read_members(path, "}")
 
     def read_members(self, path: Path, closing: str) -> dict[str, Any]:
-        """Read names and values up to the closing brace, or to the end of the text if `closing` is empty."""
         values: dict[str, Any] = {}
         while True:
             self.skip_space()

@@ -1,7 +1,4 @@
-"""Names of optimizers and learning-rate schedules, and the models of their arguments.
-
-torch is imported only to look up a class of torch.optim.
-"""
+"""Names of optimizers and schedules, and models of their arguments; torch is imported only to look up classes."""
 
 from __future__ import annotations
 
@@ -109,9 +106,7 @@ def _unknown(kind: str, name: str, usable: set[str], module: str) -> str:
 
 
 def canonical_optimizer(name: str) -> str:
-    """Return the canonical name of an optimizer: this library's in lower case, else torch's spelling.
-
-    An unknown name is returned unchanged.
+    """Return an optimizer's canonical name: this library's in lower case, else torch's spelling; unchanged if unknown.
 
     >>> canonical_optimizer("AdamW"), canonical_optimizer("rmsprop"), canonical_optimizer("SGD")
     ('adamw', 'RMSprop', 'SGD')

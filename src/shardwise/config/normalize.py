@@ -1,8 +1,7 @@
 """First pass over a configuration as written: names.
 
-Every key is looked up in the schema. Unknown keys are reported with the nearest known name. Other spellings become
-canonical, deprecated keys move to their replacement. Every "auto" is taken out and recorded, because the next pass
-checks types and values.
+Every key is looked up in the schema; unknown keys are reported with the nearest known name. Other spellings become
+canonical, deprecated keys move to their replacement. Every "auto" is recorded and removed before the check of types.
 """
 
 from __future__ import annotations
@@ -59,10 +58,8 @@ def scan(raw: dict[str, Any]) -> Scan:
 
 
 def _unfold(source: dict[str, Any], result: Scan) -> None:
-    """Move keys of the top level that are paths (`zero_optimization.reduce_bucket_size`) into their sections.
-
-    TRL writes such keys for models that are only evaluated, from the width of the model and without rounding. A value
-    in the section itself has precedence.
+    """Move top-level keys that are paths (`zero_optimization.reduce_bucket_size`), which TRL writes for models that are
+    only evaluated, into their sections. A value in the section itself has precedence.
     """
     for name in [name for name in source if isinstance(name, str) and "." in name]:
         try:
@@ -162,7 +159,6 @@ def _scan_value(value: Any, key: Key, path: Path, spelled: Path, result: Scan) -
 
 
 def _scan_free(value: dict[Any, Any], path: Path, spelled: Path, result: Scan) -> dict[Any, Any]:
-    """Copy a free-form dictionary; take out each "auto" at its first level."""
     clean: dict[Any, Any] = {}
     for name, item in value.items():
         here = (*path, name)
@@ -203,7 +199,7 @@ def _parent(data: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any] | Non
 
 
 def put(data: dict[str, Any], path: Path, value: Any) -> None:
-    """Set a value at a path, making the sections above it; a section of another type is left to the check of types."""
+    """Set a value at a path, making the sections above it; the check of types reports a section of another type."""
     place: Any = data
     for part in path[:-1]:
         if isinstance(place, dict) and place.get(part) is None:

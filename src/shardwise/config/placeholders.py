@@ -1,7 +1,5 @@
-"""Checking a configuration without the trainer that fills it in.
-
-Trainers replace "auto" before an engine sees the file. Here the Trainer's defaults replace it, or a placeholder where
-the Trainer has no default and the check needs a value. A note lists each.
+"""Checking a configuration without the trainer that fills it in. The Trainer's defaults replace "auto", or a
+placeholder where the Trainer has no default and the check needs a value. A note lists each.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ _STEPS = 1000
 
 
 def assume(source: Any) -> tuple[Facts, list[Note]]:
-    """Return placeholders for values that a trainer writes, and a note on each "auto" that a trainer replaces.
-
-    The note's value is None if no value is assumed, because no check depends on it. Raises ConfigError if the source
-    cannot be read.
+    """Return placeholders for values that a trainer writes, and a note on each "auto" that a trainer replaces; its
+    value is None if no check depends on it. Raises ConfigError if the source cannot be read.
 
     >>> facts, (note,) = assume({"train_batch_size": 8, "gradient_clipping": "auto"})
     >>> note.path, note.value, facts.max_grad_norm

@@ -15,7 +15,6 @@ Path = tuple[str | int, ...]
 LISTED = 20
 """Number of problems that a message describes, because a wrong file may have thousands."""
 _LONGEST = 300
-"""Number of characters of a name that a message shows."""
 
 
 def dotted(path: Path) -> str:
@@ -57,10 +56,7 @@ class Note(NamedTuple):
 
 
 def raise_problems(problems: Iterable[Problem], origin: str) -> None:
-    """Raise one error that lists the problems, the first `LISTED` of them described; do nothing without problems.
-
-    Its class is that of the problems if they agree, otherwise `ConfigError`.
-    """
+    """Raise one error that lists the problems, of their class if they agree, otherwise `ConfigError`."""
     found = list(dict.fromkeys(problems))
     if not found:
         return

@@ -1,7 +1,4 @@
-"""Reading a configuration from a dictionary, a file, JSON text, or base64.
-
-Invariant: the user's object is never changed; the result is a copy.
-"""
+"""Reading a configuration from a dictionary, a file, JSON text, or base64, as a copy."""
 
 from __future__ import annotations
 
@@ -19,18 +16,16 @@ from .jsonc import DEEPEST, JSONSyntaxError, parse
 from .problems import Note, Path, Problem, dotted, raise_problems
 
 _MOST_BITS = 1023
-"""Most bits of an integer that can be converted to a float."""
+"""Maximum bits of an integer that can be converted to a float."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A configuration as written, with its origin.
+    """A configuration (`data`) as written, with its origin for messages, such as `ds_config.json` or `the config dict`.
 
     Attributes:
-        data: the JSON object.
-        origin: name for messages, such as `ds_config.json` or `the config dict`.
         lines: line of each key, empty for a dictionary.
-        extensions: uses of extensions of standard JSON, in words; None if there are none.
+        extensions: text on used extensions of standard JSON, or None.
         written: the JSON object before keys without effect were removed; None: none was removed.
         ignored: keys that were removed or read as another value, with the reason.
     """
@@ -77,7 +72,6 @@ def read(source: Any) -> Document:
 
 
 def _checked(value: Any, origin: str) -> Any:
-    """Return a copy; raise `ConfigError` for values that later checks cannot handle."""
     problems: list[Problem] = []
     copied = _copy(value, (), (), problems)
     raise_problems(problems, origin)
@@ -85,10 +79,7 @@ def _checked(value: Any, origin: str) -> Any:
 
 
 def _copy(value: Any, path: Path, around: tuple[int, ...], problems: list[Problem]) -> Any:
-    """Copy containers and keep leaves, because a dictionary may hold objects that cannot be copied.
-
-    `around` has the identities of the enclosing containers; problems are appended.
-    """
+    """Copy containers and keep leaves, which may not be copyable; `around` has the ids of enclosing containers."""
     if isinstance(value, dict | list):
         if id(value) in around:
             problems.append(Problem(dotted(path), "this contains itself"))
@@ -130,7 +121,6 @@ def _is_file(name: str) -> bool:
 
 
 def _decode_base64(text: str) -> str | None:
-    """Decode URL-safe or plain base64 if it holds a JSON object, else return None."""
     compact = "".join(text.split()).replace("+", "-").replace("/", "_")
     compact += "=" * (-len(compact) % 4)
     try:

@@ -1,7 +1,5 @@
-"""The tables of all keys, made from the schema, for the documentation.
-
-`python -m shardwise.config.reference docs/reference/configuration-keys.md` replaces the text between the two marker
-lines of the file. A test compares the file with the schema.
+"""The tables of all keys, made from the schema, for the documentation; a test compares the page with the schema.
+`python -m shardwise.config.reference docs/reference/configuration-keys.md` replaces the text between two marker lines.
 """
 
 from __future__ import annotations
@@ -107,7 +105,6 @@ def _row(path: tuple[str, ...], key: Key, skip: int) -> str:
 
 
 def _type(key: Key) -> str:
-    """Return the values that a key accepts, in short; "or null" is left out if null is the default."""
     text = expected(key)
     if not key.field.is_required() and key.default is None:
         text = text.removesuffix(" or null")
@@ -129,7 +126,6 @@ def _default(key: Key) -> str:
 
 
 def _unbuilt(path: tuple[str, ...]) -> bool:
-    """Return True if the key, or the switch of its section, requests a feature that this version lacks."""
     dots = ".".join(path)
     sections = [entry.path.removesuffix(".enabled").removesuffix(".deepcompile") for entry in UNSUPPORTED]
     sections += _PARAMETERS
@@ -137,16 +133,12 @@ def _unbuilt(path: tuple[str, ...]) -> bool:
 
 
 def update(text: str) -> str:
-    """Return a page with the table between the markers replaced. Raises ValueError if the page does not have both
-    markers in this order.
-    """
+    """Return a page with a new table between the markers. Raises ValueError without both markers in this order."""
     return fill(text, table(), BEGIN, END)
 
 
 def fill(text: str, content: str, begin: str, end: str) -> str:
-    """Return a page with the text between two markers replaced. Raises ValueError if the page does not have both
-    markers in this order.
-    """
+    """Return a page with new text between two markers. Raises ValueError without both markers in this order."""
     before, first, rest = text.partition(begin)
     _, second, after = rest.partition(end)
     if not first or not second:

@@ -1,8 +1,6 @@
-"""Resolving a configuration: names, "auto", types, combinations, batch sizes.
-
-The passes run in this order, because each needs the previous one. Names find the keys, "auto" needs defaults and facts,
-types need the chosen values, combinations and the batch equation need typed values. Every pass adds to one list of
-problems, which is raised at the end.
+"""Resolving a configuration, in passes: names find the keys, "auto" needs defaults and facts, types need the chosen
+values, combinations and the batch equation need typed values. Every pass adds to one list of problems, which is raised
+at the end.
 """
 
 from __future__ import annotations
@@ -41,14 +39,12 @@ class Resolution:
         written: the configuration as the user wrote it, with keys that `accept` has removed.
         notes: every value that was chosen, derived or moved from another key, with the reason.
         warnings: deprecated keys and settings that are probably not meant, one sentence each.
-        ignored: keys that `accept` has removed or read as another value, and features that are not done, with the
-            reason; empty without `accept`.
+        ignored: keys that `accept` has removed or read as another value, and missing features, with the reason.
         no_effect: given keys that are accepted and change nothing, with the reason.
-        read_by_clients: given keys that the Trainer, Accelerate or Lightning act upon, with their action and the
-            engine's.
+        read_by_clients: given keys that the Trainer, Accelerate or Lightning act upon, with their action.
         origin: name of the source, such as a file name.
         given: dotted paths (canonical names) of the keys that the user wrote.
-        extensions: uses of extensions of standard JSON, which other readers refuse, in words; None if there are none.
+        extensions: text on used extensions of standard JSON, which other readers refuse, or None.
     """
 
     config: Config

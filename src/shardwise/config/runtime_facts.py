@@ -1,4 +1,4 @@
-"""Facts that the engine or a trainer knows and a configuration file does not: the input to resolving "auto"."""
+"""Facts of the engine or a trainer that a configuration file lacks: the input to resolving "auto"."""
 
 from __future__ import annotations
 

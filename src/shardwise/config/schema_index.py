@@ -37,13 +37,9 @@ _NUMERIC = ("integer", "number")
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema.
-
-    Attributes:
-        field: pydantic's record of it.
-        owner: its section.
-        kind: `value` (a leaf), `section`, `map` (dict of sections), `list` (list of sections) or `free` (any dict).
-        child: the section class below it, if any.
+    """One key of the schema: pydantic's record (`field`), its section (`owner`), and the section class below it, if
+    any. `kind` is `value` (a leaf), `section`, `map` (dict of sections), `list` (list of sections) or `free` (any
+    dict).
     """
 
     name: str
@@ -69,7 +65,7 @@ class Key:
 
     @property
     def no_effect(self) -> str:
-        """Why the key changes nothing here, or an empty string."""
+        """Reason why the key changes nothing here, or an empty string."""
         return str(self.extra.get(NO_EFFECT, ""))
 
     @property
@@ -208,7 +204,7 @@ def advise(section: type[ConfigSection], path: Path, name: str) -> str:
 
 
 _LONG_NAME = 5
-"""Least length at which a component of a name identifies a key."""
+"""Minimum length at which a component of a name identifies a key."""
 
 
 def _belongs(paths: tuple[str, ...]) -> str:
@@ -225,7 +221,7 @@ def _shown(paths: tuple[str, ...]) -> list[str]:
 
 
 def place_of(name: str) -> str:
-    """Return the paths of the keys of a name, in words; empty if the name is unknown."""
+    """Return the paths of the keys of a name as text; empty if the name is unknown."""
     return " or ".join(f"`{path}`" for path in _shown(_elsewhere(name)))
 
 
@@ -248,11 +244,9 @@ _GENERAL = frozenset(
         "dtype",
     ]
 )
-"""Names too general to identify a key."""
 
 
 def _elsewhere(name: str) -> tuple[str, ...]:
-    """Return the paths of all keys of a name, unless it is in `_GENERAL`."""
     comparable = _comparable(name)
     return () if comparable in _GENERAL else _places().get(comparable, ())
 

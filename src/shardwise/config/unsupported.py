@@ -1,13 +1,9 @@
-"""Two tables of keys whose features this version lacks.
+"""Two tables of keys with features that this version lacks.
 
 `UNSUPPORTED`: without the feature the run would differ, or lack its purpose. A configuration that requests it is
-refused, and the message has an alternative. A section that is switched off, or holds only defaults, is accepted. If
-only the speed differs, the reader for DeepSpeed's files (`accept`) accepts the key with a warning.
-
-`IGNORED`: without the feature the run is the same; it prints less, or differs in speed. Such a key is accepted with a
-warning.
-
-Building a feature removes its line here and changes nothing else.
+refused with an alternative; a section that is off, or holds only defaults, is accepted. If only the speed differs, the
+reader for DeepSpeed's files (`accept`) accepts the key with a warning. `IGNORED`: without the feature the run prints
+less, or differs in speed, and the key is accepted with a warning. Building a feature removes its line here.
 """
 
 from __future__ import annotations
@@ -25,10 +21,8 @@ from .schema.root import Config
 
 @dataclass(frozen=True)
 class Unsupported:
-    """One feature: its key, its name, the predicate of values that request it, and the alternative.
-
-    `within` are switches that must be on as well. `instead` may depend on other keys. `speed_only`: results are the
-    same without the feature.
+    """One feature: its key, name, predicate of values that request it, and alternative, which may depend on other keys.
+    `within` are switches that must be on as well. `speed_only`: results are the same without the feature.
     """
 
     path: str
@@ -278,9 +272,8 @@ def value_at(config: Config, path: str) -> Any:
 
 
 def check_built(config: Config, found: Scan, lenient: bool) -> list[Problem]:
-    """Return one problem for each requested feature that this version lacks.
-
-    With `lenient` (the file was read by `accept`) features that change only the speed are no problem.
+    """Return one problem for each requested feature that this version lacks; with `lenient` (the file was read by
+    `accept`) not for features that change only the speed.
     """
     return [
         Problem(_as_written(entry.path, found), f"{_missing(entry)}; {_instead(entry, config)}", NotBuiltError)
@@ -318,7 +311,7 @@ def _instead(entry: Unsupported, config: Config) -> str:
 
 
 def _as_written(path: str, found: Scan) -> str:
-    """Return the user's spelling of a key, or of the first key below it (a deprecated key may stand for a section)."""
+    """Return the user's spelling of a key, or of the first key below it (deprecated keys may stand for a section)."""
     parts = tuple(path.split("."))
     below = (written for given, written in found.given.items() if given[: len(parts)] == parts)
     return dotted(found.given.get(parts) or next(below, parts))

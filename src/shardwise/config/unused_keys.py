@@ -1,8 +1,6 @@
-"""Keys of the user that change nothing in this run, and why.
-
-Five kinds: hints for mechanisms of other libraries; keys of a section that is switched off; keys of one ZeRO stage
-under another; compression without communication; keys that another key overrules. Published configurations are full of
-them, hence they are accepted and listed.
+"""Keys of the user that change nothing in this run, with the reason: hints for mechanisms of other libraries, keys of a
+section that is off or of another ZeRO stage, compression without communication, overruled keys. They are accepted and
+listed, because published configurations are full of them.
 """
 
 from __future__ import annotations
@@ -27,11 +25,7 @@ _ZEROPP = (
 
 
 def without_effect(config: Config, found: Scan, world_size: int = 1) -> tuple[list[Note], list[Note]]:
-    """Return notes on the given keys that change nothing, with the reason; a section is one note.
-
-    Returns:
-        Notes on keys that nothing acts upon; notes on keys that a client library acts upon.
-    """
+    """Return notes on given keys that change nothing; then on those of them that a client library acts upon."""
     notes: list[Note] = []
     clients = read_by_clients(found)
     read: list[Note] = []
@@ -57,7 +51,6 @@ def without_effect(config: Config, found: Scan, world_size: int = 1) -> tuple[li
 
 
 def _of_optimizer(config: Config, found: Scan) -> list[Note]:
-    """Return arguments of optimizers that only other libraries need."""
     model = optimizer_model(config.optimizer.type) if config.optimizer.type is not None else None
     where = dotted(found.given.get(("optimizer", "params"), ("optimizer", "params")))
     keys = keys_of(model) if model is not None else {}
@@ -66,7 +59,6 @@ def _of_optimizer(config: Config, found: Scan) -> list[Note]:
 
 
 def _switched_off(key: Key, value: Any) -> str:
-    """Return why a switched-off section has no effect; empty if it is on."""
     if key.kind != "section" or key.child is None or value is None:
         return ""
     if key.name == "compile":
@@ -82,7 +74,6 @@ def _switched_off(key: Key, value: Any) -> str:
 
 
 def _holds_anyway(path: tuple[str, ...], config: Config) -> bool:
-    """Return True if keys of a section have an effect although it is switched off."""
     if path == ("activation_offload",):
         return config.activation_checkpointing.cpu_checkpointing
     if path == ("anomaly_watch",):  # the limit of rewinds
@@ -109,7 +100,6 @@ def _nothing_travels(path: tuple[str, ...], config: Config, world_size: int) -> 
 
 
 def _overruled(path: tuple[str, ...], config: Config, world_size: int) -> str:
-    """Return why another key overrules a key; empty if none does."""
     zero, sparse = config.zero_optimization, config.sparse_attention
     if path == ("aio",) and "nvme" not in _offloaded(config):
         return "nothing is offloaded to disk"

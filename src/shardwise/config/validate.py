@@ -1,7 +1,5 @@
-"""Second pass over a configuration: types and values.
-
-The schema is strict. A refused value with an unambiguous meaning is converted and noted: 0 and 1 and words for
-booleans, numbers in quotes, null for an absent key.
+"""Second pass over a configuration: strict types and values. A refused value with an unambiguous meaning is converted
+and noted: 0 and 1 and words for booleans, numbers in quotes, null for an absent key.
 """
 
 from __future__ import annotations
@@ -22,12 +20,8 @@ from .schema_index import Key, expected, keys_of, nearest
 
 
 def validate(found: Scan) -> tuple[Config, list[Note], list[Problem]]:
-    """Build the `Config`; report every value that does not fit its key.
-
-    A wrong value falls back to its default, so that later checks can report more.
-
-    Returns:
-        The configuration; a note on each converted value; the problems.
+    """Build the `Config`; return it with notes on converted values, and the problems. A wrong value falls back to its
+    default, because later checks then report more.
     """
     problems: list[Problem] = []
     data: Any = found.data
@@ -141,7 +135,7 @@ _SHOWN = 80
 
 
 def _shortened(value: Any, depth: int = 3) -> Any:
-    """Return a value shortened for messages, because a huge one is slow to print."""
+    """Shorten a value for messages, because a huge one is slow to print."""
     if isinstance(value, str):
         return value[:_SHOWN]
     if isinstance(value, int) and value.bit_length() > 8 * _SHOWN:

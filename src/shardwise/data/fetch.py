@@ -1,7 +1,7 @@
 """Dataset wrappers inside torch's loader: rank shares of a stream, random seeds in workers.
 
 Invariant: batch b of an epoch is the same whether the epoch was started at its beginning or resumed just before b.
-Worker processes are therefore seeded for each batch. Replaying seen samples preserves the main process's RNG state,
+Worker processes are therefore seeded for each batch, and replaying seen samples preserves the main process's RNG state,
 which a checkpoint restores.
 """
 
@@ -26,9 +26,8 @@ class Indices(list[int]):
 
 
 class SeededDataset(Dataset[Any]):
-    """A map-style dataset whose random numbers depend on the batch, not on the worker's history.
-
-    Used in worker processes only, because in the main process random numbers belong to the user.
+    """A map-style dataset with random numbers that depend on the batch, not on the worker's history. Used in worker
+    processes only, because in the main process random numbers belong to the user.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -44,11 +43,7 @@ class SeededDataset(Dataset[Any]):
 
 
 class RankStream(IterableDataset[Any]):
-    """Every world-th sample of a stream, equally many on each rank.
-
-    Attributes:
-        start: samples of this rank to skip in the next iteration.
-    """
+    """Every world-th sample of a stream, equally many on each rank; the next iteration skips `start` of them."""
 
     def __init__(self, dataset: Iterable[Any], rank: int, world_size: int, drop_last: bool) -> None:
         self.dataset = dataset
@@ -77,10 +72,8 @@ class RankStream(IterableDataset[Any]):
 
 
 def replaying() -> AbstractContextManager[None]:
-    """Return a context for reading seen samples again.
-
-    In the main process it preserves the RNG state, because the checkpoint's state is restored already. In a worker
-    process it does nothing: the RNG restarts in each epoch, so that replaying advances it to the right state.
+    """Return a context for reading seen samples again. In the main process it preserves the RNG state, which the
+    checkpoint has restored. In a worker the RNG restarts in each epoch, and replaying advances it to the right state.
     """
     return nullcontext() if get_worker_info() is not None else _kept_random_states()
 

@@ -1,10 +1,7 @@
-"""Data loader that the engine builds for `training_data`.
+"""Data loader that the engine builds for `training_data`: torch's loader with rank shares and a position to save.
 
-It extends torch's loader by rank shares and by a position that can be saved and restored. The position counts yielded
-batches, independent of the prefetching of workers.
-
-Invariant: after `load_state_dict` the loader yields the batches that would have followed the saved one. This holds for
-the current epoch and later ones, and for any number of workers.
+The position counts yielded batches, independent of the prefetching of workers. Invariant: after `load_state_dict` the
+loader yields the batches that would have followed the saved one, in this and later epochs, for any number of workers.
 """
 
 from __future__ import annotations
@@ -26,13 +23,11 @@ _log = logging.getLogger("shardwise")
 class EngineDataLoader:
     """Batches of one rank, in an order that can be resumed exactly.
 
-    Four kinds of data are supported:
-
-    - A map-style dataset: shuffled anew in each epoch and distributed over ranks (`ResumableDistributedSampler`).
-    - A map-style dataset with a `data_sampler`: the sampler yields this rank's indices; a `BatchSampler` also forms the
-      batches. It must repeat its order when an epoch restarts (by `set_epoch`, if available).
-    - An iterable dataset: every rank reads the whole stream and keeps every world-th sample.
-    - An iterable dataset with the attribute `shards_itself = True`: used unchanged.
+    - A map-style dataset is shuffled anew in each epoch and distributed over ranks (`ResumableDistributedSampler`).
+    - With a `data_sampler`, the sampler yields this rank's indices; a `BatchSampler` also forms the batches. It must
+      repeat its order when an epoch restarts (by `set_epoch`, if available).
+    - An iterable dataset is read in full by every rank, which keeps every world-th sample.
+    - An iterable dataset with the attribute `shards_itself = True` is used unchanged.
 
     Each iteration is one epoch; epochs are numbered in order. `set_epoch` of the sampler or of the iterable dataset is
     called if available.
@@ -40,8 +35,7 @@ class EngineDataLoader:
     Args:
         dataset: a map-style dataset (`__getitem__`, `__len__`) or a `torch.utils.data.IterableDataset`.
         batch_size: samples per batch of this rank.
-        rank: this rank among the ranks with different data.
-        world_size: number of these ranks.
+        rank: this rank among the `world_size` ranks with different data.
         collate_fn: makes a batch from a list of samples; None: torch's default.
         data_sampler: yields this rank's indices, or lists of them (`BatchSampler`).
         shuffle: for a map-style dataset without `data_sampler`.
@@ -118,11 +112,7 @@ class EngineDataLoader:
         return self._next[0] if self._current is None else self._current.number
 
     def __len__(self) -> int:
-        """Return the number of batches of a whole epoch.
-
-        Raises:
-            TypeError: the iterable dataset or the sampler has no length.
-        """
+        """Return the number of batches of an epoch. Raises TypeError if dataset or sampler has no length."""
         return len(self._source)
 
     def __iter__(self) -> Iterator[Any]:
@@ -142,9 +132,8 @@ class EngineDataLoader:
         return f"{done} {current.handed_out} batches of epoch {current.number}"
 
     def set_epoch(self, epoch: int) -> None:
-        """Select the epoch of the next iteration, from its beginning.
-
-        A position restored by `load_state_dict` is kept if it is in the same epoch.
+        """Select the epoch of the next iteration, from its beginning. A position restored by `load_state_dict` is kept
+        if it is in the same epoch.
         """
         number, start = self._next
         if epoch == number:
@@ -154,10 +143,8 @@ class EngineDataLoader:
         self._next = (epoch, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last yielded batch, as JSON types.
-
-        If a loop over the loader ended early, the position stays inside that epoch. (Another iteration in the same
-        process starts the next epoch.)
+        """Return the position after the last yielded batch, as JSON types. After an early end of a loop it stays inside
+        that epoch, although another iteration in the same process starts the next one.
         """
         if self._current is None or self._current.ended:
             epoch, position = self._next
@@ -173,14 +160,11 @@ class EngineDataLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved position: the next iteration yields the rest of its epoch.
+        """Restore a saved position and order (seed, shuffling): the next iteration yields the rest of its epoch.
 
-        The order (seed, shuffling) becomes the saved one. With our own sampler or stream, the number of ranks and the
-        batch size may differ from the saved run: samples seen by any rank are skipped.
-
-        Raises:
-            CheckpointError: the state is of another kind of data or another dataset length, or of another number of
-                ranks where the order cannot be redistributed.
+        With the engine's sampler or stream, the number of ranks and the batch size may differ from the saved run:
+        samples seen by any rank are skipped. Raises CheckpointError if the state is of another kind of data or dataset
+        length, or of another number of ranks where the order cannot be redistributed.
         """
         for name, least in (("epoch", 0), ("position", 0), ("world_size", 1), ("seed", None)):
             value = state.get(name)

@@ -9,12 +9,8 @@ from shardwise.errors import UsageError
 
 
 class RepeatingLoader:
-    """Endless iterator over a loader, which starts the next epoch at the end of each.
-
-    `set_epoch` of the loader, its sampler or its batch sampler is called for each new epoch, if available.
-
-    Args:
-        loader: an iterable that can be iterated over repeatedly.
+    """Endless iterator over a repeatable `loader`, which starts the next epoch at the end of each. `set_epoch` of the
+    loader, its sampler or its batch sampler is called for each new epoch, if available.
 
     >>> batches = RepeatingLoader([1, 2])
     >>> [next(batches) for _ in range(5)]
@@ -48,19 +44,11 @@ class RepeatingLoader:
             ) from None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loader's position.
-
-        Raises:
-            UsageError: the loader has no `state_dict`.
-        """
+        """Return the loader's position. Raises UsageError if the loader has no `state_dict`."""
         return self._with_state().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the loader's position; the next batch is the one after it.
-
-        Raises:
-            UsageError: the loader has no `state_dict`.
-        """
+        """Restore the loader's position. Raises UsageError if the loader has no `state_dict`."""
         self._with_state().load_state_dict(state)
         self._iterator = None
 

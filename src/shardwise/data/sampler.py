@@ -1,8 +1,8 @@
 """Distributed sampler: the samples of a rank in an epoch, and their order.
 
-As in `torch.utils.data.DistributedSampler`, the whole dataset is permuted with seed + epoch and distributed
-round-robin. Invariants: the permutation is independent of the number of ranks, so that the first S samples of an epoch
-are the same for any number. Every rank has equally many samples.
+As in `torch.utils.data.DistributedSampler`, the dataset is permuted with seed + epoch and distributed round-robin.
+Invariants: every rank has equally many samples, and the permutation, hence the first S samples of an epoch, does not
+depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ class ResumableDistributedSampler(Sampler[int]):
 
     Args:
         dataset: any object with a length.
-        rank: this rank, from 0.
-        world_size: number of ranks that share the dataset.
+        rank: this rank, from 0, of the `world_size` ranks that share the dataset.
         shuffle: permute the samples anew in each epoch; False: keep their order.
         seed: seed of the permutations, the same on all ranks.
         drop_last: if the dataset does not divide by the number of ranks, True drops the tail, False repeats samples
             from the beginning of the epoch. Each rank has equally many in both cases.
 
-    Raises:
-        ConfigError: the rank is outside the world.
+    Raises ConfigError if the rank is outside the world.
 
     >>> sampler = ResumableDistributedSampler(range(5), rank=1, world_size=2, shuffle=False)
     >>> list(sampler)

@@ -1,6 +1,5 @@
-"""Sample sources of the loader: the meaning of a position for each kind of data, and iteration from it.
-
-A position counts on one rank. It counts samples where we distribute their order, otherwise batches.
+"""Sample sources of the loader: the meaning of a position for each kind of data, and iteration from it. A position
+counts on one rank: samples where the loader distributes their order, otherwise batches.
 """
 
 from __future__ import annotations
@@ -46,12 +45,7 @@ class Share:
 
 
 class SampleSource(ABC):
-    """Batches from any position of any epoch.
-
-    Attributes:
-        kind: name of the kind, which identifies positions of another kind.
-        sampler: sampler of the indices, None for streams.
-    """
+    """Batches from any position of any epoch; `kind` identifies positions, `sampler` is None for streams."""
 
     kind: str
     sampler: Any = None
@@ -98,7 +92,7 @@ class SampleSource(ABC):
 
 
 class Indexed(SampleSource):
-    """A map-style dataset with our sampler or the user's."""
+    """A map-style dataset with the engine's sampler or the user's."""
 
     def __init__(self, dataset: Any, sampler: Any, share: Share, options: Mapping[str, Any]) -> None:
         super().__init__(share)
@@ -250,11 +244,7 @@ class Streamed(SampleSource):
 
 
 def own_sampler(dataset: Any, share: Share, shuffle: bool) -> ResumableDistributedSampler:
-    """Build the sampler for a map-style dataset.
-
-    Raises:
-        ConfigError: the dataset is unsuitable, or yields no batch.
-    """
+    """Build the sampler for a map-style dataset. Raises ConfigError if it is unsuitable, or yields no batch."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
             f"training data: {type(dataset).__name__} is neither a map-style dataset (__getitem__ and __len__) nor a "

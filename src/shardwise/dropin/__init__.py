@@ -1,8 +1,7 @@
 """`import deepspeed` gives shardwise: DeepSpeed's module paths and names, mapped to this library.
 
-`table` maps every name, `modules` creates modules of it on import, `install` registers them as the package `deepspeed`
-of one process. `adapters` has the objects whose interface differs. The distribution in the directory `dropin/` of the
-repository only calls `become_root`.
+`table` maps every name, `modules` creates modules of it on import, `install` registers them in one process. `adapters`
+has the objects with a different interface. The distribution in the directory `dropin/` only calls `become_root`.
 """
 
 from shardwise.dropin.install import become_root, install_as_deepspeed

@@ -1,7 +1,4 @@
-"""The command `ds_bench`: its options, passed to `shardwise bench comm`.
-
-Every option is measured, refused with the reason, or reported to have no effect.
-"""
+"""The command `ds_bench`: its options, passed to `shardwise bench comm`, refused, or reported as without effect."""
 
 from __future__ import annotations
 
@@ -32,11 +29,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def bench_of(arguments: list[str]) -> CommWanted:
-    """Return the benchmark that a command line of `ds_bench` requests.
-
-    Raises:
-        CommandLineError: an option is unknown, or has a wrong value.
-        NotBuiltError: this version does not support an option.
+    """Return the benchmark that a command line of `ds_bench` requests. Raises CommandLineError for an unknown option or
+    a wrong value, NotBuiltError for an unsupported option.
 
     >>> wanted = bench_of(["--scan", "--all-reduce", "--maxsize", "16"])
     >>> wanted.ops, wanted.sizes

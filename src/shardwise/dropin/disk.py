@@ -1,6 +1,5 @@
-"""The commands `ds_io` and `ds_nvme_tune`: their options, passed to `shardwise bench io`.
-
-Every option is measured, refused with the reason, or reported to have no effect.
+"""The commands `ds_io` and `ds_nvme_tune`: their options, passed to `shardwise bench io`, refused with the reason, or
+reported as without effect.
 """
 
 from __future__ import annotations
@@ -77,11 +76,8 @@ def _settle(given: argparse.Namespace, refused: dict[str, str], without: dict[st
 
 
 def io_of(arguments: list[str]) -> Wanted:
-    """Return the benchmark that a command line of `ds_io` requests.
-
-    Raises:
-        CommandLineError: an option is unknown, missing, or has a wrong value.
-        NotBuiltError: this version does not support an option.
+    """Return the benchmark that a command line of `ds_io` requests. Raises CommandLineError for an unknown or missing
+    option or a wrong value, NotBuiltError for an unsupported option.
 
     >>> io_of(["--folder", "/disk", "--read", "--io_size", "64M", "--queue_depth", "16"]).depths
     (16,)
@@ -118,11 +114,7 @@ def io_of(arguments: list[str]) -> Wanted:
 
 
 def tune_of(arguments: list[str]) -> Wanted:
-    """Return the benchmark that a command line of `ds_nvme_tune` requests.
-
-    Raises:
-        CommandLineError: an option is unknown, missing, or has a wrong value.
-        NotBuiltError: this version does not support an option.
+    """Return the benchmark that a command line of `ds_nvme_tune` requests. Raises as `io_of`.
 
     >>> tune_of(["--nvme_dir", "/disk", "--no_write", "--loops", "5"]).rounds
     5

@@ -14,12 +14,9 @@ Kind = Literal["class", "exception", "function", "value", "module", "member"]
 class Alias:
     """A name that is served.
 
-    Attributes:
-        kind: its kind.
-        target: `package.module:attribute` of shardwise; of a module, its path in the drop-in; of a member empty,
-            because it is looked up in its class.
-        signature: arguments that scripts may rely on, as in a `def`; "..." for a default means any. None: not declared.
-            The target may take further arguments.
+    `target` is `package.module:attribute` of shardwise; of a module, its path in the drop-in; empty for a member, which
+    is looked up in its class. `signature` has the arguments that scripts may rely on, as in a `def`; "..." for a
+    default means any; None: not declared. The target may take further arguments.
     """
 
     kind: Kind
@@ -29,9 +26,8 @@ class Alias:
 
 @dataclass(frozen=True)
 class Stub:
-    """A name that can be imported, passed on and derived from, and raises when used.
-
-    `reason` is why it is not served; the end of a sentence that begins with the name.
+    """A name that can be imported, passed on and derived from, and raises when used. `reason` ends a sentence that
+    begins with the name.
     """
 
     kind: Kind
@@ -40,10 +36,8 @@ class Stub:
 
 @dataclass(frozen=True)
 class Missing:
-    """A name that is absent: importing it is an ImportError, reading it an AttributeError.
-
-    `reason` is as for `Stub`. `probed_by` are callers that test for the name by the error, hence no stub; empty for
-    members of classes, which are always tested in this way.
+    """A name that is absent: importing it is an ImportError, reading it an AttributeError. `reason` is as for `Stub`.
+    `probed_by` are callers that test for the name by the error, hence no stub; members of classes are always tested so.
     """
 
     reason: str
@@ -54,8 +48,6 @@ Entry = Alias | Stub | Missing
 Entries = Mapping[str, Entry]
 
 _KINDS: tuple[Kind, ...] = ("class", "exception", "function", "value")
-"""Kinds of stubs."""
-
 _DECLARATION = re.compile(r"(?P<name>\w+)(?P<signature>\(.*\))?(?:\s*=\s*(?P<target>[\w.]+))?", re.DOTALL)
 
 
@@ -94,9 +86,8 @@ def modules(*declarations: str) -> dict[str, Entry]:
 
 
 def stubs(reason: str, names: str) -> dict[str, Entry]:
-    """Return stubs for names, separated by spaces.
-
-    The spelling gives the kind (`Class`, `SomeError`, `CONSTANT`, `function`), unless a suffix does (`name:class`).
+    """Return stubs for names; the spelling (`Class`, `SomeError`, `CONSTANT`, `function`) or `name:kind` gives the
+    kind.
     """
     made: dict[str, Entry] = {}
     for declaration in names.split():
@@ -122,9 +113,7 @@ def _spelled(name: str) -> Kind:
 
 
 def missing(reason: str, names: str, probed_by: str = "") -> dict[str, Entry]:
-    """Return entries for absent names, separated by spaces ("*": the whole module), with the callers that test for
-    them.
-    """
+    """Return entries for absent names ("*": the whole module), with the callers that test for them."""
     return dict.fromkeys(names.split(), Missing(reason, probed_by))
 
 
@@ -140,9 +129,7 @@ def merge(*parts: Entries) -> dict[str, Entry]:
 
 
 def members(*declarations: str) -> dict[str, Entry]:
-    """Return entries for members of a class, several in one string; a member with arguments is the last of its
-    string.
-    """
+    """Return entries for members of a class, several in a string, of which only the last may have arguments."""
     made: dict[str, Entry] = {}
     for declaration in declarations:
         plain, opened, arguments = declaration.partition("(")

@@ -17,12 +17,11 @@ def install_as_deepspeed() -> None:
     lightning do both). A second call does nothing. Child processes other than forks must call it themselves. Raises
     UsageError if DeepSpeed itself has been imported already.
 
-    Example:
-        >>> import shardwise
-        >>> shardwise.install_as_deepspeed()  # doctest: +SKIP
-        >>> import deepspeed  # doctest: +SKIP
-        >>> deepspeed.DeepSpeedEngine is shardwise.Engine  # doctest: +SKIP
-        True
+    >>> import shardwise
+    >>> shardwise.install_as_deepspeed()  # doctest: +SKIP
+    >>> import deepspeed  # doctest: +SKIP
+    >>> deepspeed.DeepSpeedEngine is shardwise.Engine  # doctest: +SKIP
+    True
     """
     loaded = sys.modules.get(ROOT)
     if loaded is not None and not isinstance(loaded, DropInModule):

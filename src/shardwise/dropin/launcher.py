@@ -1,7 +1,5 @@
-"""The command `deepspeed`: its options, passed to the launcher of `shardwise run`.
-
-Supported options are passed on. Options about other machines have no effect in a job of one machine. Others are refused
-with the reason.
+"""The command `deepspeed`: its options, passed to the launcher of `shardwise run`. Options about other machines have no
+effect in a job of one machine. Others are refused with the reason.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from shardwise.launch.job import Job, run_job
 from shardwise.launch.placement import Devices, Resources, place
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-"""File of variables for processes on other machines, which this version does not start; never read."""
+"""File of variables for processes on other machines; never read, because none are started there."""
 
 LAUNCHERS = ("pdsh", "openmpi", "mvapich", "slurm", "mpich", "impi")
 
@@ -89,11 +87,8 @@ REFUSED = {
 
 
 def job_of(arguments: list[str]) -> Job:
-    """Return the job that a command line of `deepspeed` describes.
-
-    Raises:
-        CommandLineError: an option is unknown or has a wrong value.
-        NotBuiltError: this version does not support an option.
+    """Return the job that a command line of `deepspeed` describes. Raises CommandLineError for an unknown option or a
+    wrong value, NotBuiltError for an unsupported option.
 
     >>> job_of(["--num_gpus", "2", "train.py", "--lr", "1"]).args
     ('--lr', '1')
@@ -143,9 +138,7 @@ def main(args: list[str] | None = None) -> NoReturn:
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """Return the machines of a hostfile with their numbers of slots, or None if there is no such file. Raises
-    CommandLineError if the file has another form.
-    """
+    """Return the numbers of slots by machine, or None without the file. Raises CommandLineError for other forms."""
     return read_hostfile(hostfile_path) if os.path.isfile(hostfile_path) else None
 
 

@@ -1,6 +1,5 @@
-"""Methods and attributes of DeepSpeed's classes, and which of them this library's classes have.
-
-The form is that of `table`; a key is the path of a class. `PARAMETER` stands for a resharded parameter.
+"""Members of DeepSpeed's classes, and those of them that this library's classes have. The form is that of `table`; a
+key is the path of a class. `PARAMETER` stands for a resharded parameter.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Modules created from the table on import.
 
-Every access looks a name up in its own module, and an assignment is made there, too. A value that a script assigns to
-`deepspeed.utils.groups.mpu` is the value that the library reads, and two paths to one object never differ.
-
-Invariant: a name is served; or a stub that raises with the reason when used; or absent (`hasattr`, `dir`,
-`importlib.util.find_spec`), with the reason in the error of importing or reading it.
+Every access looks a name up in its own module, where assignments are made, too: two paths to one object never differ,
+and the library reads a script's `deepspeed.utils.groups.mpu`. Invariant: a name is served; or a stub that raises with
+the reason when used; or absent (`hasattr`, `dir`, `importlib.util.find_spec`), with the reason in the error of
+importing or reading it.
 """
 
 from __future__ import annotations
@@ -186,9 +185,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module of the table; see `importlib.abc.MetaPathFinder`. Raises AbsentImportError if an absent name
-        or module with a known reason is imported. `importlib.util.find_spec` gets None.
-        """
+        """Find a module of the table. Raises AbsentImportError at an import with a known reason of absence."""
         if fullname in PATHS:
             return importlib.util.spec_from_loader(fullname, Loader(), origin="shardwise")
         parent, _, name = fullname.rpartition(".")
@@ -211,7 +208,6 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def _is_question() -> bool:
-    """Return True if the caller is `importlib.util.find_spec` rather than an import."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") == "importlib._bootstrap":
         frame = frame.f_back

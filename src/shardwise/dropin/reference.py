@@ -1,7 +1,6 @@
-"""The tables of docs/reference/deepspeed-names.md, made from those of the drop-in.
+"""The tables of docs/reference/deepspeed-names.md, made from those of the drop-in; a test compares both.
 
-`python -m shardwise.dropin.reference docs/reference/deepspeed-names.md` replaces the text between the two marker lines
-of the file. A test compares the file with the tables.
+`python -m shardwise.dropin.reference docs/reference/deepspeed-names.md` replaces the text between two marker lines.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ def page() -> str:
 
 
 def _by_home(entries: Mapping[str, Alias]) -> Iterable[str]:
-    """Yield a list item for each module of shardwise, with the names that it serves."""
     found: dict[str, list[str]] = {}
     for name, entry in entries.items():
         home, _, there = entry.target.partition(":")
@@ -80,7 +78,6 @@ def _numbers(table: Mapping[str, Mapping[str, Entry]]) -> str:
 
 
 def _by_reason(table: Mapping[str, Mapping[str, Entry]], kind: type[Stub] | type[Missing]) -> Iterable[str]:
-    """Yield table rows of reasons, each with its names."""
     found: dict[str, list[str]] = {}
     for path, entries in sorted(table.items()):
         for name, entry in sorted(entries.items()):
@@ -94,9 +91,7 @@ def _by_reason(table: Mapping[str, Mapping[str, Entry]], kind: type[Stub] | type
 
 
 def update(text: str) -> str:
-    """Return a page with the text between the markers replaced. Raises ValueError if the page does not have both
-    markers in this order.
-    """
+    """Return a page with new text between the markers. Raises ValueError without both markers in this order."""
     return fill(text, page(), BEGIN, END)
 
 

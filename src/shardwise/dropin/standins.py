@@ -1,8 +1,7 @@
-"""Stubs: importable objects that raise with the reason when used.
+"""Stubs: importable objects that raise with the reason when used, because scripts import names for unused options.
 
-Scripts import at their top names that they only use under some option. A stub class can be a base class, an annotation
-and an argument of `isinstance` (false). A stub function can be passed on, a stub constant can be held. Construction,
-calls, attributes of the class and any use of a value raise.
+A stub class can be a base class, an annotation and an argument of `isinstance` (false). A stub function can be passed
+on, a stub constant held. Construction, calls, attributes of the class and any use of a value raise.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Every module path and public name of DeepSpeed 0.19, with its entry.
 
-One block per module: names of functions, classes and values under the module of shardwise that has them, with the
-arguments that scripts may rely on; other names of modules; stubs, with the reason; and absent names ("*": the whole
-module), because scripts test for them by importing. Building a feature moves its names from `stubs` and `missing` to
-the others, and changes nothing else. docs/reference/deepspeed-names.md is made from this.
+A block per module has names of functions, classes and values under the module of shardwise, with the arguments that
+scripts may rely on; other names of modules; stubs, with the reason; and absent names ("*": the whole module), because
+scripts test for them by importing. Building a feature moves its names from `stubs` and `missing`.
 """
 
 from __future__ import annotations

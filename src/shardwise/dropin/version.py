@@ -1,4 +1,4 @@
-"""The drop-in's version: that of the DeepSpeed whose names it has."""
+"""The drop-in's version: that of the DeepSpeed release with the same names."""
 
 VERSION = "0.19.8+shardwise"
 

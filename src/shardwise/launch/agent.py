@@ -1,9 +1,8 @@
 """Elastic agent of one machine: torch's agent with shardwise's start, watch and shutdown of workers.
 
-torch documents `SimpleElasticAgent` as the class to extend. It assigns ranks and decides about restarts; a subclass
-implements four methods. Invariant: each attempt has a new store, served by the agent on a loopback address. Gloo writes
-the ranks' addresses into the store. In a reused store, restarted ranks find the addresses of dead ranks, and hang or
-are refused.
+torch documents `SimpleElasticAgent` as the class to extend: it assigns ranks and decides about restarts. Invariant:
+each attempt has a new store, served by the agent on a loopback address, because Gloo writes the ranks' addresses into
+the store. In a reused store restarted ranks find the addresses of dead ranks, and hang or are refused.
 """
 
 from __future__ import annotations
@@ -40,14 +39,12 @@ SAVING_GRACE_S = 60.0
 """Grace period in seconds for processes that handle the signal, for example to save a checkpoint."""
 
 LATE_S, LATE_STOPPED_S = 60.0, 10.0
-"""Seconds after the last exit with code 0 before running ranks are logged: if none is stopped, and otherwise. Logged
-again after twice as long."""
+"""Seconds after the last exit with code 0 before running, or stopped, ranks are logged; then doubled."""
 
 _ENDED_ON = {
     128 + int(sig): sig
     for sig in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 }
-"""Exit codes of processes that ended in order after a signal."""
 
 
 class EndedOnRequest(Exception):
@@ -60,12 +57,7 @@ class EndedOnRequest(Exception):
 
 
 class LocalRendezvousHandler(RendezvousHandler):
-    """Rendezvous of a single agent.
-
-    Args:
-        address: address that the ranks connect to.
-        port: requested port; None: 29500 if free, otherwise any free port.
-    """
+    """Rendezvous of a single agent at an address for the ranks; `port` None: 29500 if free, else any free one."""
 
     def __init__(self, run_id: str, address: str, port: int | None) -> None:
         self._run_id = run_id
@@ -127,16 +119,11 @@ class LocalRendezvousHandler(RendezvousHandler):
 class Agent(SimpleElasticAgent):
     """Runs the attempts of a job until one succeeds or none is left.
 
-    Args:
-        spec: number of workers and restarts.
-        open_attempt: builds an attempt from its number and its workers' variables by rank.
-        grace: seconds between the first signal and SIGKILL; None: `GRACE_S` or `SAVING_GRACE_S`.
-        say: prints one line for the user.
-        scratch: private directory for the recovery report of a restarted rank.
-        least: minimum number of workers when slots are left out; None: no slot is left out.
-
-    Attributes:
-        slots: initial slots that still have a worker, in rank order.
+    `spec` has the number of workers and restarts; `open_attempt` builds an attempt from its number and its workers'
+    variables by rank. `grace` are the seconds between the first signal and SIGKILL; None: `GRACE_S` or
+    `SAVING_GRACE_S`. `say` prints one line for the user. `scratch` is a private directory for the recovery report of a
+    restarted rank. `least` is the minimum number of workers when slots are left out; None: none is. `slots` are the
+    initial slots that still have a worker.
     """
 
     def __init__(
@@ -280,10 +267,7 @@ class Agent(SimpleElasticAgent):
         self._say(message)
 
     def _leave_out(self, rank: int, spec: WorkerSpec) -> str:
-        """Drop the slot of a rank that has failed first twice in a row; return a note for the log.
-
-        Two failures of the same slot point to its device; one may be an accident.
-        """
+        """Drop a slot that has failed first twice in a row, which points to its device; return a note."""
         slot = self.slots[rank]
         again, self._suspect = self._suspect == slot, slot
         if not again or len(self.slots) <= self._least:

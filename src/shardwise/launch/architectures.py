@@ -12,10 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder.
+    """Sizes of a decoder; see the papers.
 
     Attributes:
-        layers, width, heads, vocabulary: see the papers.
         groups: key and value heads; None: as many as query heads.
         inner: width of the feed-forward networks; None: four times the width.
         llama: RMS norms, gated networks, fused attention, no biases, separate head. Otherwise BLOOM's layer norms,

@@ -1,8 +1,4 @@
-"""Command-line arguments of a training script for its configuration file.
-
-Scripts written for DeepSpeed declare four; shardwise's have the same meaning. `shardwise.config.config_path` reads
-them.
-"""
+"""Command-line arguments of a script for its configuration file, as DeepSpeed's; see `config.config_path`."""
 
 from __future__ import annotations
 
@@ -10,14 +6,10 @@ import argparse
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the configuration-file arguments to a script's parser.
+    """Add the configuration-file arguments to a script's parser, and return the parser.
 
-    Args:
-        parser: the script's parser; modified and returned.
-
-    Returns:
-        The parser. Parsed arguments have `shardwise_config` and `deepspeed_config` (path or None), `shardwise` and
-        `deepspeed` (flags), and the oldest spelling of both, `deepscale`.
+    Parsed arguments have `shardwise_config` and `deepspeed_config` (path or None), `shardwise` and `deepspeed` (flags),
+    and the oldest spelling of both, `deepscale`.
 
     Example:
         >>> from shardwise.config import config_path

@@ -18,7 +18,7 @@ from shardwise.launch.output import OutputChannel, OutputReader, Tags, Terminal,
 from shardwise.launch.processes import Streams, Worker, WorkerGroup
 
 DRAIN_S = 2.0
-"""Seconds to wait for the end of output after the processes' exit; a process that left its session may hold it open."""
+"""Seconds to wait for the end of output after the exit; a process that left its session may hold it open."""
 
 SETTLE_S = 2.0
 """Seconds that a worker with a recorded exception may take to exit by itself."""
@@ -26,13 +26,7 @@ SETTLE_S = 2.0
 
 @dataclass(frozen=True)
 class Display:
-    """Display and logging of the workers' output.
-
-    Attributes:
-        pump: reader thread.
-        tags: which ranks' lines get a prefix.
-        log_dir: directory for one file for each rank and stream, or None.
-    """
+    """Display and logging of the workers' output: reader thread, streams, ranks with a prefix, directory of logs."""
 
     pump: OutputReader
     out: Terminal
@@ -42,13 +36,8 @@ class Display:
 
 
 class Attempt:
-    """Starts workers once; ends them at least once. A second end does nothing.
-
-    Args:
-        argv: program and arguments by rank.
-        cores: cores by rank; None: unbound.
-        scratch: private directory for error files.
-        uninterrupted: context that holds back signals.
+    """Starts workers once; ends them at least once (a second end does nothing). `argv` and `cores` (None: unbound) are
+    by rank, `scratch` is a private directory for error files, `uninterrupted` holds back signals.
     """
 
     def __init__(
@@ -99,10 +88,7 @@ class Attempt:
         return self._started
 
     def failed(self) -> bool:
-        """Whether a worker has failed, or has recorded an exception (torch's `@record`) and does not exit.
-
-        The latter waits in a collective for its peers.
-        """
+        """Whether a worker has failed, or has recorded an exception (`@record`) and waits in a collective for peers."""
         return self.gang.failed() or any(
             rank not in self.gang.exits and _older_than(SETTLE_S, path) for rank, path in self._error_files.items()
         )

@@ -1,11 +1,9 @@
-"""How fast the collectives of a group are, whether their results are right, and what the links below them give.
+"""Measures the collectives of a group: speed, correctness of results, and speed of the links below them.
 
-Each collective is measured as the engine makes it (`shardwise.comm.communicator`) and as torch's own, by turns. A trial
-begins after a barrier and is as long as its slowest rank. Upper bounds are measured, too: plain copies
-in the memory of each rank, all at once, and streams of bytes between pairs of ranks, through sockets that strangers
-cannot enter (`shardwise.comm.p2p`).
-
-Results are compared with closed forms of small whole numbers, which every number type holds exactly.
+Each collective runs in turns as the engine runs it (`shardwise.comm.communicator`) and as torch's own. A trial begins
+after a barrier and takes as long as its slowest rank. Upper bounds are copies in the memory of all ranks at once, and
+streams of bytes between pairs of ranks through authenticated sockets (`shardwise.comm.p2p`). Results are compared with
+closed forms of small whole numbers, which every dtype holds exactly.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ from shardwise.launch.interfaces import interface_variable, interfaces, of_addre
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "pt2pt")
 SMALL = 64 << 10
-"""Bytes up to which the engine sums by its small all-reduce, as norms; what is larger, as gradients of stage 0."""
+"""Maximum bytes of the engine's small all-reduce, as for norms; larger messages are gradients of stage 0."""
 COPIES = 4
-"""Tensors of the size of a message that a measurement holds at once, at most."""
+"""Maximum number of tensors of a message's size that a measurement holds at once."""
 
 _PERIOD = 16
 _INNER = 20
 _INNER_BYTES = 1 << 20
-"""A trial of small messages is so many calls in a row, or of so many bytes together."""
+"""Bytes of the repeated calls in one trial of small messages, at most `_INNER` calls."""
 _COPIED = 32 << 20
 _STREAMED = 16 << 20
 _PINGS = 100
@@ -49,14 +47,11 @@ _EXACT = 256
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured.
+    """Collectives (of `OPS`) and dtypes to measure.
 
     Attributes:
-        ops: of `OPS`.
-        dtypes: number types.
-        sizes: bytes of the whole message; rounded so that it has parts for all ranks.
-        trials: that count.
-        warmups: trials before them.
+        sizes: bytes of the entire message; rounded for equal parts of all ranks.
+        trials, warmups: counted trials, and trials before them.
     """
 
     ops: tuple[str, ...] = OPS
@@ -67,23 +62,13 @@ class Plan:
 
 
 def pattern(rank: int, part: int, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return what a rank has in one part of its message: whole numbers from 0 to 3 that differ by rank and part."""
+    """Return a rank's values of one part of its message: whole numbers from 0 to 3 that differ by rank and part."""
     row = [(3 * place + 5 * rank + 7 * part + rank * part) % 4 for place in range(_PERIOD)]
     return torch.tensor(row, dtype=dtype, device=device).repeat(-(-count // _PERIOD))[:count]
 
 
 class Exchange:
-    """One collective, on memory of its own.
-
-    Args:
-        comm: the ranks.
-        op: of `OPS`.
-        dtype: of the message.
-        size: about its bytes.
-
-    Attributes:
-        size: its bytes.
-    """
+    """One collective of `OPS` with its own memory, for a message of about `size` bytes (attribute: exactly)."""
 
     def __init__(self, comm: Communicator, op: str, dtype: torch.dtype, size: int) -> None:
         self.comm, self.op, self.dtype = comm, op, dtype
@@ -102,7 +87,7 @@ class Exchange:
         return pattern(rank, part, self.part, self.dtype, self.comm.device)
 
     def fill(self) -> None:
-        """Give every rank its values, and forget results."""
+        """Set every rank's values, and clear results."""
         comm = self.comm
         for part, place in enumerate(self._full.split(self.part)):
             place.copy_(self._of(comm.rank, part))
@@ -114,11 +99,7 @@ class Exchange:
             self._full.fill_(-1)
 
     def wrong(self, torchs: bool = False) -> str:
-        """Say what of this rank's result is wrong; nothing if it is right.
-
-        Args:
-            torchs: torch's collective has run.
-        """
+        """Describe the error in this rank's result, of torch's collective with `torchs`; empty if it is right."""
         comm, ranks = self.comm, range(self.comm.world)
         if self.op == "reduce_scatter":
             result, parts = self._theirs if torchs else self._own, [self._sum(comm.rank)]
@@ -150,7 +131,7 @@ class Exchange:
         return total
 
     def ours(self) -> None:
-        """Run it as the engine does. (Point to point it has no collective.)"""
+        """Run the engine's collective. (Point to point has none.)"""
         comm, label = self.comm, "bench"
         if self.op == "all_reduce" and self.size <= SMALL:
             comm.all_reduce(self._full, label).wait()
@@ -167,7 +148,7 @@ class Exchange:
             comm.broadcast(self._full, 0, label).wait()
 
     def torchs(self) -> None:
-        """Run torch's own."""
+        """Run torch's collective."""
         group = self.comm.process_group
         if self.op == "all_reduce":
             dist.all_reduce(self._full, group=group)
@@ -188,12 +169,7 @@ class Exchange:
 
 
 def measure(comm: Communicator, plan: Plan) -> dict[str, Any]:
-    """Measure (all ranks call); return the same plain JSON values on all.
-
-    Args:
-        comm: the ranks, two or more.
-        plan: what.
-    """
+    """Measure with two ranks or more; return the same plain JSON values on all. A collective."""
     cases = [(op, dtype, size) for op in plan.ops for dtype in plan.dtypes for size in plan.sizes]
     return {"links": links_of(comm), "rows": [_row(Exchange(comm, *case), plan) for case in cases]}
 
@@ -210,7 +186,7 @@ def _row(exchange: Exchange, plan: Plan) -> dict[str, Any]:
         try:
             run()
         except (RuntimeError, ValueError) as error:
-            # That its backend does not have this type. Nothing of ours may fail.
+            # The backend may lack this dtype. The engine's collectives must not fail.
             if name != "torch" or exchange.op == "pt2pt" or not _refusal(error):
                 raise
             missing = str(error).splitlines()[0]
@@ -220,7 +196,7 @@ def _row(exchange: Exchange, plan: Plan) -> dict[str, Any]:
         if any(errors):
             wrong[name] = {str(rank): words for rank, words in enumerate(errors) if words}
     inner = max(1, min(_INNER, _INNER_BYTES // exchange.size))
-    calls = 2 * inner if exchange.op == "pt2pt" else inner  # there and back
+    calls = 2 * inner if exchange.op == "pt2pt" else inner  # round trip
     own: dict[str, list[float]] = {name: [] for name in ways}
     for trial in range(-plan.warmups, plan.trials):
         for name in ways if trial % 2 else reversed(ways):
@@ -271,17 +247,17 @@ def _arrive(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# -- what the links give -----------------------------------------------------------------------------------------------
+# -- links -------------------------------------------------------------------------------------------------------------
 
 
 def links_of(comm: Communicator) -> dict[str, Any]:
-    """Measure what is below the collectives (all ranks call).
+    """Measure the links below the collectives. A collective.
 
     Returns:
-        `copy`: bytes a second that each rank copies, all at once. `compute_ms`: what each takes for the same product
-        of matrices. `streams`: of pairs of ranks, bytes a second each way and the time there and back in microseconds.
-        `machines`: a number for each rank's. `interfaces`: what each rank's traffic takes. `transport`: "memory",
-        "messages", or the backend of a device.
+        `copy`: bytes per second that each rank copies, all at once. `compute_ms`: each rank's time for the same matrix
+            product. `streams`: for pairs of ranks, bytes per second each way and the round-trip time in microseconds.
+            `machines`: number of each rank's machine. `interfaces`: interface of each rank's traffic. `transport`:
+            "memory", "messages", or the backend of a device.
     """
     machines = comm.fingerprints(machine(), "bench.machines")
     copy, compute = _copying(comm), _computing(comm)
@@ -324,28 +300,21 @@ def _computing(comm: Communicator) -> float:
 
 @dataclass
 class Pairs:
-    """Connections of a rank to all others, both ways.
-
-    Attributes:
-        asking: those on which this rank asks (blocking), by rank.
-        answering: those on which it answers.
-    """
+    """Connections of a rank to all others, by rank: on `asking` it sends (blocking), on `answering` it replies."""
 
     asking: dict[int, socket.socket] = field(default_factory=dict)
     answering: dict[int, socket.socket] = field(default_factory=dict)
 
     def close(self) -> None:
-        """Close all."""
+        """Close all connections."""
         for sockets in (self.asking, self.answering):
             while sockets:
                 sockets.popitem()[1].close()
 
 
 def connect(comm: Communicator) -> Pairs:
-    """Connect each rank of a group with each other one, for measurements (all ranks call).
-
-    Raises:
-        PeerLostError: a rank has gone, or has not come within the group's limit for a collective.
+    """Connect each rank of a group with each other one, for measurements. A collective. Raises PeerLostError if a rank
+    has exited, or has not arrived within the group's timeout for a collective.
     """
     pairs = Pairs()
     with selectors.DefaultSelector() as selector:
@@ -375,7 +344,6 @@ def connect(comm: Communicator) -> Pairs:
 
 
 def _streams(comm: Communicator) -> Iterator[dict[str, Any]]:
-    """Stream bytes between rank 0 and each other one, one pair after the other."""
     links = connect(comm)
     limit = time.monotonic() + comm.timeout.total_seconds()
     try:

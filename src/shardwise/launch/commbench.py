@@ -38,12 +38,10 @@ class CommWanted:
     """Options of the benchmark.
 
     Attributes:
-        ops: of `OPS`.
-        dtypes: of `DTYPES`.
+        ops, dtypes: names of `OPS` and `DTYPES`.
         sizes: message sizes in bytes.
         share: fraction of a rank's memory that sets one size, up to the largest of `sizes`; None: all `sizes`.
-        trials: measured trials.
-        warmups: trials before them.
+        trials, warmups: measured trials, and trials before them.
         raw: print numbers without units.
         file: JSON output file, or None.
     """
@@ -85,7 +83,7 @@ def sizes_between(least: int, most: int) -> tuple[int, ...]:
 
 
 def check(wanted: CommWanted) -> None:
-    """Check the options before torch is imported; raise a CommandLineError with option and fix."""
+    """Check the options before torch is imported. Raises CommandLineError with option and fix."""
     for option, given, known in (("--ops", wanted.ops, OPS), ("--dtype", wanted.dtypes, DTYPES)):
         unknown = [name for name in given if name not in known]
         if unknown or not given:
@@ -108,14 +106,7 @@ def check(wanted: CommWanted) -> None:
 
 
 def run(wanted: CommWanted) -> int:
-    """Run the benchmark and show the result.
-
-    Returns:
-        Exit code: 1 if a result is wrong, that of a failed rank, else 0.
-
-    Raises:
-        CommandLineError: a request cannot be measured.
-    """
+    """Run the benchmark and show it; return 1 for a wrong result, or a failed rank's code. Raises CommandLineError."""
     check(wanted)
     launched = int(os.environ.get("WORLD_SIZE") or 1)
     if launched > 1:
@@ -156,7 +147,6 @@ def _start(wanted: CommWanted) -> int:
 
 
 def _fitting(wanted: CommWanted, nproc: int) -> CommWanted:
-    """Check that memory suffices for the sizes, or compute the size from `share`."""
     from dataclasses import replace
 
     import torch
@@ -192,10 +182,9 @@ _BY_MEMORY = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 def link_speed(found: Mapping[str, Any], op: str = "all_gather") -> tuple[float | None, str]:
-    """Return the link speed in bytes a second that bounds a collective, and the name of the link; None if unknown.
-
-    Over several machines it is the slowest stream between two of them, or the slowest used interface, if known and
-    slower. On one machine, shared-memory transport is bounded by copies, messages by sockets.
+    """Return the link speed in bytes per second that bounds a collective, and the name of the link; None if unknown.
+    Over several machines the slowest stream between two of them, or a slower used interface, bounds it; on one machine
+    copies bound shared-memory transport, and sockets messages.
     """
     links = found["links"]
     numbers = links["machines"]

@@ -1,8 +1,8 @@
 """Binding of processes to CPU cores, to avoid migration and give threads their own cores.
 
 A bound process keeps its caches, and its first-touch memory is on its own NUMA node. A process with a GPU gets cores of
-the GPU's node, because copies of pinned memory on another node are slower. Otherwise cores are assigned in the order of
-nodes, so that each process stays within a node where possible.
+the GPU's node, because copies of pinned memory on another node are slower. Other processes get cores in the order of
+nodes, within one node where possible.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ Cores = tuple[tuple[int, ...], ...]
 
 
 def parse_list(text: str, option: str) -> tuple[int, ...]:
-    """Parse a list of CPUs.
-
-    Raises:
-        CommandLineError: the text is no such list.
+    """Parse a list of CPUs. Raises CommandLineError if the text is none.
 
     >>> parse_list("0,4-6", "--core-list")
     (0, 4, 5, 6)
@@ -44,12 +41,8 @@ def parse_list(text: str, option: str) -> tuple[int, ...]:
 
 
 def available(listed: Sequence[int] | None = None, option: str = "", system: Path = SYSTEM) -> Cores:
-    """Return the physical cores that this process may use, in the order of NUMA nodes.
-
-    Args:
-        listed: use only these CPUs, in their own order.
-        option: source of the list, for errors.
-        system: kernel's description of CPUs; without it every CPU counts as a core.
+    """Return the physical cores that this process may use, in the order of NUMA nodes, or of `listed` CPUs (from
+    `option`). Without the kernel's description in `system` every CPU counts as a core.
 
     Raises:
         CommandLineError: a listed CPU is missing or not permitted.
@@ -74,11 +67,8 @@ def available(listed: Sequence[int] | None = None, option: str = "", system: Pat
 def nodes_of_gpus(
     names: Sequence[str], env: Mapping[str, str] = os.environ, driver: Path = DRIVER, pci: Path = PCI
 ) -> list[int] | None:
-    """Return the NUMA node of each GPU; None if kernel or NVIDIA's driver do not report all of them.
-
-    Args:
-        names: numbers or UUIDs, as in CUDA_VISIBLE_DEVICES.
-        env: sets CUDA's numbering of different GPU models.
+    """Return the NUMA node of each GPU, named as in CUDA_VISIBLE_DEVICES; None if kernel or NVIDIA's driver do not
+    report all of them. `env` sets CUDA's numbering of different GPU models.
     """
     try:
         addresses = sorted(entry.name for entry in driver.iterdir())
@@ -102,13 +92,8 @@ def nodes_of_gpus(
 
 
 def deal(cores: Cores, processes: int, nodes: Sequence[int] | None = None, system: Path = SYSTEM) -> list[Cores]:
-    """Split cores evenly among processes, in order; remaining cores stay idle.
-
-    Args:
-        nodes: preferred NUMA node of each process; used if each node has enough cores.
-
-    Raises:
-        CommandLineError: there are fewer cores than processes.
+    """Split cores evenly among processes, in order; remaining cores stay idle. Preferred NUMA `nodes` are used if each
+    has enough cores. Raises CommandLineError with fewer cores than processes.
 
     >>> deal(((0,), (1,), (2,), (3,), (4,)), 2)
     [((0,), (1,)), ((2,), (3,))]

@@ -19,12 +19,7 @@ UNKNOWN = "of unknown version"
 
 @dataclass(frozen=True)
 class Detected:
-    """An importable package `deepspeed`.
-
-    Attributes:
-        kind: the drop-in, or DeepSpeed.
-        version: of its distribution.
-    """
+    """An importable package `deepspeed` (drop-in or DeepSpeed), with the version of its distribution."""
 
     kind: Literal["drop-in", "real"]
     version: str
@@ -32,9 +27,8 @@ class Detected:
 
 
 def installed() -> list[Detected]:
-    """Return the installed packages `deepspeed`; the first one is imported.
-
-    No package code is run. Modules of `shardwise.install_as_deepspeed` are ignored.
+    """Return the installed packages `deepspeed`, without running their code; the first one is imported. Modules of
+    `shardwise.install_as_deepspeed` are ignored.
     """
     found: dict[str, Detected] = {}
     for finder in sys.meta_path:

@@ -1,10 +1,10 @@
 """Root cause of a failed job: finds the rank that failed first and its message.
 
 When one rank fails, others fail too: their collectives lose a peer, or the launcher stops them. The root cause is the
-rank whose trouble began first. It begins at the earliest of: the error file of torch's `@record`, the last traceback on
-standard error, the exit. Ranks that only report a lost peer, or a save or load that failed on another rank, are ranked
-last, because a dying process closes its connections before the system reports its exit. If all failures wait for a rank
-that has not failed (it hangs, or exited with code 0 too early), that rank is the root cause.
+rank with the earliest of: the error file of torch's `@record`, the last traceback on standard error, the exit. Ranks
+that only report a lost peer, or a save or load that failed on another rank, are ranked last, because a dying process
+closes its connections before the system reports its exit. If all failures wait for a rank that has not failed (it
+hangs, or exited with code 0 too early), that rank is the root cause.
 """
 
 from __future__ import annotations
@@ -65,11 +65,9 @@ class Failure:
 
     Attributes:
         elapsed: seconds from the start of the attempt to the beginning of its trouble.
-        report: its traceback, or the last lines of its standard error; may be empty.
-        has_traceback: `report` is a traceback.
+        report, has_traceback: its traceback, or the last lines of its standard error; may be empty.
         failed: number of ranks that failed by themselves.
-        root_cause_rank: rank that caused the failure by its absence, if known.
-        root_cause: description of that rank's state.
+        root_cause_rank, root_cause: rank that caused the failure by its absence, if known, and its state.
     """
 
     exit: Exit
@@ -132,11 +130,8 @@ def first_failure(
 ) -> Failure:
     """Find the rank that failed first, in an attempt with at least one failed rank.
 
-    Args:
-        error_files: each rank's file for torch's `@record`.
-        started: start of the attempt, in seconds since the epoch.
-        stop_began: time at which the launcher began to stop the others.
-        frozen: ranks with a stopped process at that time.
+    `error_files` are those of torch's `@record`. `started` and `stop_began`, when the launcher began to stop the
+    others, are in seconds since the epoch. `frozen` ranks had a stopped process then.
     """
     candidates = []
     for rank, end in exits.items():
@@ -183,12 +178,7 @@ def first_failure(
 
 @dataclass(frozen=True)
 class ShutdownResult:
-    """Result of a job that was ended by a signal.
-
-    Attributes:
-        exits: exit of every rank.
-        killed: ranks that had to be killed, with the state of their processes.
-    """
+    """Result of a job that was ended by a signal; `killed` has the process states of ranks that were killed."""
 
     signal: signal.Signals
     exits: Mapping[int, Exit]
@@ -197,9 +187,8 @@ class ShutdownResult:
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal if all ranks ended in order; 137 if some were killed, or the code of a failed one.
-
-        After Ctrl-C always 130, because no save is expected then.
+        """128 + the signal if all ranks ended in order; 137 if some were killed, or the code of a failed one. After
+        Ctrl-C always 130, because no save is expected then.
         """
         if self.signal is not signal.SIGINT:
             if self.killed:
@@ -240,10 +229,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def last_traceback(text: str) -> tuple[str, bool]:
-    """Return the last traceback in standard error with its chained tracebacks, and True.
-
-    Without a traceback, return the last lines and False.
-    """
+    """Return the last traceback in standard error with its chained ones, and True; else the last lines and False."""
     lines = text.rstrip().splitlines()
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
     if headers:

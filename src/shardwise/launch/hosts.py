@@ -1,15 +1,9 @@
 """Machines and slots of a job: hostfiles and include / exclude filters.
 
-A slot is a place for one process; on a machine with CUDA devices, the device of that number. Invariant:
-every entry of the text is used, or refused with its line.
-
-Hostfile, one machine a line, `#` starts a comment:
-
-    worker-0 slots=8
-    worker-1 slots=8 max_slots=8
-
-Filter: machines separated by `@`, each with the slots that are meant, or none for all:
-    `worker-0@worker-1:0,2`.
+A slot is a place for one process; on a machine with CUDA devices, the device of that number. Invariant: every entry of
+the text is used, or refused with its line. A hostfile has one machine in a line, as `worker-0 slots=8 max_slots=8`, and
+`#` starts a comment. A filter has machines separated by `@`, each with its slots, or none for all:
+`worker-0@worker-1:0,2`.
 """
 
 from __future__ import annotations
@@ -30,17 +24,12 @@ _LINE = re.compile(
 
 
 def parse_hostfile(text: str, name: str) -> dict[str, int]:
-    """Return the machines of a hostfile with their numbers of slots, in order.
+    """Return the machines of a hostfile with their numbers of slots, in order; `name` is that of the file, for errors.
 
-    Args:
-        name: name of the file, for errors.
+    Raises CommandLineError if a line has another form, a machine occurs twice, or the file is empty.
 
-    Raises:
-        CommandLineError: a line has another form, a machine occurs twice, or the file is empty.
-
-    Example:
-        >>> parse_hostfile("a slots=2  # the first\\nb slots=4", "hosts")
-        {'a': 2, 'b': 4}
+    >>> parse_hostfile("a slots=2  # the first\\nb slots=4", "hosts")
+    {'a': 2, 'b': 4}
     """
     hosts: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -75,18 +64,12 @@ def read_hostfile(path: str | None) -> dict[str, int] | None:
 
 
 def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...]]:
-    """Return the machines of an include or exclude filter with their slots; an empty tuple means all.
+    """Return the machines of a filter (from `option`) with their slots; an empty tuple means all.
 
-    Args:
-        text: such as "worker-0@worker-1:0,2".
-        option: source of the text, for errors.
+    Raises CommandLineError if the text has another form, or names a machine or a slot twice.
 
-    Raises:
-        CommandLineError: the text has another form, or names a machine or a slot twice.
-
-    Example:
-        >>> parse_filter("a@b:0,2", "--include")
-        {'a': (), 'b': (0, 2)}
+    >>> parse_filter("a@b:0,2", "--include")
+    {'a': (), 'b': (0, 2)}
     """
     hosts: dict[str, tuple[int, ...]] = {}
     for part in text.split("@"):
@@ -114,16 +97,10 @@ def select(
 ) -> dict[str, tuple[int, ...]]:
     """Return the slots of a job, in the order of `available`; machines without slots are left out.
 
-    Args:
-        include: filter of slots to use, or None.
-        exclude: filter of slots not to use, or None.
+    Raises CommandLineError for two filters, an unknown machine or slot, or if nothing is left.
 
-    Raises:
-        CommandLineError: both filters are given, one names an unknown machine or slot, or nothing is left.
-
-    Example:
-        >>> select({"a": (0, 1), "b": (0, 1)}, None, "a@b:0")
-        {'b': (1,)}
+    >>> select({"a": (0, 1), "b": (0, 1)}, None, "a@b:0")
+    {'b': (1,)}
     """
     check_filters(include, exclude)
     if not include and not exclude:

@@ -1,4 +1,4 @@
-"""The network interfaces of this machine: which one a group's traffic takes, and how fast each says it is."""
+"""Network interfaces of this machine: the one of a group's traffic, and their speeds."""
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 class Interface(NamedTuple):
-    """One interface.
-
-    Attributes:
-        name: as GLOO_SOCKET_IFNAME takes it.
-        address: IPv4; empty: it has none.
-        speed: bytes a second that its driver tells; None: unknown, as of loopback and many virtual ones.
-        loopback: whether it does not leave the machine.
+    """One interface, named as in GLOO_SOCKET_IFNAME. `address` is IPv4, or empty. `speed` is the driver's, in bytes per
+    second; None for loopback and many virtual ones. `loopback` does not leave the machine.
     """
 
     name: str
@@ -49,7 +44,7 @@ def interfaces(net: Path = _NET) -> list[Interface]:
 
 
 def interface_variable(backend: str, env: Mapping[str, str] = os.environ) -> str:
-    """Return the interface that the environment names for a backend; empty: none.
+    """Return the interface that the environment names for a backend, or "".
 
     >>> interface_variable("gloo", {"GLOO_SOCKET_IFNAME": "eth0"}), interface_variable("nccl", {})
     ('eth0', '')
@@ -58,7 +53,7 @@ def interface_variable(backend: str, env: Mapping[str, str] = os.environ) -> str
 
 
 def of_address(address: str, known: list[Interface]) -> str:
-    """Return the interface that has an address, or that a name leads to; empty: none has."""
+    """Return the interface with an address, or the address of a host name; empty without one."""
     try:
         number = socket.gethostbyname(address)
     except OSError:

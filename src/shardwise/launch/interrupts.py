@@ -1,7 +1,5 @@
-"""Signal handling of the launcher: one orderly shutdown.
-
-Invariant: the first signal is never lost, and never interrupts a critical section, such as the one between starting a
-process and recording it.
+"""Signal handling of the launcher: one orderly shutdown. Invariant: the first signal is never lost, and never
+interrupts a critical section, such as the one between starting a process and recording it.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ class Interrupts:
     """Turns shutdown signals into one orderly shutdown of the launcher.
 
     The first signal raises `raised(signal)` in the main thread, or at the end of a critical section. Further signals
-    call `skip_grace_period`. Signals that the launcher's parent ignores stay ignored. SIGUSR1 and SIGUSR2 are passed
-    to `forward`.
+    call `skip_grace_period`. Signals that the launcher's parent ignores stay ignored. SIGUSR1 and SIGUSR2 go to
+    `forward`.
     """
 
     raised: Callable[[signal.Signals], Exception]

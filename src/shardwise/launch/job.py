@@ -1,8 +1,8 @@
 """Runs a script as a job of several processes on this machine, and returns its exit code.
 
-Invariant: however the job ends (a rank fails or is killed, the user interrupts, the launcher gets a signal), the call
-returns within the grace period and leaves no process behind. The exit code is that of the rank that failed first, or
-128 + the signal. A rank that hangs while no other fails is waited for, and logged.
+Invariant: at any end of the job (a rank fails or is killed, an interrupt, a signal to the launcher), the call returns
+within the grace period and leaves no process behind. The exit code is that of the rank that failed first, or 128 + the
+signal. A rank that hangs while no other fails is waited for, and logged.
 """
 
 from __future__ import annotations
@@ -45,20 +45,15 @@ class Job:
 
     Attributes:
         script: path of the script; a module's name with `module`, a program with `no_python`.
-        resources: number of processes and slots.
-        master_addr: rendezvous address of this machine.
-        master_port: rendezvous port; None: 29500 if free, otherwise any free port.
-        module: run as `python -m script`.
-        no_python: run the script itself, without Python.
+        master_addr, master_port: rendezvous on this machine; port None: 29500 if free, otherwise any free port.
         local_rank: append --local_rank=N to the script's arguments.
         max_restarts: number of restarts of all processes after failures.
         min_nproc: restarts may leave out the slot of a rank that failed first twice in a row, down to this number of
             processes; None: never.
-        bind_cores: bind each process to its own part of the machine's cores.
-        core_list: bind, to these CPUs only ("0,4-6").
+        bind_cores, core_list: bind each process to its own part of the machine's cores; of these CPUs only ("0,4-6").
         log_dir: directory for every rank's output.
         quiet: print only the ranks' output, warnings and errors.
-        tags: which lines get the prefix `[rank N]`; "auto": not those of rank 0 on a terminal.
+        tags: lines with the prefix `[rank N]`; "auto": all but those of rank 0 on a terminal.
         grace: seconds between the first signal and SIGKILL; None: 60 s for processes that handle it, else 5 s.
         device_limit: most bytes of each rank on its device; None: as configured.
         progress: progress display of the ranks: "auto", "off" (overrides the configuration), or None (not set).
@@ -89,8 +84,8 @@ def run_job(job: Job) -> int:
 
     Returns:
         0, or the exit code of the rank that failed first (128 + signal if killed), or 128 + the signal that ended the
-        launcher. After a signal other than SIGINT: 137 if ranks had to be killed; the code of a rank that failed during
-        shutdown.
+            launcher. After a signal other than SIGINT: 137 if ranks had to be killed; the code of a rank that failed
+            during shutdown.
 
     Raises:
         CommandLineError: an option or the script's name is wrong.
@@ -112,7 +107,6 @@ def run_job(job: Job) -> int:
 
 
 def _deal(job: Job, placement: Placement, cores: Cores) -> list[Cores]:
-    """Split cores among processes; listed cores keep their order."""
     devices = placement.devices if job.core_list is None else None
     return deal(cores, placement.nproc, None if devices is None else nodes_of_gpus(devices))
 
@@ -192,9 +186,8 @@ def _close_names(path: Path) -> str:
 def command(job: Job, local_rank: int) -> list[str]:
     """Return program and arguments of one process.
 
-    Example:
-        >>> command(Job("train.py", ("--lr", "1"), local_rank=True), 3)[1:]
-        ['-u', 'train.py', '--lr', '1', '--local_rank=3']
+    >>> command(Job("train.py", ("--lr", "1"), local_rank=True), 3)[1:]
+    ['-u', 'train.py', '--lr', '1', '--local_rank=3']
     """
     if job.no_python:
         # Resolve a bare name on the search path; otherwise it is a file here.
@@ -208,10 +201,7 @@ def command(job: Job, local_rank: int) -> list[str]:
 def worker_environment(
     job: Job, placement: Placement, env: Mapping[str, str] = os.environ, cores: int | None = None
 ) -> dict[str, str]:
-    """Return the launcher's environment with devices, number of threads and Gloo's interface.
-
-    `cores` is the number of cores of each process, if bound.
-    """
+    """Return the launcher's environment with devices, threads (for bound `cores`) and Gloo's interface."""
     # Variables of an outer launcher are not for these ranks.
     variables = {name: value for name, value in env.items() if name not in (MEMORY_DIRECTORY, RECOVERY_FILE)}
     if placement.devices is not None:

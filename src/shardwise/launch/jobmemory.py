@@ -1,8 +1,7 @@
 """Directories with the lifetime of a job: longer than its processes, not longer than its launcher.
 
 Ranks keep in-memory checkpoints in the one on tmpfs, for restarts. Invariant: the directories are removed when the job
-is over. A killed launcher cannot remove its own; the next launcher of the same user does. A lock on the directory shows
-that its launcher is alive.
+is over; those of a killed launcher by the same user's next launcher. A lock on the directory shows a living launcher.
 """
 
 from __future__ import annotations
@@ -21,15 +20,7 @@ _OWNED = "owned"
 
 
 class JobDirectory:
-    """Creates the directory, and removes it at the end of the block.
-
-    Args:
-        root: parent: a tmpfs, or the system's temporary directory.
-        prefix: of its name; the user id follows.
-
-    Attributes:
-        path: the directory; None if `root` is not writable.
-    """
+    """Creates a directory `prefix` + user id in `root`, removed after the block; `path` None: not writable."""
 
     def __init__(self, root: Path = MEMORY, prefix: str = "shardwise-") -> None:
         self._root = root

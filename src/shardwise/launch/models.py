@@ -15,14 +15,8 @@ from shardwise.launch.architectures import SHAPES, Decoder
 
 
 def named_model(name: str, recompute: bool) -> nn.Module:
-    """Build a model on the meta device.
-
-    Args:
-        name: one of `SHAPES`, or module:function, also in the working directory.
-        recompute: use activation checkpointing in a model of `SHAPES`.
-
-    Raises:
-        CommandLineError: the model is unknown, or the function returns none.
+    """Build a model of `SHAPES` (with activation checkpointing if `recompute`), or from module:function, on the meta
+    device. Raises CommandLineError if the model is unknown, or the function returns none.
     """
     with torch.device("meta"):
         if name in SHAPES:

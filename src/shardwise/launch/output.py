@@ -1,7 +1,7 @@
 """Forwards the workers' output to the terminal, log files and memory.
 
-One thread reads every worker's standard output and error from a pipe. Rank 0 on a terminal has a pseudo-terminal, so
-progress bars and colours behave as without a launcher. Whole lines are written with the rank as prefix, so lines of
+One thread reads every worker's standard output and error from a pipe. Rank 0 on a terminal has a pseudo-terminal:
+progress bars and colours behave as without a launcher. Whole lines are written with the rank as prefix, and lines of
 ranks never mix. Invariant: every byte is shown, except overwritten states of a progress bar (by a carriage return, or a
 line of another rank), and torch's `[rankN]: ` before tracebacks where the prefix repeats it.
 """
@@ -23,13 +23,12 @@ from typing import BinaryIO, Literal
 from shardwise.errors import LaunchError
 
 PROGRESS_S = 1.0
-"""Seconds between shown states of a progress bar that is shown as lines; the last state is always shown."""
+"""Seconds between states of a progress bar that is shown as lines; the last state is always shown."""
 LONGEST_LINE = 1 << 20
 KEPT_LINES = 2000
 CHUNK = 1 << 16
 
 _ERASED = b"\r\x1b[2K"
-"""Escape sequence that erases a terminal line."""
 _LINE_END = re.compile(rb"(\r*\n|\r+)")
 _ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 _TRACEBACK = (b"Traceback (most recent call last)", b"+ Exception Group Traceback (most recent call last)")
@@ -78,10 +77,7 @@ class LineCutter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[tuple[bytes, bool]]:
-        """Return the lines that `data` completes, without their ends.
-
-        True marks a line that ended in a carriage return, which the next one overwrites on a terminal.
-        """
+        """Return the lines that `data` completes, without ends; True: a carriage return, hence overwritten later."""
         text = self._rest + data
         open_end = text.rstrip(b"\r")  # carriage returns at the end may be the first half of a line end
         *pieces, rest = _LINE_END.split(open_end)
@@ -99,13 +95,7 @@ class LineCutter:
 
 
 class OutputChannel:
-    """One output stream of a worker.
-
-    Args:
-        prefix: bytes in front of every line.
-        raw: pass bytes on unchanged, without a prefix.
-        log: file that gets every byte as well.
-    """
+    """One output stream of a worker; `raw` bytes have no `prefix` of lines, `log` is a file of all bytes."""
 
     def __init__(
         self, rank: int, screen: Terminal, prefix: bytes = b"", raw: bool = False, log: BinaryIO | None = None
@@ -125,7 +115,7 @@ class OutputChannel:
         self._held: list[bytes] = []
 
     def interrupt(self) -> None:
-        """Show one line instead of the tracebacks of an interrupted worker, at its end. Log files get them whole."""
+        """At the end show one line in place of an interrupted worker's tracebacks, which log files keep."""
         self._interrupted = True
 
     def feed(self, data: bytes) -> None:
@@ -193,17 +183,11 @@ _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<
 
 
 def interrupted_at(tracebacks: str) -> str | None:
-    """Return the position in the user's code at which a worker was interrupted.
+    """Return file, line and function of the user's code at which a worker was interrupted, from its output from the
+    first traceback on; None if no traceback comes from an interruption.
 
-    Args:
-        tracebacks: output from the first traceback on.
-
-    Returns:
-        File, line and function; None if no traceback comes from an interruption.
-
-    Example:
-        >>> interrupted_at('  File "train.py", line 3, in main\\nKeyboardInterrupt')
-        'train.py:3 in main'
+    >>> interrupted_at('  File "train.py", line 3, in main\\nKeyboardInterrupt')
+    'train.py:3 in main'
     """
     if not re.search(r"^\s*KeyboardInterrupt\b|PeerLostError", tracebacks, re.MULTILINE):
         return None
@@ -286,9 +270,8 @@ def is_raw(tags: Tags, rank: int, terminal: bool) -> bool:
 def prefix(tags: Tags, rank: int, world_size: int) -> bytes:
     """Return the prefix of a rank's lines.
 
-    Example:
-        >>> prefix("auto", 3, 16)
-        b'[rank  3] '
+    >>> prefix("auto", 3, 16)
+    b'[rank  3] '
     """
     if tags == "never":
         return b""

@@ -1,7 +1,6 @@
-"""Run a command with a parent-death signal: the kernel kills it when the launcher dies.
+"""Run a command with a parent-death signal (Linux), because a launcher killed with SIGKILL cannot clean up its workers.
 
-Executed as a script in the new process, before the command replaces it (same process, same pid): a launcher
-that is itself killed with SIGKILL cannot clean up, and its workers would keep their devices. Linux only.
+Runs as a script in the new process, before the command replaces it (same pid):
 
     python -I -S pdeathsig_exec.py LAUNCHER_PID COMMAND ARGUMENT...
 """

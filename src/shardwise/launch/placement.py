@@ -1,7 +1,5 @@
-"""Number of processes of a job on this machine, and their devices.
-
-Invariant: on a machine with CUDA devices every process has its own device, and no device outside CUDA_VISIBLE_DEVICES
-is used, for any options.
+"""Number of processes of a job on this machine, and their devices. Invariant: on a machine with CUDA devices every
+process has its own device, and no device outside CUDA_VISIBLE_DEVICES is used, for any options.
 """
 
 from __future__ import annotations
@@ -16,13 +14,7 @@ from shardwise.launch.hosts import check_filters, is_this_machine, parse_filter,
 
 @dataclass(frozen=True)
 class Resources:
-    """Requested resources of the command line; None if not given.
-
-    Attributes:
-        include: filter of slots to use.
-        exclude: filter of slots not to use.
-        hostfile: path of the list of machines.
-    """
+    """Requested resources of the command line (filters of slots, path of the hostfile); None if not given."""
 
     nproc: int | None = None
     num_nodes: int | None = None
@@ -33,12 +25,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Devices:
-    """CUDA devices that this process may use.
-
-    Attributes:
-        names: number or UUID of each device, as in CUDA_VISIBLE_DEVICES. Empty without devices.
-        restricted: CUDA_VISIBLE_DEVICES has selected them.
-    """
+    """Names (numbers or UUIDs) of usable CUDA devices, and whether CUDA_VISIBLE_DEVICES has selected them."""
 
     names: tuple[str, ...] = ()
     restricted: bool = False
@@ -53,26 +40,17 @@ class Devices:
 
 @dataclass(frozen=True)
 class Placement:
-    """Number of processes, and their devices.
-
-    Attributes:
-        nproc: at least 1.
-        devices: the device of each process, for CUDA_VISIBLE_DEVICES; None without CUDA devices.
-    """
+    """Number of processes, and the device of each, for CUDA_VISIBLE_DEVICES; None without CUDA devices."""
 
     nproc: int
     devices: tuple[str, ...] | None
 
 
 def remaining(placement: Placement, slots: Sequence[int]) -> Placement:
-    """Return the placement with some of its processes.
+    """Return the placement with the processes `slots` only, in order.
 
-    Args:
-        slots: indices of the remaining processes, in order.
-
-    Example:
-        >>> remaining(Placement(3, ("4", "5", "6")), [0, 2])
-        Placement(nproc=2, devices=('4', '6'))
+    >>> remaining(Placement(3, ("4", "5", "6")), [0, 2])
+    Placement(nproc=2, devices=('4', '6'))
     """
     devices = None if placement.devices is None else tuple(placement.devices[slot] for slot in slots)
     return Placement(len(slots), devices)
@@ -91,17 +69,14 @@ def find_devices(env: Mapping[str, str] = os.environ) -> Devices:
 
 
 def place(resources: Resources, devices: Devices) -> Placement:
-    """Decide on the processes of this machine.
-
-    Default: one process for each visible CUDA device, or one process without devices.
+    """Decide on the processes of this machine. Default: one for each visible CUDA device, or one without devices.
 
     Raises:
         CommandLineError: the options contradict each other, the hostfile or the machine.
         NotBuiltError: the job would need another machine.
 
-    Example:
-        >>> place(Resources(nproc=2), Devices(("4", "5", "6"), restricted=True))
-        Placement(nproc=2, devices=('4', '5'))
+    >>> place(Resources(nproc=2), Devices(("4", "5", "6"), restricted=True))
+    Placement(nproc=2, devices=('4', '5'))
     """
     check_resources(resources)
     hosts = read_hostfile(resources.hostfile)
@@ -125,7 +100,7 @@ def place(resources: Resources, devices: Devices) -> Placement:
 
 
 def check_resources(resources: Resources) -> None:
-    """Check options that are wrong for any devices, before torch is imported; raise a CommandLineError with the fix."""
+    """Check options that are wrong for any devices, before torch is imported. Raises CommandLineError with the fix."""
     for option, value in (("--nproc", resources.nproc), ("--num_nodes", resources.num_nodes)):
         if value is not None and value < 1:
             raise CommandLineError(f"{option} {value}: a job has at least one. Leave the option out for the default.")

@@ -1,7 +1,7 @@
 """Worker processes of one attempt: start, exit status, and shutdown without leftovers.
 
-Every worker leads its own session, so its child processes can be found. Invariants: an exited worker stays a zombie
-until the worker group is stopped, so its process and session id cannot be reused; after `stop` no process of any
+Every worker leads its own session, which identifies its child processes. Invariants: an exited worker stays a zombie
+until the worker group is stopped, because its process and session id must not be reused; after `stop` no process of any
 worker's session is alive.
 """
 
@@ -29,13 +29,7 @@ UNKILLABLE_S = 5.0
 
 @dataclass(frozen=True)
 class Worker:
-    """Command of one rank.
-
-    Attributes:
-        argv: program and arguments; no shell is involved.
-        env: its complete environment.
-        cores: cores to bind to; None: unbound.
-    """
+    """Command of one rank, without a shell; its complete environment, and cores to bind to (None: unbound)."""
 
     rank: int
     argv: Sequence[str]
@@ -54,12 +48,8 @@ class Streams:
 
 @dataclass(frozen=True)
 class Exit:
-    """Exit of one worker.
-
-    Attributes:
-        code: exit code; negative for the signal that killed it.
-        at: in seconds since the epoch.
-        stopped: caused by a signal of `WorkerGroup.stop`.
+    """Exit of one worker: `code` is negative for the signal that killed it, `at` in seconds since the epoch, and
+    `stopped` means caused by a signal of `WorkerGroup.stop`.
     """
 
     rank: int
@@ -92,17 +82,16 @@ class WorkerGroup:
         self._changed = threading.Condition()
 
     def start(self, streams: Mapping[int, Streams]) -> None:
-        """Start every worker with the given standard streams (by rank), which stay open.
-
-        Raises a LaunchError if a process cannot be started; earlier ones have been stopped.
+        """Start every worker with the given standard streams (by rank), which stay open. Raises LaunchError if a
+        process cannot be started; earlier ones have been stopped.
         """
         for worker in self.workers:
             given = streams[worker.rank]
-            leashed = [sys.executable, "-I", "-S", str(pdeathsig_exec.__file__), str(os.getpid()), *worker.argv]
+            bound = [sys.executable, "-I", "-S", str(pdeathsig_exec.__file__), str(os.getpid()), *worker.argv]
             try:
                 with bound(worker.cores):
                     process = subprocess.Popen(
-                        leashed,
+                        bound,
                         env=dict(worker.env),
                         stdin=given.stdin,
                         stdout=given.stdout,
@@ -130,13 +119,10 @@ class WorkerGroup:
             return len(self.exits) == len(self._processes)
 
     def stop(self, first: signal.Signals, grace: float) -> list[int]:
-        """End every process of every worker's session: `first`, then SIGKILL after `grace` seconds.
+        """End every process of every worker's session: `first`, then SIGKILL after `grace` seconds. Return the process
+        ids that survive SIGKILL (stuck in the kernel).
 
-        A worker that handles `first` may need its children until it is done: one that saves its state needs its data
-        loaders. Children get `first` after its exit.
-
-        Returns:
-            Process ids that survive SIGKILL (stuck in the kernel); normally empty.
+        Children of a worker that handles `first` get it after the worker's exit, because a save may need data loaders.
         """
         if self.stop_began is None:
             self.stop_began = time.time()
@@ -216,7 +202,6 @@ def handles(pid: int, sig: signal.Signals) -> bool:
 
 
 def _members(sessions: Mapping[int, int]) -> dict[int, int]:
-    """Return the live processes of the given sessions, each with its session."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -9,14 +9,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Recovery:
-    """One restart, in seconds since the epoch.
-
-    Attributes:
-        rank: that failed first.
-        failed: time of its exit.
-        noticed: time at which the launcher noticed.
-        started: start time of the new processes.
-        file: recovery report of their first rank.
+    """One restart, in seconds since the epoch: failed rank, time of its exit, of the launcher's notice and of the new
+    start, and the recovery report (`file`) of the first new rank.
     """
 
     rank: int

@@ -40,10 +40,9 @@ _SAMPLE = 16
 
 
 class DeepSpeedCheckpoint(Checkpoint):
-    """A checkpoint that DeepSpeed has written at ZeRO stage 0, 1, 2 or 3.
+    """A checkpoint that DeepSpeed has written at ZeRO stage 0, 1, 2 or 3, with fp32 master values if there are any.
 
-    Parameters have their fp32 master values if there are any. Everything is read by name and range from mapped files,
-    on any number of ranks.
+    Everything is read by name and range from mapped files, on any number of ranks.
 
     Args:
         path: its directory, as `save_dir/tag`.
@@ -54,11 +53,11 @@ class DeepSpeedCheckpoint(Checkpoint):
     Attributes:
         manifest: its content, as in `Checkpoint`. Trees are plain Python values.
         stage: the ZeRO stage at which it was saved.
-        notes: state that cannot be loaded, in words.
+        notes: descriptions of state that cannot be loaded.
 
     Raises:
-        CheckpointError: files are missing, damaged, of several checkpoints, of an unsupported kind, or hold objects
-            whose rebuilding would run code.
+        CheckpointError: files are missing, damaged, of several checkpoints or an unsupported kind, or rebuilding their
+            objects would run code.
 
     Example: one parameter, without DeepSpeed.
         >>> with DeepSpeedCheckpoint("runs/old/global_step100") as saved:  # doctest: +SKIP
@@ -118,7 +117,7 @@ class DeepSpeedCheckpoint(Checkpoint):
             self._join(opened)
 
     def _join(self, opened: Sequence[tuple[str, Mapping[str, Any], int, Manifest]]) -> None:
-        """Merge model-parallel parts: for each its file of model states, the content, the stage, and its manifest."""
+        """Merge model-parallel parts: for each its file of model states, the content, the stage, its manifest."""
         (first, model, stage, manifest), *others = opened
         for file, other, its_stage, _ in others:
             self._compare_models(first, model, file, other)
@@ -168,7 +167,6 @@ class DeepSpeedCheckpoint(Checkpoint):
                     )
 
     def _joined_optimizer(self, manifests: Sequence[Manifest]) -> dict[str, Any] | None:
-        """Return the optimizer of all parts. Raises CheckpointError if the parts differ."""
         found = [manifest.optimizer for manifest in manifests]
         refused = next((own for own in found if own is not None and "refused" in own), None)
         if refused is not None or None in found:
@@ -275,9 +273,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         return experts
 
     def _compare_experts(self, experts: Experts, layout: DeepSpeedLayout) -> None:
-        """Compare a few elements of the optimizer's experts with the files of model states. Raises CheckpointError
-        if they differ, because the optimizer's experts are other ones.
-        """
+        """Compare samples of the optimizer's experts with model states. Raises CheckpointError."""
         for name, home in experts.homes.items():
             value = experts.values[name]
             for piece in layout.pieces.get((name, PARAMETER), ()):
@@ -301,7 +297,6 @@ class DeepSpeedCheckpoint(Checkpoint):
 
     @staticmethod
     def _counts(rank: Opened, groups: int) -> list[int]:
-        """Return the number of ranks over which each flat group was sharded."""
         count = rank.get("partition_count")
         counts = list(count) if isinstance(count, (list, tuple)) else [count] * groups
         if len(counts) != groups:
@@ -378,9 +373,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         layout: DeepSpeedLayout,
         experts: Experts,
     ) -> list[StoredTensor]:
-        """Add buffers and frozen parameters; return all parameters, without slices if their values are in other
-        files.
-        """
+        """Add buffers and frozen parameters; return all, without slices if their values are in other files."""
         first = files.shared or files.model[0]
         module: Mapping[str, Any] = {**model["module"], **experts.values}
         buffer_names = frozenset(model["buffer_names"])
@@ -472,7 +465,6 @@ class DeepSpeedCheckpoint(Checkpoint):
     def _stage_0(
         self, first: str, model: Mapping[str, Any], whole: Sequence[StoredTensor], experts: Experts, files: Files
     ) -> tuple[DeepSpeedLayout, Any]:
-        """Return the optimizer state of stage 0, if its parameters can be named."""
         wrapped = model["optimizer"]
         if wrapped is None:
             return DeepSpeedLayout(), None
@@ -510,7 +502,6 @@ class DeepSpeedCheckpoint(Checkpoint):
         return layout, wrapped
 
     def _refused(self, held: Numbered, error: CheckpointError) -> DeepSpeedLayout:
-        """Note that an optimizer's state cannot be loaded; return an empty layout."""
         self.manifest = Manifest(**{**vars(self.manifest), "optimizer": {"refused": str(error)}})
         if held.masters is not None:
             self.notes.append("parameters come from the 16-bit values of the module, because " + str(error))
@@ -581,7 +572,6 @@ class DeepSpeedCheckpoint(Checkpoint):
         self.manifest = Manifest(**{**vars(self.manifest), "optimizer": found})
 
     def _other_groups(self, layout: DeepSpeedLayout) -> str | None:
-        """Return a group of the target with other members, in words; None if there is none."""
         assert self._target is not None
         for number, members in enumerate(self._target.groups):
             for known in members:
@@ -618,9 +608,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         self._opened = {}
 
     def read_into(self, tensor: StoredTensor, start: int, out: torch.Tensor) -> None:
-        """Read elements of the flattened tensor, from `start` on, into a 1-D tensor of any dtype and device. Raises
-        CheckpointError if they are not stored.
-        """
+        """Read elements from `start` on, as `Checkpoint.read_into`."""
         with torch.no_grad():  # grad mode is per thread
             for part, patch in tensor.runs(start, start + out.numel()):
                 view = self._views[part.file, part.key]
@@ -637,10 +625,7 @@ class DeepSpeedCheckpoint(Checkpoint):
         return tree
 
     def blocks(self, tensors: Iterable[StoredTensor] | None = None, trees: Iterable[Any] = ()) -> list[tuple[str, int]]:
-        """Return (file, record) of the records of the files that hold some tensors; of all files if None.
-
-        `trees` add none, because nested values were read when the files were opened.
-        """
+        """Return (file, record) of the files of some tensors, or of all (None); `trees` are in memory already."""
         names = set(self._opened) if tensors is None else {part.file for tensor in tensors for part in tensor.slices}
         return [(name, number) for name in sorted(names) for number in range(self._opened[name].records)]
 

@@ -20,14 +20,9 @@ _PIPELINE = re.compile(r"layer_\d+(-model_\d+)?-model_states\.pt")
 
 @dataclass
 class Files:
-    """File names of one model-parallel part of a checkpoint; usually there is one part.
-
-    Attributes:
-        shared: the file of model states that all ranks share; None at stage 3.
-        model: files of model states by rank, at stage 3.
-        optimizer: files of optimizer states by rank, at stages 1 to 3.
-        experts: files of experts, by layer and number.
-        expert_optimizer: files of optimizer states of experts by rank, at stage 0.
+    """File names of one model-parallel part of a checkpoint; usually there is one part. `shared` is the file of model
+    states of all ranks, which stage 3 has by rank (`model`). `optimizer` has files of optimizer states by rank, at
+    stages 1 to 3. `experts` are by (layer, number), their optimizer states by rank, at stage 0.
     """
 
     shared: str | None = None
@@ -50,9 +45,7 @@ def recognised(path: str) -> bool:
 
 
 def find_files(path: str) -> dict[int, Files]:
-    """Sort the files of a checkpoint; return those of each model-parallel part, by its number. Raises
-    CheckpointError if they are of an unsupported kind, or of several checkpoints.
-    """
+    """Return the files of each model-parallel part, by its number. Raises CheckpointError for unsupported kinds."""
     parts: dict[int, Files] = {}
     for name in _names(path):
         if _PIPELINE.fullmatch(name):

@@ -1,13 +1,10 @@
 """Experts: the files of DeepSpeed that have them, and the experts' names.
 
 Each expert of a layer has a file `layer_L_expert_E_mp_rank_00_model_states.pt`, with the names of a model in which one
-rank has all experts. Everywhere else a rank's experts are numbered from 0: in `param_shapes`, and in the optimizer's
-flat buffers, which are those of the expert-data-parallel group.
-
-    stages 1, 2   the flat buffer of a group of experts is sharded over the expert-data-parallel group
-                  (`partition_count` ranks), in files `zero_pp_rank_R_...` as everything else
-    stage 0       `expp_rank_R_mp_rank_00_optim_states.pt` has the optimizer of the R-th rank of an expert-parallel
-                  group; the model states have the first rank's
+rank has all experts. Elsewhere a rank's experts are numbered from 0. At stages 1 and 2 a group of experts is sharded
+over its expert-data-parallel group (`partition_count` ranks), in files `zero_pp_rank_R_...`. At stage 0
+`expp_rank_R_mp_rank_00_optim_states.pt` has the optimizer of the R-th rank of an expert-parallel group; the model
+states have the first rank's.
 
 Expert-parallel groups are adjacent ranks; with `use_data_before_expert_parallelism` expert-data-parallel groups are.
 """
@@ -32,11 +29,7 @@ _GROUP = re.compile(r"ep_size_(\d+)")
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """One layer, with its number in names of files, and its count of experts.
-
-    `prefix` is the part of a name before the number of the expert. `inside` are names of one expert's parameters, after
-    its number.
-    """
+    """One layer of `count` experts, with its `number` in file names; names are `prefix`, expert, one of `inside`."""
 
     number: int
     prefix: str
@@ -50,26 +43,16 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks over which one copy of a flat group is sharded, in order; `names` are other names of its parameters in the
-    model.
-    """
+    """Ranks over which one copy of a flat group is sharded, in order; `names` are its names in the model."""
 
     ranks: Sequence[int]
     names: Mapping[str, str]
 
 
 class Experts:
-    """The experts of a checkpoint.
-
-    Args:
-        files: by (layer, expert).
-        opened: opens one of them.
-        counts: `num_experts` of the model states: experts of each layer.
-
-    Attributes:
-        layers: in the order of the model.
-        values: all parameters of all experts, by the names of the model.
-        homes: the file of each.
+    """The experts of a checkpoint, from `files` by (layer, expert), `opened` files, and `counts` of experts of each
+    layer (`num_experts`). `values` has all their parameters by the names of the model, `homes` the file of each,
+    `layers` is in the model's order.
     """
 
     def __init__(self, path: str, files: Mapping[tuple[int, int], str], counts: Any, opened: Mapping[str, Any]) -> None:
@@ -146,7 +129,7 @@ class Experts:
         return None if layer is None else (layer, int(match.group(2)), match.group(3))
 
     def check_buffers(self, buffers: Iterable[str]) -> None:
-        """Raise for buffers inside of experts. Raises CheckpointError if there is one."""
+        """Raise CheckpointError if there are buffers inside of experts."""
         for name in buffers:
             if self.layer_of(name) is not None:
                 raise CheckpointError(
@@ -161,13 +144,9 @@ class Experts:
     ) -> list[list[Holders]]:
         """Return for each flat group the ranks of each of its copies.
 
-        Args:
-            shapes: `param_shapes`, of rank 0.
-            counts: `partition_count`: ranks over which each group is sharded.
-            data_first: expert-data-parallel groups are adjacent ranks.
-
-        Raises:
-            CheckpointError: groups, experts and ranks contradict each other.
+        `shapes` and `counts` are `param_shapes` of rank 0, and `partition_count`: ranks over which each group is
+        sharded. With `data_first` expert-data-parallel groups are adjacent ranks. Raises CheckpointError if these
+        contradict each other.
         """
         here = self._local(name for group in shapes for name in group)
         found = []
@@ -203,7 +182,6 @@ class Experts:
         return found
 
     def _local(self, names: Iterable[str]) -> dict[ExpertLayer, int]:
-        """Return the number of experts of each layer on a rank, from its names."""
         own: dict[ExpertLayer, set[int]] = {}
         for place in map(self.layer_of, names):
             if place is not None:
@@ -215,11 +193,9 @@ class Experts:
     def sizes(
         self, settings: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]] | None, ranks: int
     ) -> dict[ExpertLayer, int]:
-        """Return the expert-parallel size of each layer.
-
-        `settings` are those of parameter groups; DeepSpeed's own for experts are called `ep_size_N`. `members` are
-        names of the parameters in each group of the engine; None: unknown. `ranks` counts files of experts' optimizer
-        states.
+        """Return the expert-parallel size of each layer, from `settings` of parameter groups (DeepSpeed's own for
+        experts are called `ep_size_N`), names of parameters in each group of the engine (`members`; None: unknown), and
+        the number of files of experts' optimizer states (`ranks`).
         """
         by_group = {n: int(match.group(1)) for n, g in enumerate(settings) if (match := _GROUP.fullmatch(_name(g)))}
         if members is None and len(set(by_group.values())) > 1:
@@ -241,10 +217,7 @@ class Experts:
 
     @staticmethod
     def own(sizes: Mapping[ExpertLayer, int], rank: int, ranks: int, *, data_first: bool) -> dict[ExpertLayer, range]:
-        """Return the experts of the rank of a file, by layer, from the expert-parallel `sizes` and the number of files.
-
-        `data_first`: expert-data-parallel groups were adjacent ranks.
-        """
+        """Return the experts of the rank of a file, by layer; `data_first` as for `holders`."""
         found = {}
         for layer, size in sizes.items():
             place = rank * size // ranks if data_first else rank % size
@@ -253,10 +226,9 @@ class Experts:
         return found
 
     def of_rank(self, members: Sequence[Sequence[str]], own: Mapping[ExpertLayer, range]) -> list[list[str]]:
-        """Return the members of parameter groups on a rank with experts `own`, from those on the engine's rank.
-
-        If the rank had as many experts as the engine's, each replaces one. Otherwise a layer's experts must be
-        consecutive in one group.
+        """Return the members of parameter groups on a rank with experts `own`, from those on the engine's rank. If the
+        rank had as many experts as the engine's, each replaces one. Otherwise a layer's experts must be consecutive in
+        one group.
         """
         here: dict[ExpertLayer, set[int]] = {}
         groups: dict[ExpertLayer, set[int]] = {}
@@ -302,5 +274,5 @@ def _name(group: Mapping[str, Any]) -> str:
 
 
 def is_of_experts(group: Mapping[str, Any]) -> bool:
-    """Return True if settings are those of a parameter group of experts."""
+    """Return True for the settings of a parameter group of experts."""
     return bool(group.get("moe"))

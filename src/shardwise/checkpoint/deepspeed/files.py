@@ -1,14 +1,9 @@
-"""One file of `torch.save`, read without running its code.
+"""One file of `torch.save`, mapped and read without running its code.
 
-`torch.load(weights_only=True)` rebuilds tensors, numbers, strings and containers, and refuses other classes before
-calling them. DeepSpeed's files have four small classes of its own. They are allowed by name, and become objects with
-attributes and no methods, or a number:
-
-    LossScaler, DynamicLossScaler   the loss scale and its counts
-    fragment_address                place of a piece of a parameter in a partition
-    ZeroStageEnum                   the number of the stage
-
-The file is mapped: only copied tensors take memory.
+`torch.load(weights_only=True)` refuses unknown classes before it calls them. DeepSpeed's files have four small classes.
+They are allowed by name, and become objects with attributes and no methods, or a number: LossScaler and
+DynamicLossScaler (loss scale and counts), fragment_address (place of a piece of a parameter in a partition),
+ZeroStageEnum.
 """
 
 from __future__ import annotations
@@ -50,10 +45,7 @@ _HARMLESS: list[Any] = [
 
 
 class TorchFile:
-    """An opened file of `torch.save`: its content (tensors are on the CPU and mapped), size, and time of modification.
-
-    `records` counts the parts with a checksum of their own.
-    """
+    """An opened file of `torch.save`, with tensors on the CPU and mapped; `records` counts parts with a checksum."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -111,9 +103,7 @@ class TorchFile:
             return []
 
     def verify(self, numbers: list[int]) -> None:
-        """Compare records with the checksums (CRC-32) that `torch.save` has written. Raises CheckpointError if bytes
-        have changed, or the file cannot be read.
-        """
+        """Compare records with CRC-32s of `torch.save`. Raises CheckpointError if they differ or are unreadable."""
         try:
             with zipfile.ZipFile(self.path) as archive:
                 entries = archive.infolist()

@@ -15,13 +15,7 @@ from shardwise.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Target:
-    """The optimizer to load into; it resolves ambiguities of the files.
-
-    Attributes:
-        optimizer: name of its class.
-        groups: for each parameter group the names of its parameters, all names of each, in order.
-        settings: for each parameter group the names of its settings.
-    """
+    """The optimizer to load into, to resolve ambiguities: for each group all names of parameters, names of settings."""
 
     optimizer: str
     groups: Sequence[Sequence[Sequence[str]]]
@@ -34,9 +28,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Numbered:
-    """The optimizer of one file of stage 0: its state dict in torch's form, and fp32 masters of 16-bit parameters by
-    group.
-    """
+    """The optimizer of one file of stage 0: state dict in torch's form, and fp32 masters of 16-bit parameters."""
 
     file: str
     state: Mapping[str, Any]
@@ -69,10 +61,8 @@ class Numbered:
         experts: Experts,
         own: Mapping[ExpertLayer, range],
     ) -> list[list[str]]:
-        """Return the names of the parameters of each group.
-
-        `members` are those of the engine's groups; None: unknown. `own` are the experts of the rank of this file, by
-        layer.
+        """Return the names of the parameters of each group. `members` are those of the engine's groups; None: unknown.
+        `own` are the experts of the rank of this file, by layer.
         """
         if members is None:
             found = self._by_shapes(shapes, experts, own)
@@ -96,7 +86,6 @@ class Numbered:
     def _by_shapes(
         self, shapes: Mapping[str, tuple[int, ...]], experts: Experts, own: Mapping[ExpertLayer, range]
     ) -> list[list[str]]:
-        """Return names by shapes and order only; experts are in groups of their own."""
         found: list[list[str]] = [[] for _ in self.groups]
         others = [name for name in shapes if experts.layer_of(name) is None]
         separate = [name for layer, numbers in own.items() for name in layer.names(numbers)]
@@ -123,14 +112,8 @@ class Numbered:
 def names_of_numbers(
     shapes: Mapping[str, tuple[int, ...]], groups: Sequence[Sequence[tuple[int, ...]]]
 ) -> list[list[str]]:
-    """Name the parameters of an optimizer by their shapes and order only.
-
-    Each group is assumed to have its parameters in the module's order, as `model.parameters()` and comprehensions over
-    it give them. A name is returned only if no other would fit.
-
-    Args:
-        shapes: of all parameters of the module, in its order.
-        groups: for each parameter group the shapes of its parameters.
+    """Name the parameters of optimizer groups by shapes and order only; a name is returned only if no other fits. Each
+    group is assumed to have the module's order, which `model.parameters()` and `shapes` have.
 
     >>> names_of_numbers({"w": (2, 3), "b": (2,), "v": (3, 3)}, [[(2, 3), (3, 3)], [(2,)]])
     [['w', 'v'], ['b']]

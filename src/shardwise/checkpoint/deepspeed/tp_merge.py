@@ -1,15 +1,12 @@
-"""Merging model-parallel parts: the box of a parameter in each file of `mp_rank_XX`.
+"""Merging model-parallel parts: the box of a parameter in each file of `mp_rank_XX`, which is a checkpoint of a smaller
+model.
 
-The files of one `mp_rank_XX` are a checkpoint of a smaller model. The split of a parameter is taken from
-
-    affine_map   in `universal_checkpoint_info`, which DeepSpeed writes for models that it has split itself: the place
-                 of each run of a part in the unsplit tensor, fused parameters too
-    patterns     in `universal_checkpoint_info`, which other libraries write: parameters split by input features,
-                 replicated ones, and else the first dimension
-    the engine   to load into, if its tensor-parallel size is the same; and shapes, if every part has the unsplit shape
-
-Otherwise an error is raised. The sizes of parts show the dimension, but not whether the parameter is fused (query, key
-and value) and each of its tensors was split.
+The split of a parameter is taken from `universal_checkpoint_info`: from `affine_map`, which DeepSpeed writes for models
+that it has split itself, with the place of each run of a part in the unsplit tensor, fused parameters too; or from
+patterns of other libraries for parameters split by input features, replicated ones, and else the first dimension.
+Without these it is taken from the engine to load into, if its tensor-parallel size is the same, or from shapes, if
+every part has the unsplit shape. Otherwise an error is raised, because shapes do not show whether a parameter is fused
+(query, key and value).
 """
 
 from __future__ import annotations
@@ -50,9 +47,7 @@ class Division:
 
 
 class Divisions:
-    """The splits of a checkpoint's parameters, from `universal_checkpoint_info` (or None) and the engine's
-    parameters.
-    """
+    """Splits of a checkpoint's parameters, from `universal_checkpoint_info` (or None) and the engine's parameters."""
 
     def __init__(self, info: Any, target_parameters: Mapping[str, TargetParameter]) -> None:
         found = info if isinstance(info, Mapping) else {}
@@ -65,16 +60,13 @@ class Divisions:
         self._target_parameters = target_parameters
 
     def of(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]], equal: Callable[[], bool]) -> Division:
-        """Return the split of a parameter by its names and the shapes of its parts; `equal` compares the parts'
-        values.
-        """
+        """Return the split of a parameter by names and shapes of its parts; `equal` compares their values."""
         described = next((found for name in names if (found := self._affine.find(name)) is not None), None)
         if described is not None:
             return _mapped(names[0], shapes, described)
         return self._named(names, shapes) or self._known(names, shapes, equal)
 
     def _named(self, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Division | None:
-        """Return the split by patterns; None without a match."""
         rows, same, words, others = (
             any(patterns.find(name) is not None for name in names)
             for patterns in (self._rows, self._same, self._words, self._others)
@@ -114,8 +106,6 @@ class Divisions:
 
 
 class _Patterns:
-    """Regular expressions for names, with a value each."""
-
     def __init__(self, patterns: Mapping[str, Any] | Iterable[str]) -> None:
         given = patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns, True)
         self._exact: dict[str, Any] = {}
@@ -133,7 +123,6 @@ class _Patterns:
                 ) from error
 
     def find(self, name: str) -> Any:
-        """Return the value for a name; None without a match."""
         if name in self._exact:
             return self._exact[name]
         return next((value for pattern, value in self._others if pattern.match(name)), None)
@@ -175,9 +164,6 @@ def _side_by_side(name: str, shapes: Sequence[tuple[int, ...]], dimension: int) 
 
 
 def _mapped(name: str, shapes: Sequence[tuple[int, ...]], described: Any) -> Division:
-    """Return the split by an entry of `affine_map`. Raises CheckpointError if it does not fit the parts, or has an
-    unknown form.
-    """
     try:
         whole = tuple(int(size) for size in described["logical_shape"])
         regions = [_region(whole, shape, described["ranks"][rank]) for rank, shape in enumerate(shapes)]
@@ -213,7 +199,6 @@ def _region(whole: tuple[int, ...], shape: tuple[int, ...], described: Mapping[s
 
 
 def _box(shape: tuple[int, ...], place: Sequence[Any], sizes: Sequence[int]) -> boxes.Box:
-    """Return the box of given sizes at (offset, strides) of a tensor."""
     offset, given = int(place[0]), tuple(place[1])
     strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
     if any(own != expected and size > 1 for own, expected, size in zip(strides, given, sizes, strict=True)):

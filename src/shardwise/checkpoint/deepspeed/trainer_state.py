@@ -36,7 +36,7 @@ OWN_KEYS = frozenset(
         "ds_version",
     }
 )
-"""Keys of the file of model states that are not of the script's `client_state`, stored among them."""
+"""Keys of the file of model states that do not belong to the script's `client_state`, stored among them."""
 
 _ENTRIES: dict[str, frozenset[str]] = {
     "Adam": frozenset({"exp_avg", "exp_avg_sq"}),
@@ -50,7 +50,7 @@ _ENTRIES: dict[str, frozenset[str]] = {
     "Adadelta": frozenset({"square_avg", "acc_delta"}),
     "SGD": frozenset({"momentum_buffer"}),
 }
-"""Entries of state with one value per element, by class of optimizer."""
+"""Elementwise entries of state, by class of optimizer."""
 
 _ADAM = ("adam", "adamw")
 
@@ -66,16 +66,10 @@ _FORM = frozenset(
 
 
 def scaler_state(scaler: Any) -> dict[str, Any] | None:
-    """Return the state of a loss scaler in the form of `shardwise.precision.scaler.LossScaler.state_dict`.
+    """Return the state of a loss scaler (object or dictionary) as that of `LossScaler`; None without loss scaling.
 
     DeepSpeed doubles its scale when the number of steps since the last overflow is a multiple of the window; shardwise
     after as many consecutive steps without overflow.
-
-    Args:
-        scaler: attributes of a scaler object, or a dictionary with the same names.
-
-    Returns:
-        None without loss scaling.
 
     >>> scaler_state({"dynamic_loss_scale": True, "cur_scale": 256.0, "cur_iter": 6, "last_overflow_iter": 2,
     ...               "scale_window": 1000})["clean_steps"]
@@ -100,20 +94,14 @@ def scaler_state(scaler: Any) -> dict[str, Any] | None:
 
 
 def schedule_state(state: Any) -> Any:
-    """Return the state of a learning-rate schedule in shardwise's form.
-
-    Both count alike: `last_batch_iteration` is the step whose rate is in force. Before the first step DeepSpeed has -1,
-    with the rate of step 0 in force.
-    """
+    """Return a schedule's state in shardwise's form: DeepSpeed counts -1 before step 0, with the rate of step 0."""
     if isinstance(state, Mapping) and state.get("last_batch_iteration") == -1:
         return {**state, "last_batch_iteration": 0}
     return state
 
 
 def counters(model: Mapping[str, Any], world: int) -> dict[str, int]:
-    """Return the counters; the accumulation window is that of the configuration. Raises CheckpointError if one is
-    missing.
-    """
+    """Return the counters; the configuration has the accumulation window. Raises CheckpointError if one is missing."""
     found = {}
     for name in ("global_steps", "skipped_steps", "global_samples"):
         value = model.get(name)
@@ -140,7 +128,7 @@ def _accumulation(config: Any, world: int) -> int:
 
 
 def configured_optimizer(config: Any) -> str | None:
-    """Return `optimizer.type` of a configuration, or None if the script passed an optimizer of its own."""
+    """Return `optimizer.type` of a configuration, or None if the script passed its own optimizer."""
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     name = section.get("type") if isinstance(section, Mapping) else None
     return name if isinstance(name, str) else None
@@ -158,10 +146,7 @@ def reordered(config: Any) -> bool:
 
 
 def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return the class of this library that continues with some state; None if several or none would.
-
-    `entries` are names of state with one value per element, `settings` those of each parameter group.
-    """
+    """Return this library's one class that continues with elementwise state entries and settings, or None."""
     named = configured_optimizer(config)
     if named is not None and named.lower() in _ADAM:
         options = config["optimizer"].get("params") or {}
@@ -176,10 +161,7 @@ def class_of(config: Any, entries: Collection[str], settings: Sequence[Mapping[s
 
 
 def refusal(config: Any, entries: Collection[str], target: str) -> str | None:
-    """Return why an optimizer of class `target` cannot continue with some state, or None if it can.
-
-    `entries` are names of state with one value per element; empty if saved before the first step.
-    """
+    """Return why class `target` cannot continue with elementwise state entries (empty before step 1), or None."""
     named = configured_optimizer(config)
     if named is not None:
         same = named.lower() == target.lower() or (named.lower() in _ADAM and target.lower() in _ADAM)
@@ -198,10 +180,7 @@ def refusal(config: Any, entries: Collection[str], target: str) -> str | None:
 def fitting_settings(
     settings: Mapping[str, Any], known: Collection[str] | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of a parameter group that can be loaded, and those that request other behaviour.
-
-    `known` are names of the group's settings here; None: unknown.
-    """
+    """Return loadable settings of a group, and others that request other behaviour; `known` None: unknown."""
     kept: dict[str, Any] = {}
     left: dict[str, Any] = {}
     for name, value in settings.items():

@@ -3,13 +3,13 @@
 Stage 0: the module's state dict holds all parameters unsharded. The optimizer's state dict numbers them without names.
 In 16 bits the file also has fp32 masters, in the same order.
 
-Stages 1 and 2: the trained parameters of a group are concatenated in a flat buffer, padded at its end to a multiple of
-the number of ranks. Each rank has a range of it, hence a parameter may begin on one rank and end on the next. Optimizer
-state is flat in the same way. The order is that of `param_shapes`; `param_alignment_paddings` are gaps after single
-parameters. The last ranks' masters usually lack the padding, their optimizer state has it.
+Stages 1 and 2: the trained parameters of a group are concatenated in a flat buffer in the order of `param_shapes`,
+padded at its end to a multiple of the number of ranks. Each rank has a range of it, and a parameter may begin on one
+rank and end on the next. `param_alignment_paddings` are gaps after single parameters. Optimizer state is flat in the
+same way; the last ranks' masters usually lack the padding.
 
-Stage 3: each parameter is padded to a multiple of the number of ranks and sharded. A rank's shards of the parameters of
-a (sub-)group are concatenated. Frozen parameters are sharded in the same way, each a tensor of its own.
+Stage 3: each parameter, frozen ones too, is padded to a multiple of the number of ranks and sharded. A rank's shards of
+the trained parameters of a (sub-)group are concatenated.
 """
 
 from __future__ import annotations
@@ -41,15 +41,10 @@ class DeepSpeedPiece:
 
 @dataclass
 class DeepSpeedLayout:
-    """All trained parameters of a checkpoint with their optimizer state.
-
-    Attributes:
-        shapes: of each parameter.
-        group: parameter group of each parameter.
-        pieces: by name and kind (`parameter`, `optimizer/<entry>`), in order.
-        values: for each parameter the state entries with one value, such as step counts.
-        settings: of each parameter group.
-        dropped: state entries that cannot be loaded, with a description.
+    """All trained parameters of a checkpoint with their shapes, groups and optimizer state. `pieces` are by name and
+    kind (`parameter`, `optimizer/<entry>`), in order. `values` has each parameter's state entries with one value, such
+    as step counts. `settings` are those of each parameter group. `dropped` describes state entries that cannot be
+    loaded.
     """
 
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -160,14 +155,11 @@ def flat_partitions(
     *,
     reordered: bool,
 ) -> DeepSpeedLayout:
-    """Return the layout of files of stages 1 and 2.
+    """Return the layout of files of stages 1 and 2, in rank order.
 
-    Args:
-        shapes: `param_shapes`: for each group, shapes by name in the order of its flat buffer.
-        ranks: files of optimizer states, in rank order.
-        holders: for each group the ranks of each of its copies, which are other parameters.
-        reordered: `round_robin_gradients` was on: buffers are in the order of `param_shapes`, and
-            `param_slice_mappings` has the names of the other order.
+    `shapes` is `param_shapes`: for each group, shapes by name in the order of its flat buffer. `holders` are for each
+    group the ranks of each of its copies, which are other parameters. `reordered`: `round_robin_gradients` was on,
+    buffers are in the order of `param_shapes`, and `param_slice_mappings` has the names of the other order.
     """
     layout = DeepSpeedLayout()
     bases = [_base_state(rank) for rank in ranks]
@@ -211,10 +203,7 @@ def flat_partitions(
 
 
 def _base_state(rank: Opened) -> tuple[dict[int, Any], Sequence[Mapping[str, Any]]]:
-    """Return the state of each group's partition, and the settings of each group.
-
-    Elastic checkpoints have a list of states, and no settings.
-    """
+    """Return each group's partition state and settings. Elastic checkpoints have a list of states, no settings."""
     base = rank.get("base_optimizer_state")
     if isinstance(base, (list, tuple)):
         return dict(enumerate(base)), [{} for _ in base]
@@ -249,7 +238,6 @@ def _partition_size(held: Sequence[tuple[Opened, int]], number: int) -> int:
 
 
 def _compare_mapping(rank: Opened, number: int, found: Mapping[str, tuple[int, int]]) -> None:
-    """Compare the places with those of a rank's file; older files have none."""
     mappings = rank.content.get("param_slice_mappings")
     if mappings is None:
         return
@@ -276,10 +264,8 @@ def _add_state(
     cut: slice,
     elements: tuple[int, int],
 ) -> None:
-    """Add a rank's optimizer state of a fragment to a layout.
-
-    `state` is that of the partition, which has `least` elements without padding. `cut` is the fragment's place in the
-    partition, `elements` its range of the parameter.
+    """Add the optimizer state of a fragment, from that of a rank's partition with `least` elements without padding, to
+    a layout. `cut` is the fragment's place in the partition, `elements` its range of the parameter.
     """
     for entry, value in state.items():
         number = (
@@ -295,10 +281,7 @@ def _add_state(
 
 
 def divided_parameters(shapes: Sequence[Mapping[str, Any]], ranks: Sequence[Opened]) -> DeepSpeedLayout:
-    """Return the layout of files of stage 3, in rank order.
-
-    `shapes` is `param_shapes`: for each (sub-)group, shapes by name in the order of its flat buffer.
-    """
+    """Return the layout of files of stage 3, in rank order; `shapes` as for `flat_partitions`, by (sub-)group."""
     layout = DeepSpeedLayout()
     world = len(ranks)
     masters = [rank.tensors("fp32_flat_groups") for rank in ranks]
@@ -351,10 +334,8 @@ def numbered_states(
     state: Mapping[str, Any],
     masters: Sequence[Sequence[torch.Tensor]] | None,
 ) -> None:
-    """Add the contents of stage 0's optimizer state dict (torch's form) to a layout.
-
-    `names` are those of the parameters of each group, by number; None: not taken from here. `masters` are fp32 values
-    of the parameters of each group, where the module has 16-bit ones.
+    """Add the contents of stage 0's optimizer state dict (torch's form) to a layout. `names` are the parameters of each
+    group, by number; None is skipped. `masters` are their fp32 values, where the module has 16-bit ones.
     """
     layout.settings = [_settings(group) for group in state["param_groups"]]
     for number, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):

@@ -1,8 +1,7 @@
 """Base class of a section, and the types of its keys.
 
-Invariant: nothing is converted silently. Numbers stay numbers, booleans stay booleans, and an unknown key is never
-dropped. The only conversions lose nothing and occur in published configurations: `5e8` for an integer, a tuple for a
-list, `torch.bfloat16` or `"bfloat16"` for `"bf16"`.
+Invariant: nothing is converted silently, and no unknown key is dropped. The only conversions lose nothing and occur in
+published configurations: `5e8` for an integer, a tuple for a list, `torch.bfloat16` or `"bfloat16"` for `"bf16"`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from shardwise.errors import ConfigError, ConflictError
 from shardwise.sizes import size_in_bytes
 
 AUTO = "auto"
-"""The value that the library replaces."""
-
 MASK = "***"
 """Replaces a secret where a configuration is shown or stored. As input it counts as absent."""
 
@@ -98,9 +95,9 @@ def key(
         description: one sentence for people, used in docs and JSON Schema.
         names: other accepted spellings of the same key.
         deprecated_for: dotted path (from the root) of the key that replaced this one.
-        no_effect: why the key is accepted although it changes nothing in this library.
-        default_note: why this default, if other libraries differ.
-        free_form: the value is a dictionary whose keys are not part of this schema.
+        no_effect: reason why the key is accepted although it changes nothing in this library.
+        default_note: reason for this default, if other libraries differ.
+        free_form: the value is a dictionary with keys outside of this schema.
         secret: the value is shown and stored as `MASK`.
         constraints: passed to `pydantic.Field` (`ge`, `gt`, `le`, `lt`, `min_length`, ...).
     """
@@ -185,7 +182,6 @@ DTYPE_NAMES: dict[str, str] = {
     "bf16": "bf16",
     "bfloat16": "bf16",
 }
-"""Canonical dtype names by accepted spelling."""
 
 
 def _dtype_name(value: Any) -> Any:
@@ -197,7 +193,6 @@ def _dtype_name(value: Any) -> Any:
 
 
 ExactInt = BeforeValidator(exact_integer)
-"""Precedes a `Literal` of integers."""
 Int = Annotated[int, BeforeValidator(integral), AfterValidator(fits_64_bits)]
 """An integer; a float with an integral value (1e9) is one."""
 Size = Annotated[
@@ -220,11 +215,8 @@ _AsTuple = BeforeValidator(lambda value: tuple(value) if isinstance(value, list)
 Anything = Annotated[Any, _AsTuple]
 """An unchecked value; a list becomes a tuple."""
 Number = Annotated[int | float, WithJsonSchema({"type": "number"}), AsNumber]
-"""A finite number."""
 NotNegative = Annotated[float, Field(ge=0), AsNumber]
-"""A finite number >= 0."""
 PartOfOne = Annotated[float, Field(ge=0, lt=1)]
-"""A number in [0, 1)."""
 Betas = Annotated[
     tuple[PartOfOne, PartOfOne],
     _AsTuple,
@@ -238,15 +230,12 @@ StepCount = (
 )
 """A number of steps; infinity means never."""
 Strings = Annotated[list[str], BeforeValidator(as_list)]
-"""A list (or tuple) of strings."""
 Ints = Annotated[list[Int], BeforeValidator(as_list)]
-"""A list (or tuple) of integers."""
 Names = Annotated[
     list[str],
     BeforeValidator(one_or_many),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
 ]
-"""One string or a list of them."""
 DType = Annotated[
     Literal["fp32", "fp16", "bf16"],
     BeforeValidator(_dtype_name),

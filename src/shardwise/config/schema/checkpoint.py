@@ -119,9 +119,8 @@ class CheckpointOptions(ConfigSection):
         return self.async_save or (self.writer is not None and self.writer.decoupled)
 
     def writes_directly(self, *, background: bool) -> bool:
-        """Return True if files are written past the page cache where the file system supports it.
-
-        Background saves always are, because direct writes leave processor time to training.
+        """Return True if files bypass the page cache where possible: as `writer.type` requests; without it in
+        background saves, because direct writes leave processor time to training.
         """
         return background if self.writer is None else self.writer.type == "fast"
 

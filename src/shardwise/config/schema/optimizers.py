@@ -1,7 +1,5 @@
-"""Arguments of the optimizers: one model for each that the configuration knows by name.
-
-The constructors of these classes use the same models. For classes of torch.optim, models are made from their
-signatures.
+"""Arguments of the optimizers: a model for each that the configuration knows by name, also used by its constructor. For
+classes of torch.optim, models are made from their signatures.
 """
 
 from __future__ import annotations

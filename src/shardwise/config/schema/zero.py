@@ -12,7 +12,6 @@ _SAME_RESULT = "every setting runs the same collectives"
 
 
 Stage = Annotated[Literal[0, 1, 2, 3], ExactInt]
-"""A ZeRO stage."""
 
 
 class LeafModule(ConfigSection):

@@ -1,7 +1,4 @@
-"""get_accelerator(): the device of this process with DeepSpeed's interface; CUDA if present, else the CPU.
-
-For scripts only; shardwise itself uses `shardwise.device`.
-"""
+"""get_accelerator(): this process's device (CUDA if present, else CPU) with DeepSpeed's interface, for scripts only."""
 
 from __future__ import annotations
 
@@ -57,11 +54,9 @@ class Accelerator:
     # -- devices ------------------------------------------------------------------------------------------------------
 
     def device_name(self, device_index: int | str | None = None) -> str:
-        """Return "cuda", "cuda:1" or "cpu"."""
         return f"cuda:{device_index}" if self._cuda and device_index is not None else self._name
 
     def current_device(self) -> int | str:
-        """Return the index of the current device, or "cpu"."""
         return torch.cuda.current_device() if self._cuda else "cpu"
 
     def current_device_name(self) -> str:
@@ -104,16 +99,13 @@ class Accelerator:
         return not self._cuda
 
     def visible_devices_envs(self) -> list[str]:
-        """Return the environment variables that select devices."""
         return ["CUDA_VISIBLE_DEVICES"]
 
     def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: list[int]) -> None:
-        """Write device numbers to these variables of an environment."""
         for name in self.visible_devices_envs():
             current_env[name] = ",".join(map(str, local_accelerator_ids))
 
     def export_envs(self) -> list[str]:
-        """Return the prefixes of the variables that processes on other machines need."""
         return ["NCCL", "LD_LIBRARY", "PATH"] if self._cuda else []
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
@@ -123,13 +115,11 @@ class Accelerator:
         return self._communication_backend_name
 
     def communication_backend_version(self) -> Any:
-        """Return the version of NCCL, or None."""
         return torch.cuda.nccl.version() if self._cuda else None
 
     # -- random numbers -----------------------------------------------------------------------------------------------
 
     def random(self) -> Any:
-        """Return torch's module of random number generators."""
         return torch.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
@@ -144,7 +134,6 @@ class Accelerator:
         return torch.get_rng_state()
 
     def manual_seed(self, seed: int) -> Any:
-        """Seed the generator of the current device."""
         return torch.cuda.manual_seed(seed) if self._cuda else torch.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> Any:
@@ -197,7 +186,6 @@ class Accelerator:
     max_memory_cached = max_memory_reserved
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Reset the maxima, except those of the system."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats(device_index)
 
@@ -214,7 +202,6 @@ class Accelerator:
         }
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return the bytes of the device, or of the machine."""
         if self._cuda:
             return int(torch.cuda.get_device_properties(self._index(device_index)).total_memory)
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -229,11 +216,9 @@ class Accelerator:
         return torch.cuda.current_device() if device_index is None else device_index
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return a pinned copy of a tensor; the CPU needs none."""
         return tensor.pin_memory() if self._cuda else tensor
 
     def unpin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in pageable memory."""
         return tensor.clone() if self.is_pinned(tensor) else tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -255,25 +240,20 @@ class Accelerator:
         return self._cuda and torch.cuda.get_device_capability() >= (7, 0)
 
     def range_push(self, msg: str) -> int:
-        """Begin a range for profilers."""
         return range_push(msg)
 
     def range_pop(self) -> int:
-        """End the innermost range."""
         return range_pop()
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Call a function when the device is initialized: here at once."""
         if self._cuda:
             torch.cuda.init()
         return callback()
 
     def create_graph(self) -> Any:
-        """Return a CUDA graph; None on the CPU."""
         return torch.cuda.CUDAGraph() if self._cuda else None
 
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> Any:
-        """Return a context that captures work into a graph."""
         return torch.cuda.graph(graph, pool=pool, stream=stream) if self._cuda else contextlib.nullcontext()
 
     def replay_graph(self, graph: Any) -> None:
@@ -282,11 +262,9 @@ class Accelerator:
         graph.replay()
 
     def create_op_builder(self, class_name: str) -> OpBuilder:
-        """Return a builder of operators by class name. Raises UsageError if the name is unknown."""
         return create_op_builder(class_name)
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
-        """Return the class of a builder by name, or None."""
         return op_builder(class_name)
 
     def get_compile_backend(self) -> str:
@@ -331,8 +309,8 @@ _chosen: Any = None
 
 
 def get_accelerator() -> Any:
-    """Return the accelerator of `set_accelerator`, else that of DS_ACCELERATOR, else the present device. Raises
-    UsageError if DS_ACCELERATOR is neither cuda nor cpu, or is cuda without a GPU.
+    """Return the accelerator of `set_accelerator`, of DS_ACCELERATOR, or of the present device. Raises UsageError if
+    DS_ACCELERATOR is neither cuda nor cpu, or is cuda without a GPU.
     """
     global _chosen
     if _chosen is None:

@@ -1,7 +1,5 @@
-"""Attributes of DeepSpeed's optimizer, loader and engine that scripts read.
-
-DeepSpeed wraps the optimizer; here it is torch's own. Descriptors on torch's class return values for optimizers that an
-engine steps, and raise AttributeError for others.
+"""Attributes of DeepSpeed's optimizer, loader and engine that scripts read. DeepSpeed wraps the optimizer; here
+descriptors on torch's class return values for optimizers that an engine steps, and raise AttributeError for others.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Engine]] 
 
 
 def note(engine: Engine) -> None:
-    """Remember the engine that steps its optimizer."""
+    """Record the engine that steps its optimizer."""
     if isinstance(engine.optimizer, torch.optim.Optimizer):
         _engines[engine.optimizer] = weakref.ref(engine)
 

@@ -21,10 +21,7 @@ _orig_torch_arange = torch.arange
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Any], target_fp_dtype: torch.dtype | None = None, **options: Any
 ) -> Callable[..., Any]:
-    """Return `fn` unchanged, because `zero.Init` does not replace tensor constructors.
-
-    In DeepSpeed this sets their dtype and device inside the context, and scripts replace it to avoid that.
-    """
+    """Return `fn`, because `zero.Init` does not replace constructors (DeepSpeed sets dtype and device)."""
     return fn
 
 

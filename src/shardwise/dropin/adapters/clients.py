@@ -1,16 +1,15 @@
 """Adaptations for Accelerate, the Trainer, and Lightning.
 
-On CPU ranks Accelerate knows no backend for DeepSpeed. It has `deepspeed.comm` start the process group, and then counts
-one process, because its own backend is None: every rank would train on the same data. `PartialState` calls
-`is_initialized()` and `init_distributed()` of `deepspeed.comm` in its constructor before it counts. Its attributes are
-in a dictionary that all its instances share, hence the backend can be set there.
+On CPU ranks Accelerate counts one process, because its backend for DeepSpeed is None: every rank would train on the
+same data. The constructor of `PartialState` calls `is_initialized()` and `init_distributed()` of `deepspeed.comm`
+before it counts; these set the backend in the dictionary that all its instances share.
 
-Accelerate knows tensor parallelism by `tensor_parallel.autotp_size` or by its own `ParallelismConfig(tp_size=...)`, and
-gives the same samples to the ranks of a group. But Accelerate and the Trainer count each rank in `train_batch_size`.
-Only by the first do they know that a state dict is sharded. The second is not passed on.
+Accelerate has tensor parallelism by `tensor_parallel.autotp_size` or `ParallelismConfig(tp_size=...)`, and gives a
+group's ranks equal samples, but Accelerate and the Trainer count each rank in `train_batch_size`. Only with the first
+do they know that a state dict is sharded; the second is not passed on.
 
-Lightning's Trainer takes a state dict from its module before the engine writes a checkpoint, and writes none of it.
-Because resharded parameters cannot be copied, it gets them as they are.
+Lightning's Trainer takes, but does not write, a state dict of its module before the engine writes a checkpoint. It gets
+resharded parameters as they are, because these cannot be copied.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def is_initialized() -> bool:
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """Return a mesh of all ranks, for `initialize(mesh_param=...)`; all ranks call, after `init_distributed`."""
+    """Return a mesh of all ranks, for `initialize(mesh_param=...)`. A collective after `init_distributed`."""
     return init_device_mesh(
         choose_device(setup.local_rank()).type, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names)
     )
@@ -68,10 +67,8 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 @functools.wraps(engine.initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """Shard a model for training, as `shardwise.initialize`, and read the configuration as DeepSpeed does.
-
-    Keys that DeepSpeed ignores are removed, with one warning (`shardwise.config.accept`). If Accelerate calls, its
-    number of processes is compared with the number of ranks.
+    """Shard a model for training, as `shardwise.initialize`; keys that DeepSpeed ignores are removed, with one warning
+    (`shardwise.config.accept`).
 
     Raises:
         UsageError: Accelerate calls, and its number of processes is not the number of ranks.
@@ -91,7 +88,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def _initialize_for_accelerate(*args: Any, **kwargs: Any) -> Any:
-    config = kwargs.get("config_params")  # the name that only Accelerate uses
+    config = kwargs.get("config_params")  # only Accelerate uses this name
     if not isinstance(config, MutableMapping):
         return _initialize(*args, **kwargs)
     size = _share_tensor_size(config)
@@ -115,7 +112,7 @@ _SIGNATURE = inspect.signature(engine.initialize)
 
 
 class _WithoutConfiguration:
-    """Parsed arguments of a script whose configuration has been read."""
+    """Arguments of a script after its configuration has been read."""
 
     def __init__(self, arguments: Any) -> None:
         self._arguments = arguments
@@ -153,7 +150,7 @@ def _compare_tensors(config: MutableMapping[str, Any], model: Any, size: int) ->
 
 
 def _with_batch_of(config: MutableMapping[str, Any], tensor: int) -> MutableMapping[str, Any]:
-    """Return a configuration whose batch size counts data-parallel ranks, if it was computed from all ranks."""
+    """Return a configuration with the batch size of data-parallel ranks, if it was computed from all ranks."""
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
     sizes = [config.get(name) for name in names]
     if tensor == 1 or not all(isinstance(size, int) for size in sizes):
@@ -183,7 +180,6 @@ def _patch_lightning_save(module: Any) -> None:
 
 
 def _state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return a module's state dict; resharded parameters raise only when used."""
     found = module.state_dict(keep_vars=True)
     return {
         name: value.detach() if isinstance(value, torch.Tensor) and not released.is_released(value) else value
@@ -192,14 +188,13 @@ def _state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 def _set_backend() -> None:
-    """Set the backend of a PartialState under construction that has none and has not counted the processes yet."""
+    """Set a missing backend of a PartialState under construction that has not counted the processes yet."""
     state = _state("PartialState")
     if "backend" in state and state["backend"] is None and "num_processes" not in state and "LOCAL_RANK" in os.environ:
         state["backend"] = dist.get_backend()
 
 
 def _state(name: str) -> dict[str, Any]:
-    """Return the shared attributes of a class of `accelerate.state`; empty if it is not imported."""
     return getattr(getattr(sys.modules.get("accelerate.state"), name, None), "_shared_state", {})
 
 

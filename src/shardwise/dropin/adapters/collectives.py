@@ -1,4 +1,4 @@
-"""Collectives of `deepspeed.comm` whose names differ in `shardwise.comm`."""
+"""Collectives of `deepspeed.comm` under their names there, which differ in `shardwise.comm`."""
 
 from __future__ import annotations
 
@@ -87,8 +87,6 @@ def has_coalescing_manager() -> bool:
 
 
 class _All:
-    """Several collectives with one `wait`."""
-
     def __init__(self, works: list[Any]) -> None:
         self._works = works
 
@@ -126,9 +124,8 @@ def batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[Any]:
 
 
 def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[int, float, float]:
-    """Return (message size, algorithm bandwidth, bus bandwidth) of a collective on all ranks, in bytes and Gbit/s.
-
-    `size` is in bytes, of one rank's shard for all-gather and reduce-scatter. `duration` is in milliseconds.
+    """Return (message bytes, algorithm bandwidth, bus bandwidth in Gbit/s) of a collective on all ranks. `size` is in
+    bytes, of one rank's shard for all-gather and reduce-scatter; `duration` in milliseconds.
     """
     world = api.get_world_size()
     if comm_op.startswith(("all_gather", "reduce_scatter")):

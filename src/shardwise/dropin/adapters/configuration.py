@@ -22,24 +22,11 @@ from shardwise.zero.units.plan import TABLE
 
 
 class DeepSpeedConfig:
-    """A resolved configuration.
+    """A resolved configuration, from a dict, a path, or base64 or text JSON.
 
-    Sections and keys are attributes by their names in the file (`config.zero_optimization.stage`), in addition to those
-    below.
-
-    Args:
-        config: dict, path, or base64 or text JSON.
-        mpu: gives the number of data-parallel ranks by `get_data_parallel_world_size()`; None: all ranks.
-        mesh_device: only None.
-
-    Attributes:
-        world_size: number of data-parallel ranks.
-        zero_config: section `zero_optimization`.
-        zero_enabled: whether the stage is above 0.
-        zero_optimization_stage: the stage.
-
-    Raises:
-        ConfigError: the configuration is wrong; the message names every offending key.
+    Sections and keys are attributes by their names in the file (`config.zero_optimization.stage`). `mpu` gives the
+    number of data-parallel ranks (`world_size`) by `get_data_parallel_world_size()`; None: all ranks. `mesh_device` is
+    None. Raises ConfigError with every offending key.
 
     >>> DeepSpeedConfig({"train_batch_size": 8}).train_micro_batch_size_per_gpu
     8
@@ -101,9 +88,7 @@ def configure_checkpointing(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Call `shardwise.checkpointing.configure` with the section `activation_checkpointing` of a configuration.
-    Raises ConfigError if the section is wrong.
-    """
+    """Call `checkpointing.configure` with a section `activation_checkpointing`. Raises ConfigError."""
     if deepspeed_config is not None:
         name = "activation_checkpointing"
         section = accept(deepspeed_config).data.get(name) or {}
@@ -129,9 +114,7 @@ get_list_param = get_dict_param = get_scalar_param
 
 
 def dict_raise_error_on_duplicate_keys(ordered_pairs: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return key-value pairs as a dictionary; an `object_pairs_hook` of `json.load`. Raises ValueError if a key
-    occurs twice.
-    """
+    """Return pairs as a dictionary (`object_pairs_hook`). Raises ValueError for a duplicate."""
     pairs = list(ordered_pairs)
     made = dict(pairs)
     if len(made) < len(pairs):

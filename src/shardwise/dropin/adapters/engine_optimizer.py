@@ -1,4 +1,4 @@
-"""Class that recognises the optimizers of engines."""
+"""`DeepSpeedOptimizer`, which recognises the optimizers of engines."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ class _OfEngine(type):
 
 
 class DeepSpeedOptimizer(metaclass=_OfEngine):
-    """Class of every optimizer that an engine steps, for `isinstance`.
-
-    Optimizers are not wrapped: an engine takes the client's instance and edits its groups.
-    """
+    """Class of every optimizer that an engine steps, for `isinstance`; engines do not wrap the client's instance."""
 
 
 def is_zero_supported_optimizer(optimizer: torch.optim.Optimizer) -> bool:

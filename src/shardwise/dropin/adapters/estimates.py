@@ -1,11 +1,10 @@
 """Estimates of the memory of model states, without an engine.
 
-The arithmetic is that of mixed precision with Adam, in bytes per parameter: 2 for the 16-bit weight, 4 for the fp32
-gradient, 12 for the fp32 master weight and two moments (Rajbhandari et al., "ZeRO: Memory optimizations toward training
-trillion parameter models", 2020, section 3). Stage 2 shards the latter two. Stage 3 shards all three, and unshards the
-largest layer and the next one. Without `zero.Init` every process builds the model in fp32. Activations and buffers are
-not included. `engine.memory_report()` and `engine.memory_plans()` are exact and include them, on the host and on disks
-too.
+Bytes per parameter, in mixed precision with Adam: 2 for the 16-bit weight, 4 for the fp32 gradient, 12 for the fp32
+master weight and two moments (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter
+models", 2020, section 3). Stage 2 shards the latter two. Stage 3 shards all three, and unshards the largest layer and
+the next one. Without `zero.Init` every process builds the model in fp32. Activations and buffers are not included;
+`engine.memory_report()` and `engine.memory_plans()` are exact and include them.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int]:
-    """Return (bytes of host memory per node, bytes per GPU) for the model states of ZeRO stage 2.
-
-    `cpu_offload`: gradients, master weights and optimizer state are on the host. `additional_buffer_factor` scales host
-    memory, for other buffers.
+    """Return (bytes of host memory per node, bytes per GPU) for the model states of ZeRO stage 2. With `cpu_offload`
+    gradients, master weights and optimizer state are on the host. `additional_buffer_factor` scales host memory.
     """
     gpus = num_gpus_per_node * num_nodes
     built = BUILT * total_params * num_gpus_per_node
@@ -51,10 +48,9 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Return (bytes of host memory per node, bytes per GPU, of these unsharded layers) for ZeRO stage 3.
-
-    Arguments as for stage 2; in addition `cpu_offload_params` (only with `cpu_offload`): weights are on the host, too.
-    `zero_init`: the model is built under `zero.Init`, a layer at a time.
+    """Return (bytes of host memory per node, bytes per GPU, of these unsharded layers) for ZeRO stage 3. Arguments as
+    for stage 2; `cpu_offload_params` (only with `cpu_offload`) puts weights on the host, and `zero_init` builds the
+    model a layer at a time.
     """
     gpus = num_gpus_per_node * num_nodes
     layers = 2 * WEIGHT * largest_layer_params

@@ -1,7 +1,5 @@
-"""Process groups and ranks of a script without its engine, by DeepSpeed's getters.
-
-There may be data-parallel, sequence-parallel and tensor-parallel groups (`shardwise.parallel`). Other kinds of
-parallelism have size 1.
+"""Process groups and ranks of a script without its engine, by DeepSpeed's getters: data-parallel, sequence-parallel and
+tensor-parallel groups (`shardwise.parallel`). Other kinds of parallelism have size 1.
 """
 
 from __future__ import annotations
@@ -31,9 +29,8 @@ mesh_device: Any = None
 
 
 def initialize(ep_size: int = 1, mpu: Any = None) -> None:
-    """Set the model-parallel unit, which has `get_data_parallel_group()` and so on; None keeps the present one.
-
-    Raises UsageError if `ep_size` is not 1.
+    """Set the model-parallel unit, which has `get_data_parallel_group()` and so on; None keeps the present one. Raises
+    UsageError if `ep_size` is not 1.
     """
     if ep_size != 1:
         raise UsageError(f"groups.initialize(ep_size={ep_size}): it is an argument of each MoE layer; leave it out")
@@ -109,7 +106,6 @@ def _get_sequence_data_parallel_world_size() -> int:
 
 
 def _data() -> Communicator | None:
-    """Return the data-parallel communicator, if there are sequence- or tensor-parallel groups."""
     shared = _shared()
     if shared is not None:
         return shared.data

@@ -19,10 +19,8 @@ _Value = TypeVar("_Value")
 
 
 def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> torch.Tensor:
-    """Clip the gradients of parameters that no engine owns, and return their norm (`torch.nn.utils.clip_grad_norm_`).
-
-    An engine clips itself (`gradient_clipping`). Raises UsageError if `mpu` has a model-parallel group, over which the
-    parameters are split.
+    """Clip the gradients of parameters that no engine owns (engines use `gradient_clipping`), and return their norm.
+    Raises UsageError if `mpu` has a model-parallel group, over which the parameters are split.
     """
     if mpu is not None and mpu.get_model_parallel_world_size() > 1:
         raise UsageError("clip_grad_norm_(mpu=...): parameters that several ranks share are not built yet")
@@ -30,10 +28,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
-    """Return nested lists, tuples and dictionaries with their tensors on a device; other objects are kept.
-
-    `criterion_func` selects tensors; None: all.
-    """
+    """Move tensors in nested containers to a device: those of `criterion_func`, or all; others are kept."""
     return map_tensors(item, lambda t: t.to(device) if criterion_func is None or criterion_func(t) else t)
 
 
@@ -43,10 +38,7 @@ def copy_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tenso
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = torch.device("cpu")) -> Any:  # noqa: B008  (never changed)
-    """Return nested tensors copied to a device, so that no copy keeps larger memory alive.
-
-    `torch.save` writes the full storage of a view.
-    """
+    """Return nested tensors copied to a device, because `torch.save` writes the full storage of a view."""
     return map_tensors(item, lambda t: t.detach().clone().to(device))
 
 

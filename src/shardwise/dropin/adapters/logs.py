@@ -87,10 +87,7 @@ def print_dist(message: str, ranks: list[int] | None = None) -> None:
 
 
 def print_json_dist(message: dict[str, Any], ranks: list[int] | None = None, path: str | None = None) -> None:
-    """Write a dictionary, with the rank added, as JSON on some ranks, to a file or standard output.
-
-    `ranks` None, empty or [-1]: all.
-    """
+    """Write a dictionary with the rank as JSON on some ranks (None, empty, [-1]: all), to a file or stdout."""
     from shardwise.comm.api import get_rank
 
     if not _is_printed(ranks):

@@ -94,10 +94,8 @@ class _JSONLMonitor(_OfService):
 
 
 class MonitorMaster(Monitor):
-    """All enabled services (`tb_monitor`, `wandb_monitor`, `csv_monitor`, `comet_monitor`).
-
-    `monitor_config` comes from `get_monitor_config`, or is an object with such sections as attributes. `enabled` is
-    True if one service is.
+    """All enabled services (`tb_monitor`, `wandb_monitor`, `csv_monitor`, `comet_monitor`) of `get_monitor_config`, or
+    of an object with such sections. `enabled` is True if one service is.
     """
 
     def __init__(self, monitor_config: Any) -> None:
@@ -112,7 +110,7 @@ class MonitorMaster(Monitor):
         self.enabled = any(member.enabled for member in self._all)
 
     def write_events(self, event_list: Iterable[Any]) -> None:
-        """Write events to each; see `shardwise.monitor.Monitor.write_events`."""
+        """Write events to each service."""
         events = list(event_list)
         for member in self._all:
             member.write_events(events)

@@ -1,4 +1,4 @@
-"""Builders of operators, which build nothing: each reports whether shardwise has the feature, and in which module.
+"""Builders of operators, which build nothing: each reports the module of shardwise with the feature, if there is one.
 
 Scripts check `CPUAdamBuilder().is_compatible()` before they use a feature, and call `load()` to compile it early. A
 builder is compatible if the feature works, on any machine and without a compiler.
@@ -20,10 +20,7 @@ _logger = logging.getLogger("shardwise")
 
 
 class OpBuilder:
-    """Base of the builders.
-
-    `home` is the module of shardwise with the feature; None without one, and `reason` says why.
-    """
+    """Base of the builders: `home` is the module with the feature, or None with the `reason`."""
 
     NAME: ClassVar[str] = ""
     home: ClassVar[str | None] = None
@@ -46,11 +43,7 @@ class OpBuilder:
         return self.home is not None
 
     def load(self, verbose: bool = True) -> ModuleType:
-        """Return the module of shardwise with the feature.
-
-        It has its own functions, not the operator's; only that of `AsyncIOBuilder` has `aio_handle`. Raises
-        NotBuiltError if there is none.
-        """
+        """Return the module with the feature, not the operator's functions (but `aio_handle`). Raises NotBuiltError."""
         if self.home is None:
             raise NotBuiltError(f"{type(self).__name__}().load(): {self.reason}.")
         return importlib.import_module(self.home)
@@ -100,7 +93,7 @@ ALL_OPS: dict[str, OpBuilder] = {cls.NAME: cls() for cls in OpBuilder.__subclass
 """Name of an operator -> its builder."""
 
 COMPATIBLE_OPS: dict[str, bool] = {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
-"""Name of an operator -> whether the feature works here. Because nothing is built, that means installed, too."""
+"""Name of an operator -> whether the feature works here, hence also whether it is installed."""
 
 _BY_CLASS = {type(builder).__name__: type(builder) for builder in ALL_OPS.values()}
 

@@ -1,4 +1,7 @@
-"""Optimizers of `shardwise.optim` with the arguments of DeepSpeed's classes."""
+"""Optimizers of `shardwise.optim` with the arguments of DeepSpeed's classes; they run on any device. `amsgrad` must be
+False. `set_grad_none` has no effect, because an engine owns the gradients. `fp32_optimizer_states` False keeps states
+in the parameters' dtype. Constructors raise ConfigError for an option without meaning.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,8 @@ def _state_dtype(name: str, params: list[Any], fp32: bool) -> torch.dtype | None
 
 
 def _listed(params: Iterable[Any]) -> list[Any]:
-    """Return parameters or groups as lists, because they are read twice.
-
-    Groups stay the same dictionaries, as in torch: Accelerate passes those of the script's optimizer, in which the
-    script's schedule writes its learning rate.
+    """Return parameters or groups as lists, because they are read twice. Groups stay the same dictionaries, because
+    Accelerate passes those in which the script's schedule writes its learning rate.
     """
     entries = list(params)
     for entry in entries:
@@ -47,16 +48,7 @@ def _listed(params: Iterable[Any]) -> list[Any]:
 
 
 class FusedAdam(Adam):
-    """`shardwise.optim.Adam` with the arguments of DeepSpeed's class for GPUs; it runs on any device.
-
-    Args:
-        lr, bias_correction, betas, eps, adam_w_mode, weight_decay: see `shardwise.optim.Adam`.
-        amsgrad: only False.
-        set_grad_none: without effect, because an engine owns the gradients.
-
-    Raises:
-        ConfigError: amsgrad is True, or an option has no meaning.
-    """
+    """`shardwise.optim.Adam` with the arguments of DeepSpeed's class for GPUs."""
 
     def __init__(
         self,
@@ -75,17 +67,7 @@ class FusedAdam(Adam):
 
 
 class DeepSpeedCPUAdam(Adam):
-    """`shardwise.optim.Adam` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
-
-    Args:
-        lr, bias_correction, betas, eps, weight_decay: see `shardwise.optim.Adam`.
-        amsgrad: only False.
-        adamw_mode: decoupled weight decay; `adam_w_mode` of the other class.
-        fp32_optimizer_states: False keeps states in the parameters' dtype.
-
-    Raises:
-        ConfigError: amsgrad is True, or an option has no meaning.
-    """
+    """`shardwise.optim.Adam` with the arguments of DeepSpeed's CPU class; `adamw_mode` is `adam_w_mode`."""
 
     def __init__(
         self,
@@ -114,16 +96,7 @@ class DeepSpeedCPUAdam(Adam):
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
-    """`shardwise.optim.Adagrad` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
-
-    Args:
-        lr, eps, weight_decay: see `shardwise.optim.Adagrad`.
-        amsgrad: only False.
-        fp32_optimizer_states: False keeps the state in the parameters' dtype.
-
-    Raises:
-        ConfigError: amsgrad is True, or an option has no meaning.
-    """
+    """`shardwise.optim.Adagrad` with the arguments of DeepSpeed's class for the CPU."""
 
     def __init__(
         self,
@@ -142,15 +115,7 @@ class DeepSpeedCPUAdagrad(Adagrad):
 
 
 class FusedLion(Lion):
-    """`shardwise.optim.Lion` with the arguments of DeepSpeed's class for GPUs; it runs on any device.
-
-    Args:
-        lr, betas, weight_decay: see `shardwise.optim.Lion`.
-        set_grad_none: without effect.
-
-    Raises:
-        ConfigError: an option has no meaning.
-    """
+    """`shardwise.optim.Lion` with the arguments of DeepSpeed's class for GPUs."""
 
     def __init__(
         self,
@@ -164,15 +129,7 @@ class FusedLion(Lion):
 
 
 class DeepSpeedCPULion(Lion):
-    """`shardwise.optim.Lion` with the arguments of DeepSpeed's class for the CPU; it runs on any device.
-
-    Args:
-        lr, betas, weight_decay: see `shardwise.optim.Lion`.
-        fp32_optimizer_states: False keeps the state in the parameters' dtype.
-
-    Raises:
-        ConfigError: an option has no meaning.
-    """
+    """`shardwise.optim.Lion` with the arguments of DeepSpeed's class for the CPU."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """Attributes of DeepSpeed's ZeRO-3 parameters that scripts read.
 
-A resharded parameter has them by its class (`shardwise.zero.units.released`). An unsharded one is a plain parameter.
-Once a script imports `deepspeed`, descriptors on `nn.Parameter` return values for ZeRO-3 parameters, and raise
-AttributeError for others.
+A resharded parameter has them by its class (`shardwise.zero.units.released`), an unsharded one is plain. Importing
+`deepspeed` adds descriptors to `nn.Parameter`, which raise AttributeError for other parameters.
 """
 
 from __future__ import annotations

@@ -31,12 +31,11 @@ class UlyssesSPAttentionHF:
         max_length: int | None = None,
         disable_in_eval: bool = False,
     ) -> SequenceGroup:
-        """Create the sequence-parallel groups, replace the attention, and return the `mpu` for `initialize` (a
-        collective).
+        """Create the sequence-parallel groups, replace the attention; return the `mpu` for `initialize`. A collective.
 
         Args:
-            model_name_or_path: a model, whose attention is changed; or a name: attention of this kind is changed for
-                all models.
+            model_name_or_path: a model, to change its attention; or a name, to change attention of this kind
+                everywhere.
             core_attn_implementation: the attention of one process, such as `sdpa`.
             sequence_parallel_size: size of a group.
             micro_batch_size, seq_length, seq_length_is_variable, max_length: without effect: ranks exchange lengths.
@@ -53,10 +52,7 @@ class UlyssesSPAttentionHF:
 
 
 class UlyssesSPDataLoaderAdapter(RoundRobinLoader):
-    """A loader with different batches on each rank, on which a sequence-parallel group works one by one.
-
-    `dl` gives dictionaries of tensors; `device` is that of the batches.
-    """
+    """A loader of different batches (dicts of tensors) by rank; a sequence-parallel group takes each in turn."""
 
     def __init__(self, dl: Any, sp_rank: int, sp_group: Any, sp_world_size: int, device: Any) -> None:
         group = group_of(sp_group) or needed()
@@ -130,14 +126,9 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[torch.Tensor] | None,
         output_reduction: str = "mean",
     ) -> torch.Tensor:
-        """Return the mean, or the sum, over tiles of `fn(self, x, y)`; tiles are weighted by tokens.
-
-        Args:
-            fn, self: the loss of a tile, and its first argument, such as the output layer.
-            x, y: hidden states (rows, tokens, width) and labels (rows, tokens).
-            mask: selects tokens; None: all. A tile gets selected tokens only, as (tokens, width) and (tokens).
-            compute_params: without effect.
-            output_reduction: "mean" or "sum".
+        """Return the mean, or the sum, over tiles of `fn(self, x, y)`, a loss with its first argument (as the output
+        layer); tiles are weighted by tokens. `x` is (rows, tokens, width), `y` (rows, tokens). `mask` selects tokens
+        (None: all); a tile gets these only, as (tokens, width) and (tokens). `compute_params` has no effect.
         """
         if output_reduction not in ("mean", "sum"):
             raise UsageError(f'TiledFusedLogitsLoss: output_reduction {output_reduction!r}; expected "mean" or "sum"')

@@ -1,5 +1,3 @@
-"""The subcommands of `shardwise`, one file each.
-
-Each file that defines `register(app)` is part of the command line, without any other list. Modules are
-imported on every call of `shardwise`, so torch and the rest of the package are imported inside the functions.
+"""Subcommands of `shardwise`: each file that defines `register(app)` is part of the command line. Modules are imported
+on every call of `shardwise`; torch and the rest of the package are imported inside the functions.
 """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LARGE, _QUICK = 1 << 30, 256 << 20
 _LEAST = 16 << 20
-"""Least bytes of a file; with fewer only the first requests would be measured."""
+"""Minimum bytes of a file; with fewer only the first requests would be measured."""
 
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 
@@ -138,16 +138,9 @@ def comm(
 
 @dataclass(frozen=True)
 class Wanted:
-    """Options of the disk benchmark.
-
-    Attributes:
-        directory: on the disk.
-        size: bytes of the file; None: `most`, or less if there is little space.
-        blocks, depths, threads: of the settings.
-        rounds: passes of each.
-        read, write: directions to measure.
-        most: default size.
-        file: JSON output file, or None.
+    """Options of the disk benchmark of a directory's disk. `size` is in bytes of the file; None: `most`, or less if
+    there is little space. `blocks`, `depths` and `threads` are settings, with `rounds` passes of each. `file` is the
+    JSON output file, or None.
     """
 
     directory: str
@@ -163,10 +156,7 @@ class Wanted:
 
 
 def parse_bytes(text: str, name: str) -> int:
-    """Return a number of bytes (format: `shardwise.sizes.size_in_bytes`); `name` is its name in messages.
-
-    Raises:
-        CommandLineError: the text is no size.
+    """Return a number of bytes (`shardwise.sizes.size_in_bytes`); `name` is for messages. Raises CommandLineError.
 
     >>> parse_bytes("1M", "it"), parse_bytes("1.5KiB", "it"), parse_bytes("2GB", "it")
     (1048576, 1536, 2000000000)
@@ -181,11 +171,7 @@ def parse_bytes(text: str, name: str) -> int:
 
 
 def parse_count(text: str, name: str) -> int:
-    """Return a number that is at least 1.
-
-    Raises:
-        CommandLineError: the text is no such number.
-    """
+    """Return a number that is at least 1. Raises CommandLineError if the text is none."""
     if re.fullmatch(r"\s*[0-9]{1,9}\s*", text) is None or int(text) < 1:
         raise CommandLineError(f"{name} {text}: give a number, 1 or more.")
     return int(text)
@@ -196,11 +182,8 @@ def _list(text: str, name: str, parse: Any) -> tuple[int, ...]:
 
 
 def show(wanted: Wanted) -> None:
-    """Run the disk benchmark, and print a table and the section to paste.
-
-    Raises:
-        CommandLineError: a request cannot be measured.
-        OffloadError: the disk has failed.
+    """Run the disk benchmark, and print a table and the section to paste. Raises CommandLineError if a request cannot
+    be measured, OffloadError if the disk has failed.
     """
     size = _size(wanted, _check(wanted))
     from shardwise.launch.console import Bar, in_bytes, output, table
@@ -286,14 +269,8 @@ def _check(wanted: Wanted) -> int:
 
 
 def _size(wanted: Wanted, free: int) -> int:
-    """Return the bytes of the file, a multiple of the largest request.
-
-    Args:
-        wanted: the options.
-        free: free bytes of the disk.
-
-    Raises:
-        CommandLineError: memory is too small, or the size is smaller than a request.
+    """Return the bytes of the file, a multiple of the largest request, with `free` bytes on the disk. Raises
+    CommandLineError if memory is too small, or the size is smaller than a request.
     """
     import torch
 
@@ -335,7 +312,6 @@ def _save(path: str, everything: dict[str, Any]) -> None:
 
 
 def _file_system(directory: Path) -> str:
-    """Return the file system type of a directory."""
     try:
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

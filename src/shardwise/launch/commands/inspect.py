@@ -72,7 +72,6 @@ def _errors(found: dict[str, Any]) -> list[str]:
 
 
 def _verify(found: dict[str, Any]) -> list[str]:
-    """Verify all checksums; return the damaged files."""
     from shardwise.checkpoint.inspection import check
     from shardwise.errors import CheckpointError
     from shardwise.launch.console import Bar
