@@ -87,11 +87,11 @@ class WorkerGroup:
         """
         for worker in self.workers:
             given = streams[worker.rank]
-            bound = [sys.executable, "-I", "-S", str(pdeathsig_exec.__file__), str(os.getpid()), *worker.argv]
+            with_parent = [sys.executable, "-I", "-S", str(pdeathsig_exec.__file__), str(os.getpid()), *worker.argv]
             try:
                 with bound(worker.cores):
                     process = subprocess.Popen(
-                        bound,
+                        with_parent,
                         env=dict(worker.env),
                         stdin=given.stdin,
                         stdout=given.stdout,
