@@ -81,8 +81,8 @@ def match_module(
     fresh: frozenset[str] = frozenset(),
 ) -> LoadPlan:
     """Find the saved tensor of every selected parameter and buffer, without those in `fresh`; names that only other
-    ranks have are ignored. Raises CheckpointError with the report if names, patterns or rules (if `strict`) or shapes do
-    not match.
+    ranks have are ignored. Raises CheckpointError with the report if names, patterns or rules (if `strict`) or shapes
+    do not match.
     """
     found = _Found()
     matched = LoadPlan(LoadReport(path))

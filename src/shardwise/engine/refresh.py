@@ -214,7 +214,7 @@ def _directory(job: Communicator, given: str | os.PathLike[str] | None) -> str:
 
 def _rebuild(sharded: ShardedModel, resolution: Resolution, plan: _Plan) -> None:
     model, optimizer, settings = sharded.module, sharded.optimizer, resolution.config
-    sources = sharded.take_apart(plan.resized)
+    sources = sharded.disassemble(plan.resized)
     if optimizer is not None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for group, members in zip(optimizer.param_groups, plan.groups, strict=True):

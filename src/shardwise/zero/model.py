@@ -581,7 +581,7 @@ class ShardedModel:
             return
         self.moving.bring_back()
         self.closed = why
-        reason = self._take_apart("destroy()", {})
+        reason = self._disassemble("destroy()", {})
         self.driver = Alone()
         self.domain.close()
         if self.failed or not reason:
@@ -592,7 +592,7 @@ class ShardedModel:
                 raise DesyncError(message)
             logger.warning(message)  # the exception that this rank handles is nearer to the cause
 
-    def take_apart(self, resized: Collection[nn.Parameter] = ()) -> dict[int, torch.dtype]:
+    def disassemble(self, resized: Collection[nn.Parameter] = ()) -> dict[int, torch.dtype]:
         """Take the parameters out of their units; `build` follows (all ranks call).
 
         Parameters of units that stay unsharded become plain. The others become shards, as under `zero.Init`, so that
@@ -613,7 +613,7 @@ class ShardedModel:
         }
         with without_overrides():
             values = [(parameter, parameter.data) for parameter in resized]
-        reason = self._take_apart("refresh()", stores)
+        reason = self._disassemble("refresh()", stores)
         if reason:
             raise DesyncError(reason)
         for parameter, given in values:
@@ -624,7 +624,7 @@ class ShardedModel:
             parameter.data = given
         return found
 
-    def _take_apart(self, what: str, stores: Mapping[int, PartStore]) -> str:
+    def _disassemble(self, what: str, stores: Mapping[int, PartStore]) -> str:
         """Return parameters and optimizer to the script, or parameters to the store of their domain.
 
         Returns the reason if other ranks are elsewhere and parameters stay sharded, or "".
