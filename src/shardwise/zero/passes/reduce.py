@@ -342,6 +342,7 @@ class Reducer:
         # Before the stream of reductions is current, because their input belongs to the computing stream.
         lacks = any(s.layout.trainable and n not in gradients.buffers for n, s in enumerate(gradients.unit.sections))
         self._wait_oldest(0 if lacks and self._waits_for_separate(gradients) else self._ahead)
+        gradients.bring()
         for buffer in gradients.buffers.values():
             buffer.complete()
         if not self._exchanges and self._in_place(gradients):
@@ -374,7 +375,6 @@ class Reducer:
     def _start_reduction(self, gradients: UnitGradients) -> None:
         self.order.reduced += 1
         gradients.reduced, gradients.task = True, -1
-        gradients.bring()
         unit = gradients.unit
         buffers = {
             place: self._prepare(gradients, section, self.buffer_for(gradients, place, section).complete())
