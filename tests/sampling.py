@@ -2,7 +2,7 @@
 
 Some tests try a product of lists: models x ranks, stages x precisions x optimizers. Each list is one `parametrize`.
 `make test` runs so many cases that every entry of every list occurs, which is as many as the longest list has; most of
-the rest would find the same mistakes. In files whose cases take seconds it runs two (`SLOW`). What is marked
+the rest would find the same mistakes. In files whose cases take seconds it runs one (`SLOW`), the last. What is marked
 `thorough` is left out. `make exhaustive` runs all; so does naming a case on the command line.
 """
 
@@ -105,9 +105,7 @@ SLOW = (
     "zero/test_whole.py",
     "zero/test_zeropp.py",
 )
-"""Files below `tests/` of which at most `MOST` cases of a product are run."""
-
-MOST = 2
+"""Files below `tests/` of which one case of a product is run."""
 
 
 def covering(cases: Sequence[Case]) -> list[int]:
@@ -144,7 +142,4 @@ def sample(file: str, cases: Sequence[Case]) -> list[int]:
     if not file.startswith(PRODUCTS):
         return list(range(len(cases)))
     chosen = covering(cases)
-    if file not in SLOW or len(chosen) <= MOST:
-        return chosen
-    # Evenly spread, from the end: of four stages the last is among them.
-    return sorted(chosen[len(chosen) - 1 - place * len(chosen) // MOST] for place in range(MOST))
+    return chosen[-1:] if file in SLOW else chosen
