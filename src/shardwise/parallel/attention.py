@@ -33,9 +33,6 @@ def shared_attention(
         query, key, value: (rows, this rank's tokens, all heads, width); key and value may have fewer heads.
         lengths: tokens of each rank.
         grouped: `attention` accepts fewer key heads than query heads, in the model's proportion.
-
-    Raises:
-        UsageError: there are fewer query heads than ranks, or a rank has no token.
     """
     heads, keys = query.shape[2], key.shape[2]
     if min(lengths) < 1:
@@ -58,17 +55,16 @@ def shared_attention(
 
 
 class DistributedAttention(nn.Module):
-    """Sequence-parallel attention around a single-process attention.
+    """Sequence-parallel attention (Ulysses) around a single-process attention.
 
-    The local attention gets all tokens and some of the heads, and needs no knowledge of ranks: masks refer to positions
-    in the whole sequence. Dropout uses each rank's own random numbers.
+    The local attention gets all tokens and some of the heads. Masks refer to positions in the whole sequence. Dropout
+    uses each rank's own random numbers.
 
     Args:
-        local_attention: module or function, called as `local_attention(query, key, value, *args, **kwargs)` with
-            tensors in this module's layout. With fewer key heads than query heads it gets equal numbers of both, unless
-            the model's proportion is possible.
-        sequence_process_group: the ranks; None: the engine's group (`sequence_parallel_size`), or that of
-            `shardwise.parallel.begin`.
+        local_attention: called as `local_attention(query, key, value, *args, **kwargs)` with tensors in this module's
+            layout. With fewer key heads than query heads it gets equal numbers of both, unless the model's proportion
+            is possible.
+        sequence_process_group: the ranks; None: the group of the engine, or of `shardwise.parallel.begin`.
         scatter_idx: dimension of the heads.
         gather_idx: dimension of the tokens. The defaults are DeepSpeed's layout (tokens, rows, heads, width).
             `torch.nn.functional.scaled_dot_product_attention` has heads in dimension 1 and tokens in 2.
@@ -118,11 +114,10 @@ class DistributedAttention(nn.Module):
 
         Args:
             query: this rank's tokens, with all heads.
-            key: the same, with as many heads or a divisor.
-            value: as `key`.
+            key, value: the same, with as many heads or a divisor.
             args, kwargs: for the local attention. A number as first argument counts as `batch_dim_idx`.
             lengths: tokens of each rank; None: exchanged once in each forward pass of an engine.
-            batch_dim_idx: dimension of rows, passed by DeepSpeed's callers and ignored.
+            batch_dim_idx: accepted for existing code and ignored.
 
         Raises:
             UsageError: there are fewer query heads than ranks, a rank has no token, no sequence-parallel group exists,
@@ -150,11 +145,9 @@ class DistributedAttention(nn.Module):
         return self._back(shared_attention(local, group, q, k, v, lengths, grouped=False))
 
     def _forth(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View as (rows, tokens, heads, width)."""
         return tensor.movedim((self.gather_idx, self.scatter_idx), (1, 2))
 
     def _back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """View in the caller's layout."""
         return tensor.movedim((1, 2), (self.gather_idx, self.scatter_idx))
 
 

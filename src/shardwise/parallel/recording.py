@@ -24,10 +24,10 @@ from shardwise.parallel.tensor.copies import map_inputs, signature
 from shardwise.trees import tensors_in
 
 LIMITS = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-"""By dtype: smallest difference of a token that exceeds rounding, relative to the tensor's largest value."""
+"""By dtype: smallest error of a token beyond rounding, relative to the tensor's largest value."""
 
+# Errors of torch and Python that do not mention sequences.
 _RAISED = (RuntimeError, IndexError, TypeError, ValueError, AttributeError, KeyError)
-"""Errors of torch and Python that do not mention sequences."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Call:
 
     @property
     def weights(self) -> list[int]:
-        """How many of this rank's tokens have a label, and how many are not 0, by each tensor of integers."""
+        """Numbers of this rank's tokens that have a label, and that are not 0, for each tensor of integers."""
         args, kwargs = self.own
         some = [x for x in [*args, *kwargs.values()] if isinstance(x, torch.Tensor) and x.dim() > 1]
         return [int((x != none).sum()) for x in some if not x.is_floating_point() for none in (IGNORED, 0)]
@@ -118,7 +118,7 @@ def _without_observers(model: nn.Module) -> Iterator[None]:
 
 
 def is_needed(hook: Any) -> bool:
-    """Whether a hook belongs to the engine, or a model of transformers computes with it."""
+    """Return True if a hook belongs to the engine, or a model of transformers computes with it."""
     return getattr(hook, "may_wait_for_ranks", False) or belongs_to_transformers(hook)
 
 
@@ -153,10 +153,7 @@ class Passes:
     """Forward passes of a model in evaluation and training mode that leave the model unchanged.
 
     Random numbers, buffers, and numbers and lists of modules are restored before each pass. Batch norms and layers of
-    experts stay in evaluation mode: a warning, and the documentation, say that they depend on a rank's tokens.
-
-    Attributes:
-        blocks: one block of each kind.
+    experts stay in evaluation mode, because they depend on a rank's tokens (a warning and the documentation say so).
     """
 
     def __init__(self, run: Callable[..., Any], model: nn.Module, group: SequenceGroup, call: Call) -> None:
@@ -190,7 +187,7 @@ class Passes:
             self._restore_numbers()
 
     def own(self, *, training: bool) -> Recording | str:
-        """Run the model on this rank's tokens; return the error in words if it is none of ours."""
+        """Run the model on this rank's tokens; return an error of torch or Python in words."""
         made = Recording()
         try:
             self._record(made, self.call.own, training)
@@ -273,18 +270,16 @@ def leave_out_statistics(model: nn.Module) -> None:
 
 
 def has_capacity(module: nn.Module) -> bool:
-    """Whether experts of the module drop tokens beyond a capacity."""
+    """Return True if experts of the module drop tokens beyond a capacity."""
     return type(module).__name__ == "MoE"
 
 
 def apart(
     whole: list[torch.Tensor], own: list[torch.Tensor], group: SequenceGroup, few: int, limit: float | None = None
 ) -> float | None:
-    """Return the difference of tensors beyond rounding; None if there is none, or they cannot be compared.
+    """Return the difference of tensors beyond rounding (`limit`; None: by dtype), with `few` tokens of each rank.
 
-    Args:
-        few: tokens of each rank.
-        limit: of rounding; None: by dtype.
+    None if the tensors agree or cannot be compared.
     """
     for expected, found in zip(whole, own, strict=True):
         dimension = token_dimension(expected.shape, found.shape, group.size, few)

@@ -25,8 +25,7 @@ from shardwise.comm.communicator import Communicator, members_of
 from shardwise.comm.ledger import Ledger
 from shardwise.errors import ConflictError, UsageError
 
-NAME = "sequence_parallel"
-"""Name of the group in records."""
+NAME = "sequence_parallel"  # of the group in records
 
 
 def shares(total: int, ranks: int) -> list[int]:
@@ -58,6 +57,7 @@ class Layout:
         first: position of the first token, if positions are consecutive over ranks; else None.
         positions: of all tokens in their samples, (rows, tokens), if samples are packed into rows; else None.
         kept: True for tokens that are no padding, (rows, tokens); None: all.
+        masks: built masks, by kind.
     """
 
     lengths: list[int]
@@ -68,14 +68,10 @@ class Layout:
 
 
 class SequenceGroup:
-    """A sequence-parallel group with this rank.
-
-    It can be passed as `deepspeed.initialize(mpu=...)`: it returns group, size and rank.
-
-    Args:
-        data: communicator of the data-parallel ranks, with the same index in all sequence-parallel groups.
+    """A sequence-parallel group with this rank; also an `mpu` for `deepspeed.initialize(mpu=...)`.
 
     Attributes:
+        data: communicator of the ranks with the same index in all sequence-parallel groups.
         size: number of ranks.
         rank: this process's index.
         aligned: a batch was split in which every rank's part is a sample of its own.
@@ -150,10 +146,8 @@ class SequenceGroup:
     def lengths(self, own: int) -> list[int]:
         """Return the number of tokens of each rank (all ranks call, in the same order).
 
-        Exchanged once in a forward pass of an engine, and at every call without an engine.
-
-        Raises:
-            UsageError: an earlier attention layer of the pass has had another length.
+        Exchanged once in a forward pass of an engine, and at every call without an engine. Raises a UsageError if an
+        earlier attention layer of the pass has had another length.
         """
         if self._agreed is not None:
             if self._agreed[self.rank] != own:
@@ -180,17 +174,15 @@ class SequenceGroup:
     ) -> Layout:
         """Return the layout of the sequence on the ranks (all ranks call).
 
-        Exchanged once for each tensor of positions, which all layers of a model share. On a device the host waits for
-        it once. Without positions and padding, exchanged once in a forward pass.
+        Exchanged once for each `key`, which all layers of a model share; without one, once in a forward pass. On a
+        device the host waits for the exchange. Raises a UsageError if every rank has the whole sequence.
 
         Args:
+            own, rows: this rank's tokens and rows.
             positions: of this rank's tokens in their samples, (rows or 1, tokens).
             kept: True for tokens that are no padding.
             device: of the created tensors.
-            key: base tensor of positions and padding, which all layers share; None: the first of both.
-
-        Raises:
-            UsageError: every rank has the whole sequence.
+            key: base tensor of positions and padding; None: the first of both.
         """
         if key is None:
             key = positions if positions is not None else kept
@@ -252,8 +244,7 @@ def runs_of(positions: torch.Tensor | None) -> list[int] | None:
     return [first, first + positions.shape[-1]]
 
 
-_whole_for: list[list[int]] = []
-"""Members of groups inside `whole_sequences`."""
+_whole_for: list[list[int]] = []  # members of groups inside `whole_sequences`
 
 
 @contextlib.contextmanager
@@ -287,7 +278,7 @@ def current() -> SequenceGroup | None:
 
 
 def comparing() -> bool:
-    """Whether a model runs for the check of `shardwise.parallel.proof`."""
+    """Return True if a model runs for the check of `shardwise.parallel.proof`."""
     group = current()
     return group is not None and group.comparing
 
@@ -304,10 +295,7 @@ def _settle() -> None:
 
 
 def needed() -> SequenceGroup:
-    """Return the process's sequence-parallel group, or the single-rank group of an engine without sequence parallelism.
-
-    Raises a UsageError without either.
-    """
+    """Return the process's group, or the one-rank group of an engine without sequence parallelism; else a UsageError."""
     group = current() or next((own for known in reversed(_alone) if (own := known()) is not None), None)
     if group is None:
         raise UsageError(
@@ -365,14 +353,10 @@ def across(lines: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def begin(size: int, device: torch.device | None = None) -> SequenceGroup:
-    """Create sequence-parallel groups before there is an engine (all ranks call).
+    """Create sequence-parallel groups of consecutive ranks before there is an engine (all ranks call).
 
     `initialize()` does so if `sequence_parallel_size` is configured. To use this group in a later engine, pass it as
-    `mpu`.
-
-    Args:
-        size: consecutive ranks in each group.
-        device: of the tensors; None: this process's.
+    `mpu`. The device of tensors is by default this process's.
 
     Raises:
         ConflictError: `size` does not divide the ranks, or a group of another size exists.
@@ -412,7 +396,7 @@ def end() -> None:
 
 
 def group_of(given: SequenceGroup | dist.ProcessGroup | None) -> SequenceGroup | None:
-    """Return the group of a layer's argument: a group, a process group, or None for the process's group.
+    """Return the group of a layer's argument; None for the process's group.
 
     For a new process group a `SequenceGroup` is created; its ranks call together.
     """
