@@ -118,7 +118,7 @@ def _check(model: nn.Module, core: str) -> None:
 
 
 def register(core: str, name: str, *, in_eval: bool = True) -> None:
-    """Register the sequence-parallel form of `core` with transformers; a `name` equal to `core` replaces it for all models."""
+    """Register the sequence-parallel form of `core` with transformers; as `core` it replaces `core` for all models."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 

@@ -295,7 +295,7 @@ def _settle() -> None:
 
 
 def needed() -> SequenceGroup:
-    """Return the process's group, or the one-rank group of an engine without sequence parallelism; else a UsageError."""
+    """Return the process's group, or an engine's one-rank group; raises a UsageError without either."""
     group = current() or next((own for known in reversed(_alone) if (own := known()) is not None), None)
     if group is None:
         raise UsageError(

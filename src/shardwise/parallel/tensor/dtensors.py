@@ -18,15 +18,12 @@ from shardwise.parallel.tensor.group import Runs, TensorGroup
 
 
 class _Kept(NamedTuple):
-    """Metadata of a DTensor."""
-
     mesh: Any
     placements: tuple[Any, ...]
     shape: torch.Size
     stride: tuple[int, ...]
 
     def made_of(self, local: torch.Tensor) -> Any:
-        """Return the DTensor of a local tensor; differentiable."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -125,9 +122,7 @@ class DTensors:
     def exchange(self, optimizer: Any, parameters: Iterable[Any] | None) -> list[Any] | None:
         """Replace DTensors by local tensors in a client's optimizer and list of parameters; return the list.
 
-        Args:
-            optimizer: an instance: its groups are edited and its state is kept. Other objects are unchanged.
-            parameters: parameters, (name, parameter) pairs or groups.
+        Groups of an optimizer instance are edited, and its state is kept.
         """
         if isinstance(optimizer, torch.optim.Optimizer):
             self._optimizer = optimizer

@@ -25,11 +25,9 @@ from shardwise.errors import UsageError
 from shardwise.parallel.sequence import shares
 from shardwise.registry import declare_part
 
-NAME = "tensor_parallel"
-"""Name of the group in records."""
+NAME = "tensor_parallel"  # of the group in records
 
-Runs = tuple[tuple[int, int], ...]
-"""A rank's ranges [first, end) of a dimension, in order."""
+Runs = tuple[tuple[int, int], ...]  # a rank's ranges [first, end) of a dimension, in order
 
 
 class TensorGroup:
@@ -42,7 +40,6 @@ class TensorGroup:
         data: the data-parallel group, if known.
 
     Attributes:
-        size: number of ranks.
         copies: number of tensor-parallel groups.
         compared: saved inputs of recomputed functions that the ranks have compared.
     """
@@ -82,7 +79,7 @@ class TensorGroup:
         return self._comm
 
     def carries(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has values to communicate, or belongs to a dry run that counts bytes.
+        """Return True if a tensor has values to communicate, or belongs to a dry run that counts bytes.
 
         A fake tensor among real ranks (a traced model) is not sent.
         """
@@ -103,7 +100,7 @@ class TensorGroup:
         return {"ranks": ranks, "box": self.box(shape, dim, runs), "divisor": self.copies}
 
     def declare(self, parameter: nn.Parameter, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> None:
-        """Declare this rank's part of a tensor sharded in one dimension; arguments as of `part`."""
+        """Declare the part of `part`."""
         declare_part(parameter, shape=shape, **self.part(shape, dim, runs))
 
     def declare_summands(self, parameter: nn.Parameter) -> None:
@@ -111,7 +108,7 @@ class TensorGroup:
         declare_part(parameter, ranks=sorted(rank for column in self.columns for rank in column), divisor=self.copies)
 
     def box(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> Region:
-        """Return this rank's box of such a tensor; arguments as of `part`."""
+        """Return the box of `part`."""
         found: list[Any] = [(0, size) for size in shape]
         found[dim] = runs[self.place]
         return region(found)
@@ -130,10 +127,9 @@ class TensorGroup:
         return self._tokens
 
     def tokens_of_all(self, own: int) -> list[int]:
-        """Return the number of tokens of each rank, as split before; raises a UsageError if this rank has another
-        number.
+        """Return the number of tokens of each rank, as split before; raises a UsageError if this rank's differs.
 
-        A recomputed block may belong to an earlier pass. So with several sequence lengths, ranks exchange them.
+        With several sequence lengths ranks exchange them, because a recomputed block may belong to an earlier pass.
         """
         if backward_pass() is not None and len(self._totals) > 1:
             self._tokens = sum(self.comm.exchange(own, "tensor_tokens"))
@@ -148,10 +144,7 @@ class TensorGroup:
         return found
 
     def tokens_of_whole(self, tokens: int) -> list[int]:
-        """Return the number of a sequence's tokens of each rank, after a layer has computed all of them.
-
-        Raises a UsageError if the layer has computed only some.
-        """
+        """Return the tokens of each rank, after a layer has computed a sequence; raises a UsageError if not all of it."""
         if backward_pass() is not None and tokens in self._totals:
             self._tokens = tokens
         if tokens != self._tokens:

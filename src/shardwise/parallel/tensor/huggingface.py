@@ -1,4 +1,4 @@
-"""Shards experts, heads and the loss of a model, besides its linear layers and embeddings."""
+"""Shards experts, heads and the loss of a model, in addition to its linear layers and embeddings."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from shardwise.parallel.tensor.plan import TensorParallelPlan
 def divide_model(model: nn.Module, division: TensorParallelPlan, group: TensorGroup) -> None:
     """Shard a model in place by a plan.
 
-    Raises:
-        UsageError: a layer cannot be sharded as planned.
-        ConfigError: the model's loss does not support vocabulary-parallel logits.
+    Raises a UsageError if a layer cannot be sharded as planned, and a ConfigError if the model's loss does not support
+    vocabulary-parallel logits.
     """
     modules = Inventory(model).modules
     for path, stacked in division.experts.items():
@@ -86,8 +85,7 @@ class OwnConfig:
 class ExpertsParallel(Parallel):
     """Stacked experts with sharded inner features; outputs are summed over ranks once.
 
-    Each rank's outputs are partial sums multiplied by the routing weights, so gradients of these weights are partial
-    too.
+    Outputs are partial sums multiplied by the routing weights, so gradients of these weights are partial too.
     """
 
     last_bias: str | None
@@ -107,8 +105,7 @@ class ExpertsParallel(Parallel):
         return mappings.leave(found, group)
 
 
-_ALIGNED = 8
-"""Elements of 16 bytes in half precision, to which torch's grouped products align rows."""
+_ALIGNED = 8  # Elements of 16 bytes in half precision, to which torch's grouped products align rows.
 
 _INNER = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "ffn_dim")
 
@@ -158,7 +155,6 @@ class OwnBiases(Parallel):
 
 
 def _tell_heads(modules: dict[str, nn.Module], block: Block, group: TensorGroup) -> None:
-    """Set the attributes of attention modules to this rank's number of heads."""
     heads = cast(Heads, block.heads)
     for path in block.holders:
         module = modules[path]
@@ -179,8 +175,8 @@ def _tell_heads(modules: dict[str, nn.Module], block: Block, group: TensorGroup)
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
+# Cross-entropy losses of transformers -> True if labels are shifted to the next token.
 _SHIFTED = {"ForCausalLM": True, "ForConditionalGeneration": True, "ForMaskedLM": False}
-"""Cross-entropy losses of transformers -> whether labels are shifted to the next token."""
 
 
 class WordsLoss(Parallel):

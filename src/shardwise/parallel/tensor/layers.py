@@ -1,8 +1,7 @@
 """Tensor-parallel layers: column- and row-parallel linear layers, vocabulary- and width-parallel embeddings.
 
 A layer keeps its identity and parameters, which become this rank's part; its class changes to a subclass. So hooks,
-names, adapters and `isinstance` keep working, also for subclasses of torch's layers. Communication is in
-`shardwise.parallel.tensor.mappings`.
+names, adapters and `isinstance` keep working, also for subclasses of torch's layers.
 
 "Columns" are output features and "rows" input features, as in the papers' y = x A, for any storage order of the weight.
 """
@@ -75,7 +74,7 @@ class ColumnParallel(Parallel):
 
     @property
     def gives_all(self) -> bool:
-        """Whether the output is currently all-gathered."""
+        """True if the output is currently all-gathered."""
         cut = self.cut
         return cut.whole_output or (cut.whole_in_evaluation and not cast(nn.Module, self).training)
 
@@ -88,8 +87,7 @@ class ColumnParallel(Parallel):
 class PickedColumns(Parallel):
     """Linear layer with an unsharded weight, of which each rank computes some output features.
 
-    Used for fused projections with features that several ranks need (shared key heads), because parts of the weight
-    would overlap.
+    For fused projections with features that several ranks need (shared key heads), because parts of the weight overlap.
     """
 
     weight: nn.Parameter
@@ -135,10 +133,7 @@ class RowParallel(Parallel):
 
 
 class VocabParallelEmbedding(Parallel):
-    """Vocabulary-parallel embedding: missing words are zero, and outputs are all-reduced.
-
-    `padding_idx` keeps counting all words.
-    """
+    """Vocabulary-parallel embedding: missing words are zero, outputs are all-reduced. `padding_idx` counts all words."""
 
     padding_idx: int | None
 
@@ -242,15 +237,10 @@ _made: dict[tuple[type, type], type] = {}
 
 
 def divide(layer: nn.Module, cut: ShardSpec, group: TensorGroup, path: str) -> None:
-    """Shard a layer in place.
+    """Shard a layer in place: a linear layer (also transformers' `Conv1D`), an embedding or a norm.
 
-    Parameters shared with a layer that is already sharded (tied embeddings) must have the same sharding.
-
-    Args:
-        layer: a linear layer (also with a transposed weight, as transformers' `Conv1D`), an embedding, or a norm.
-
-    Raises:
-        UsageError: the layer does not support this sharding.
+    Parameters shared with a layer that is already sharded (tied embeddings) must have the same sharding. Raises a
+    UsageError if the layer does not support this sharding.
     """
     if cut.kind == "norm":
         if isinstance(layer, NormParallel):
@@ -319,12 +309,12 @@ def _again(base: type, *mixed: type[Parallel]) -> Any:
 
 
 def stores_inputs_first(layer: nn.Module) -> bool:
-    """Whether a linear layer's weight is (inputs, outputs), as in transformers' Conv1D."""
+    """Return True if a linear layer's weight is (inputs, outputs), as in transformers' Conv1D."""
     return hasattr(layer, "nf") and hasattr(layer, "nx")
 
 
 def narrow(parameter: nn.Parameter, dim: int, cut: ShardSpec, group: TensorGroup, name: str) -> None:
-    """Keep and declare this rank's part of a parameter, wherever its values are."""
+    """Keep and declare this rank's part of a parameter, on any tier."""
     known = part_of(parameter)
     if known.box is not None and known.shape is not None:
         if known.shape[dim] != len_of(cut.runs) or group.box(known.shape, dim, cut.runs) != known.box:
@@ -359,9 +349,6 @@ def runs_of(total: int, ranks: int, grain: int = 1) -> tuple[Runs, ...]:
 
     >>> runs_of(12, 2, 4)
     (((0, 8),), ((8, 12),))
-
-    Raises:
-        UsageError: `grain` does not divide the features, or there are fewer grains than ranks.
     """
     grains, rest = divmod(total, grain)
     if rest or grains < ranks:

@@ -20,12 +20,9 @@ _OF_TRANSFORMERS = ("get_input_embeddings", "get_output_embeddings", "post_init"
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer or an embedding.
+    """A linear layer or an embedding, by its name without wrappers.
 
-    Attributes:
-        path: its name without wrappers.
-        places: names of the layer and its copies in the model (adapters keep the original).
-        module: module of the first name.
+    `places` are the names of the layer and its copies in the model, because adapters keep the original.
     """
 
     path: str
@@ -40,7 +37,7 @@ class Layer:
 
     @property
     def is_embedding(self) -> bool:
-        """Whether the layer is an embedding (words by width)."""
+        """True for an embedding (words by width)."""
         return isinstance(self.module, nn.Embedding)
 
     @property
@@ -55,11 +52,9 @@ class Layer:
 
 
 class Inventory:
-    """Modules of a model by name without wrappers.
+    """Modules of a model by name without wrappers; of nested wrappers the innermost.
 
-    Attributes:
-        modules: all modules; of nested wrappers the innermost.
-        layers: linear layers and embeddings, without adapters.
+    `layers` are the linear layers and embeddings, without adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:
