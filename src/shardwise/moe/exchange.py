@@ -8,8 +8,7 @@ Every `ep_size` ranks form an expert-parallel group, in which each rank has its 
     group 0      rank 0   rank 1
     group 1      rank 2   rank 3
 
-Ranks 0 and 2 have the same experts: their gradients are summed over these two. An engine creates the groups once; all
-layers of one `ep_size` share them.
+Gradients of ranks 0 and 2, which have the same experts, are summed. All layers of one `ep_size` share the groups.
 """
 
 from __future__ import annotations
@@ -51,9 +50,6 @@ class ExpertGroup:
         comm: communicator of the group; None: this rank only.
         ranks: ranks of the group among the engine's ranks.
         replicas: ranks with the same experts as this one.
-
-    Attributes:
-        place: index of this rank in the group.
     """
 
     def __init__(
@@ -77,11 +73,10 @@ class ExpertGroup:
         return self.place * here, (self.place + 1) * here
 
     def declare(self, parameter: nn.Parameter, *, name: str | None = None, experts: int | None = None) -> None:
-        """Declare a parameter of this rank's experts, either by the tensor's name or as a part of a stacked tensor.
+        """Declare a parameter of this rank's experts.
 
-        Args:
-            name: name of the tensor, for a parameter of one expert.
-            experts: number of experts, for a parameter with experts in its first dimension.
+        A parameter of one expert has the tensor's `name`. One with `experts` in its first dimension is a part of a
+        stacked tensor.
         """
         if self.replicas is None:
             return
@@ -109,8 +104,7 @@ class ExpertGroup:
             counts: rows of this rank for each expert.
             rows: sum of `counts`.
             label: label in the flight recorder.
-            on_host: copy the numbers to the host. With several ranks they are always copied, as the sizes of the
-                all-to-all.
+            on_host: copy the numbers of a single rank to the host. Several ranks always copy them, as all-to-all sizes.
         """
         if self.comm is None or not has_values(counts):
             return RowCounts(self, counts, None, rows, on_host=on_host)
@@ -120,12 +114,7 @@ class ExpertGroup:
         return RowCounts(self, counts, arriving, rows, on_host=True)
 
     def exchange(self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], label: str) -> torch.Tensor:
-        """Run an all-to-all of rows, in rank order; the backward pass sends gradients back.
-
-        Args:
-            sent: number of rows to each rank.
-            received: number of rows from each rank.
-        """
+        """Run an all-to-all of rows, `sent` and `received` by rank; the backward pass sends gradients back."""
         if self.comm is None:
             return rows
         moved: torch.Tensor = _Exchange.apply(rows, self.comm, tuple(sent), tuple(received), label)
@@ -177,8 +166,6 @@ class RowCounts:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows; the backward pass is the reverse all-to-all."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -217,7 +204,7 @@ class ExpertParallelModule(nn.Module):
     Attributes:
         num_experts: experts of the whole group.
         ep_size: ranks of the group.
-        group: the group; None before an engine creates it.
+        group: None before an engine creates the group.
         path: the module's name in the model, for records.
         counting: True if choices are counted (`shardwise.moe.load`).
         counts: choices of each expert since the last read.
@@ -240,11 +227,7 @@ class ExpertParallelModule(nn.Module):
         raise NotImplementedError
 
     def bound(self) -> ExpertGroup:
-        """Return the group.
-
-        Raises:
-            UsageError: the group does not exist yet.
-        """
+        """Return the group; raises a UsageError if no engine has created it."""
         if self.group is not None and self.group.size == self.ep_size:
             return self.group
         if self.ep_size == 1:
@@ -256,8 +239,7 @@ class ExpertParallelModule(nn.Module):
         )
 
 
-SINGLE_RANK = ExpertGroup()
-"""Group of a single rank with all experts."""
+SINGLE_RANK = ExpertGroup()  # group of a single rank with all experts
 
 
 def bind_experts(
@@ -282,8 +264,7 @@ def bind_experts(
         The groups by `ep_size`.
 
     Raises:
-        UsageError: the number of ranks is no multiple of a group's size.
-        ConfigError: the same error in a plan for other ranks.
+        UsageError: the number of ranks is no multiple of a group's size (in a plan for other ranks a ConfigError).
     """
     groups: dict[int, ExpertGroup] = {}
     for path, module in model.named_modules():

@@ -16,8 +16,7 @@ from torch import nn
 from shardwise.errors import UsageError
 from shardwise.moe.dispatch import DispatchPlan, counted, in_slots, ranked
 
-JITTER = 1e-2
-"""Of the policy "Jitter": gate inputs are multiplied by random numbers from 1 - JITTER to 1 + JITTER."""
+JITTER = 1e-2  # Policy "Jitter" multiplies gate inputs by random numbers from 1 - JITTER to 1 + JITTER.
 
 POLICIES = (None, "None", "Jitter", "RSample")
 
@@ -44,18 +43,10 @@ class Routing:
 
 
 def capacity_of(tokens: int, experts: int, choices: int, factor: float, least: int) -> int:
-    """Return the capacity of an expert in tokens.
+    """Return the capacity of an expert in tokens: `factor` times the uniform load, at least `least`.
 
-    Args:
-        tokens: number of tokens of this rank.
-        experts: number of experts.
-        choices: choices of each token.
-        factor: multiple of the uniform load.
-        least: minimum capacity.
-
-    Example:
-        >>> capacity_of(10, 4, 1, 1.0, 0), capacity_of(10, 4, 2, 1.2, 0), capacity_of(10, 4, 1, 1.0, 4)
-        (3, 6, 4)
+    >>> capacity_of(10, 4, 1, 1.0, 0), capacity_of(10, 4, 2, 1.2, 0), capacity_of(10, 4, 1, 1.0, 4)
+    (3, 6, 4)
     """
     exact = tokens * choices * factor / experts
     return max(math.ceil(exact * (1 - 1e-12)), least)  # 1.1 * 10 exceeds 11 slightly in floating point
@@ -82,8 +73,7 @@ def route(
     Args:
         logits: [tokens, experts].
         k: experts a token.
-        capacity_factor: `factor` of `capacity_of`.
-        min_capacity: `least` of `capacity_of`.
+        capacity_factor, min_capacity: `factor` and `least` of `capacity_of`.
         drop_tokens: limit each expert to its capacity.
         use_rts: with k = 1, drop random tokens (random token selection); otherwise the last ones.
         sampled: sample choices by their probabilities (Gumbel noise) instead of the most probable.
@@ -136,19 +126,19 @@ def _gumbel(like: torch.Tensor) -> torch.Tensor:
 
 
 class TopKGate(nn.Module):
-    """A linear gate without bias and its top-k choice; see `route`.
+    """A linear gate without bias and its top-k choice (`route`).
 
     Args:
         model_dim: width of tokens.
         num_experts: number of experts.
         k: experts a token.
-        capacity_factor: in training.
-        eval_capacity_factor: in evaluation.
+        capacity_factor, eval_capacity_factor: in training and in evaluation.
         min_capacity: minimum capacity of an expert.
         noisy_gate_policy: in training: "Jitter" multiplies gate inputs by numbers near 1 (`JITTER`); "RSample" samples
             experts by their probabilities. None: neither.
         drop_tokens: limit experts to their capacity.
-        use_rts: see `route`.
+        use_rts: random token selection in training (`route`).
+        ep_group: ignored, because a gate uses only its own rank's tokens.
         top2_2nd_expert_sampling: with k = 2, in training, sample the second expert.
 
     Raises:

@@ -1,9 +1,9 @@
 """Expert parallelism for transformers' models: dropless, with the experts of each block distributed over ranks.
 
-Blocks of these models (Mixtral, Qwen-MoE, DeepSeek with its shared experts) have a router and a module `experts`.
-`experts` receives tokens, chosen experts and weights, and stores all experts' weights in stacked tensors. It is
-replaced by a module with the same parameters, narrowed to the rank's experts. Router, shared experts and the rest of
-the block are unchanged; results are equal up to rounding.
+Blocks of these models (Mixtral, Qwen-MoE, DeepSeek with its shared experts) have a router and a module `experts`. It
+receives tokens, chosen experts and weights, and stores all experts' weights in stacked tensors. A module with the same
+parameters, narrowed to the rank's experts, replaces it. Router, shared experts and the rest of the block are unchanged;
+results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _SECTION = "expert_parallel"
 
+# Value of `preset_model` -> class name prefix of the blocks.
 PRESETS = {
     "mixtral": "Mixtral",
     "qwen3_moe": "Qwen3Moe",
@@ -37,7 +38,6 @@ PRESETS = {
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",
 }
-"""Value of `preset_model` -> class name prefix of the blocks."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class Names:
         experts: the child with the experts.
         routers: possible names of the router child.
         gate: the stacked gate projections, with the up projections below them if `up` is None.
-        down: the stacked down projections.
-        up: the stacked up projections.
+        down, up: the stacked down and up projections.
     """
 
     experts: str
@@ -80,7 +79,6 @@ class Form:
     """Storage and computation of a block's experts.
 
     Attributes:
-        names: names of their parameters.
         transposed: True if weights are [experts, in, out].
         bias: True if each projection has a bias, named as its weight plus `_bias`.
         gated: computes the input of the down projection from the concatenated gate and up outputs; None:
@@ -149,13 +147,7 @@ class StackedExperts(ExpertParallelModule):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the weighted sum of each token's expert outputs.
-
-        Args:
-            hidden_states: [..., width].
-            top_k_index: chosen experts; [tokens, k].
-            top_k_weights: their weights.
-        """
+        """Return the weighted sum of each token's expert outputs; `top_k_index` and its weights are [tokens, k]."""
         return self.mixed(self.bound(), self.num_experts, hidden_states, top_k_index, top_k_weights)
 
     def mixed(
@@ -196,10 +188,7 @@ class StackedExperts(ExpertParallelModule):
 def convert(model: nn.Module, section: ExpertParallel) -> list[str]:
     """Replace the experts of a model's blocks in place, and return the names of the expert modules.
 
-    Modules replaced before stay.
-
-    Raises:
-        ConfigError: no module matches the section, or a match is not convertible.
+    Modules replaced before stay. Raises a ConfigError if no module matches the section, or a match is not convertible.
     """
     names = Names.of(section)
     found = []
@@ -251,7 +240,7 @@ def _blocks(model: nn.Module, section: ExpertParallel, names: Names) -> Iterator
 
 
 def _form(path: str, given: nn.Module, names: Names, section: ExpertParallel, model: nn.Module) -> Form:
-    """Return the storage and computation of experts; raise for unsupported ones, or an indivisible number."""
+    """Raise a ConfigError for unsupported experts, or an indivisible number."""
     gating = getattr(type(given), "_apply_gate", None)
     own_gate = gating is not None and gating.__name__ != "_default_apply_gate"
     form = Form(
@@ -319,11 +308,7 @@ class _Converted(nn.Module):
 
 
 def _compare(path: str, given: nn.Module, made: StackedExperts) -> None:
-    """Compare two random experts of both forms on a few tokens: results, and gradients of tokens and parameters.
-
-    Raises:
-        ConfigError: they differ, or the module takes other arguments.
-    """
+    """Compare two random experts of both forms on a few tokens: results, and gradients of tokens and parameters."""
     if type(given).forward is nn.Module.forward or not has_values(torch.empty(0, device="cpu")):
         return  # the module has no forward, or a memory plan computes no values
     generator = torch.Generator().manual_seed(0)

@@ -23,23 +23,14 @@ if TYPE_CHECKING:
 
 Mode = Literal["bar", "lines", "off"]
 
-BAR_S = 0.25
-"""Minimum seconds between two updates of a bar."""
-_MARKS = 16
-"""Number of states over which speed is averaged."""
-_WIDTH = 16
-"""Cells of the bar."""
+BAR_S = 0.25  # minimum seconds between two updates of a bar
+_MARKS = 16  # number of states over which speed is averaged
+_WIDTH = 16  # cells of the bar
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of one tier.
-
-    Attributes:
-        where: "device" or "host".
-        size: peak bytes.
-        limit: total bytes; None: unknown.
-    """
+    """Peak memory of one tier, "device" or "host", in bytes; `limit` is the total, None if unknown."""
 
     where: str
     size: int
@@ -48,14 +39,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class State:
-    """Progress of training.
+    """Progress of training; numbers so far, of all ranks. None: unknown.
 
     Attributes:
-        step: steps taken.
-        clock: `time.perf_counter()` at the end of the last one.
-        samples: samples of all ranks so far.
-        tokens: tokens of all ranks so far; None or 0: unknown.
-        loss: loss of the last step; None: unknown.
+        clock: `time.perf_counter()` at the end of the last step.
+        tokens: None or 0: unknown.
+        loss: loss of the last step.
         memory: peak memory of each tier.
     """
 
@@ -70,11 +59,8 @@ class State:
 def mode_of(mode: str | None, launcher: str, *, own_output: bool, terminal: bool) -> Mode:
     """Return the display mode of progress.
 
-    Args:
-        mode: configured mode; None: the launcher decides.
-        launcher: the launcher's choice: "auto", "off" (overrules the configuration), or "".
-        own_output: True if the script is known to print its progress.
-        terminal: True if standard error is a terminal.
+    Without a configured mode the launcher's choice holds: "auto", "off" (overrules the configuration), or "". With
+    `own_output` the script is known to print its progress. `terminal`: standard error is a terminal.
 
     >>> mode_of(None, "", own_output=False, terminal=True), mode_of(None, "auto", own_output=False, terminal=True)
     ('off', 'bar')
@@ -91,14 +77,7 @@ def mode_of(mode: str | None, launcher: str, *, own_output: bool, terminal: bool
 
 
 class Progress:
-    """Progress display.
-
-    Args:
-        mode: "bar" or "lines".
-        total: total steps; None: unknown.
-        interval: seconds between two lines.
-        out: output stream; None: standard error.
-    """
+    """Progress display, up to `total` steps (None: unknown), with `interval` seconds between two lines."""
 
     def __init__(
         self, mode: Literal["bar", "lines"], total: int | None, interval: float, out: IO[str] | None = None
@@ -114,7 +93,7 @@ class Progress:
         atexit.register(self.close)
 
     def due(self, step: int, clock: float) -> bool:
-        """Draw a state whose loss has arrived; return True if a new state is due."""
+        """Draw a state if its loss has arrived; return True if a new state is due."""
         if self._closed:
             return False
         if self._waiting is not None and _arrived(self._waiting):
@@ -246,20 +225,10 @@ class _Bar:
 
 
 def _time(seconds: float) -> str:
-    """Return a short duration.
-
-    >>> _time(0.0123), _time(2.345)
-    ('12 ms', '2.35 s')
-    """
     return f"{1e3 * seconds:.0f} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
 
 
 def _spoken(seconds: float) -> str:
-    """Return a remaining duration.
-
-    >>> _spoken(45), _spoken(150), _spoken(9000)
-    ('45 s', '2 min', '2 h 30 min')
-    """
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -267,11 +236,6 @@ def _spoken(seconds: float) -> str:
 
 
 def _count(value: float) -> str:
-    """Return a rate.
-
-    >>> _count(5.234), _count(812.3), _count(12345), _count(3.2e6)
-    ('5.23', '812', '12.3k', '3.2M')
-    """
     if value >= 1e6:
         return f"{value / 1e6:.3g}M"
     if value >= 1e4:
@@ -280,11 +244,6 @@ def _count(value: float) -> str:
 
 
 def _memory(held: Memory) -> str:
-    """Return peak and total memory of a tier.
-
-    >>> _memory(Memory("device", 3 << 30, 8 << 30))
-    'device 3.0 of 8.0 GiB'
-    """
     size, unit, digits = (2**30, "GiB", 1) if max(held.size, held.limit or 0) >= 2**30 else (2**20, "MiB", 0)
     most = "" if held.limit is None else f" of {held.limit / size:.{digits}f}"
     return f"{held.where} {held.size / size:.{digits}f}{most} {unit}"

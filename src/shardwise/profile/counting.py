@@ -1,8 +1,8 @@
 """FLOP counts by module: forward pass, backward pass and recomputation.
 
 torch's FlopCounterMode counts operators. In a forward pass an operator belongs to the innermost called module. Because
-autograd numbers graph nodes in creation order, an operator of a backward pass belongs to the module whose call created
-its node. Nothing is added to the graph.
+autograd numbers graph nodes in creation order, an operator of a backward pass belongs to the module call that created
+its node. The graph is unchanged.
 
 Operators of a backward pass inside a module's call, or with gradients enabled, count as recomputation (activation
 checkpointing).
@@ -30,7 +30,7 @@ FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 
 
 class _Call(NamedTuple):
-    """A running call of a module. `again`: it began in a backward pass."""
+    """`again`: the call began in a backward pass."""
 
     module: nn.Module
     again: bool
@@ -52,12 +52,8 @@ class _Untracked:
 class FlopCount:
     """Counts a model's FLOPs between `start` and `stop`, with hooks on its modules.
 
-    Args:
-        ignored: module classes to exclude, with their submodules.
-
-    Attributes:
-        flops: by module and phase, without submodules; None: outside of all modules.
-        calls: number of each module's calls in forward passes.
+    `ignored` module classes are excluded, with their submodules. `flops` are by module and phase, without submodules;
+    None: outside of all modules. `calls` are those of forward passes.
     """
 
     def __init__(self, model: nn.Module, ignored: Iterable[type[nn.Module]] = ()) -> None:
@@ -93,7 +89,7 @@ class FlopCount:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        """Count operators inside the block. Compiled modules run eagerly: compiled kernels are no torch operators."""
+        """Count operators inside the block. Compiled modules run eagerly: their kernels are no torch operators."""
         from torch.utils.flop_counter import FlopCounterMode  # imported only for counting
 
         counter = FlopCounterMode(display=False, custom_mapping=self._formulas)

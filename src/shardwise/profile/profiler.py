@@ -61,20 +61,13 @@ class FlopsProfiler:
 
     @property
     def profile(self) -> ModuleProfile:
-        """The last profile.
-
-        Raises:
-            UsageError: no profile exists.
-        """
+        """The last profile; raises a UsageError without one."""
         if self._profile is None:
             raise UsageError("nothing has been profiled: call start_profile(), run the model, and call stop_profile()")
         return self._profile
 
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
-        """Discard earlier counts and start counting.
-
-        Args:
-            ignore_list: module classes to exclude, with their submodules.
+        """Discard earlier counts and start counting, without the module classes in `ignore_list` and their submodules.
 
         Raises:
             UsageError: the profiler runs already, or the list contains something other than module classes.
@@ -154,11 +147,7 @@ class FlopsProfiler:
 
 
 def classes_in(given: Collection[Any] | None, where: str) -> tuple[type[nn.Module], ...]:
-    """Return module classes as a tuple.
-
-    Raises:
-        UsageError: an element is no module class; the message names `where`.
-    """
+    """Return module classes as a tuple; raises a UsageError that names `where` for other objects."""
     found = tuple(given or ())
     for one in found:
         if not (isinstance(one, type) and issubclass(one, nn.Module)):
@@ -186,15 +175,11 @@ def get_model_profile(
     Args:
         model: the model, in its current evaluation or training mode.
         input_shape: shape of the only argument, a tensor of ones in the dtype and on the device of the parameters.
-        args: the arguments, without `input_shape`.
-        kwargs: the keyword arguments, without `input_shape`.
+        args, kwargs: the arguments, without `input_shape`.
         print_profile: print the profile.
-        detailed: list every module.
-        module_depth: maximum depth of listed modules; -1: all.
-        top_modules: number of module classes listed for each depth.
+        detailed, module_depth, top_modules, output_file: as of `FlopsProfiler.print_model_profile`.
         warm_up: calls before the profiled one.
         as_string: return strings with units, not numbers.
-        output_file: file to write instead of standard output.
         ignore_modules: module classes to exclude.
         mode: "forward" calls the model, "generate" its method `generate`.
 

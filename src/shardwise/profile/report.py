@@ -17,24 +17,18 @@ _NOTE = (
 )
 _NOTE_ON_TIMES = "Times are of forward calls while counting, which makes each operator some microseconds slower."
 
+# Measures for comparing modules: name -> getter and formatter.
 _MEASURES: dict[str, tuple[Callable[[ModuleProfile], float], Callable[[float], str]]] = {
     "params": (lambda module: module.parameters, params_to_string),
     "forward MACs": (lambda module: module.macs, macs_to_string),
     "forward time": (lambda module: module.seconds, duration_to_string),
 }
-"""Measures for comparing modules: name -> getter and formatter."""
 
 
 def report(
     profile: ModuleProfile, head: Sequence[str], *, depth: int = -1, top: int = 1, detailed: bool = True
 ) -> list[str]:
-    """Return all lines of a profile.
-
-    Args:
-        depth: maximum depth of listed modules; -1: all.
-        top: number of module classes listed for each depth.
-        detailed: list every module.
-    """
+    """Return all lines of a profile; arguments as of `FlopsProfiler.print_model_profile`."""
     lines = [*head, "", *aggregated(profile, depth, top)]
     if detailed:
         lines += ["", *table(profile, depth)]
@@ -45,8 +39,7 @@ def report(
 def write(lines: Iterable[str], output_file: str | os.PathLike[str] | None) -> None:
     """Write a profile to standard output, or to a file, replacing the file.
 
-    If the file cannot be written, a warning is logged and standard output is used, because a profile must not stop
-    training.
+    An unwritable file is a warning, because a profile must not stop training.
     """
     text = "\n".join(lines)
     if output_file is not None:
@@ -65,10 +58,8 @@ def summary(
 ) -> list[str]:
     """Return the summary lines of the model.
 
-    Args:
-        backward_s: seconds of its backward passes; 0: none, or not timed.
-        step_s: seconds of the optimizer's step.
-        recompute_factor: assumed number of recomputed forward passes, for the rule; 0: omit the rule.
+    `backward_s` and `step_s` are seconds; 0: not timed. `recompute_factor` is the assumed number of recomputed forward
+    passes, for the rule; 0: no rule.
     """
     lines = [title, f"parameters:    {params_to_string(profile.parameters)}"]
     rows = [("forward", profile.forward, profile.seconds), ("backward", profile.backward, backward_s)]

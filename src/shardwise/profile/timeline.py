@@ -27,11 +27,11 @@ from shardwise.comm.stragglers import key_of
 from shardwise.device.clock import Instant, now
 from shardwise.device.ranges import Listener
 
-Event = dict[str, Any]
-"""An event of a trace."""
+Event = dict[str, Any]  # an event of a trace
 
 FORMAT = "shardwise-timeline-1"
 
+# Category -> number and name of its first track; overlapping events that are not nested use the next tracks.
 TRACKS: dict[str, tuple[int, str]] = {
     "compute": (10, "compute"),
     "step": (20, "step"),
@@ -42,10 +42,10 @@ TRACKS: dict[str, tuple[int, str]] = {
     "move": (70, "moves"),
     "idle": (90, "idle"),
 }
-"""Category -> number and name of its first track; overlapping events that are not nested use the next tracks."""
 
 FLIGHTS_TRACK = (80, "moves under way")
 
+# Range name -> category. Launches of all-gathers and reductions are host work and belong to compute.
 CATEGORIES: dict[str, str] = {
     "forward": "compute",
     "backward": "compute",
@@ -63,7 +63,6 @@ CATEGORIES: dict[str, str] = {
     "bring": "move",
     "take": "move",
 }
-"""Range name -> category. Launches of all-gathers and reductions are host work and belong to compute."""
 
 _SHOWN = {"gather": "launch gather of", "reduce": "launch reduction of", "boundary": "end of the window"}
 _PHASES = ("forward", "backward", "step")
@@ -104,12 +103,10 @@ class Recorder(Listener, Watcher):
 
     Args:
         cuda: True if the recorded work runs on the current CUDA device.
-        most: maximum number of spans and collectives.
+        most: maximum number of spans and collectives; `left_out` counts those beyond.
+        step: returns the current step.
         sizes: bytes of each unit, by its name.
         memory: returns bytes by category; called at the end of each phase.
-
-    Attributes:
-        left_out: number of spans and collectives beyond `most`.
     """
 
     ranges: frozenset[str] | None = None
@@ -198,10 +195,8 @@ class Recorder(Listener, Watcher):
     ) -> list[Event]:
         """Return the events of the trace, after `finish`.
 
-        Args:
-            members: ranks of each group in the flight recorder.
-            clock: offset to rank 0's clock at the beginning.
-            later: offset at the end, if measured.
+        `members` are the ranks of each group in the flight recorder. `clock` and `later` are the offsets to rank 0's
+        clock at the beginning and, if measured, at the end.
         """
 
         def microseconds(instant: Instant) -> float:
@@ -354,10 +349,7 @@ def _idle(events: Iterable[Event], begun: float, ended: float) -> list[Event]:
 
 
 def _lay_out(events: list[Event]) -> dict[int, str]:
-    """Assign each event a track and return the track names; events of a track are disjoint or nested.
-
-    Times are rounded to nanoseconds.
-    """
+    """Assign each event a track and return the track names; events of a track are disjoint or nested."""
     names: dict[int, str] = {}
     open_until: dict[int, list[float]] = {}
     events.sort(key=lambda event: (event["ts"], -event["dur"]))
@@ -394,20 +386,12 @@ def _named(rank: int, host: str, tracks: Mapping[int, str]) -> list[Event]:
 
 
 def file_of(rank: int) -> str:
-    """Return the file name of a rank's timeline.
-
-    >>> file_of(3)
-    'timeline-00003.json'
-    """
+    """Return the file name of a rank's timeline, such as timeline-00003.json."""
     return f"timeline-{rank:05d}.json"
 
 
 def write(path: Path, events: Sequence[Event], **about: Any) -> None:
-    """Write a trace atomically, with the metadata `about`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a trace atomically, with the metadata `about`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -17,11 +17,10 @@ from shardwise.comm.stragglers import Part, Shares, Stragglers, blame, lateness
 from shardwise.errors import TimelineError
 from shardwise.profile.timeline import FLIGHTS_TRACK, FORMAT, Event, write
 
+# categories of a rank's time breakdown, in order of precedence
 SHARES = ("gather waits", "reduction waits", "other waits", "moves", "step", "compute", "idle")
-"""Categories of a rank's time breakdown, in order of precedence."""
 
-LEAST_WAIT_US = 50.0
-"""Minimum wait for another rank that is drawn as an arrow."""
+LEAST_WAIT_US = 50.0  # minimum wait for another rank that is drawn as an arrow
 
 Interval = tuple[float, float]
 
@@ -71,11 +70,7 @@ class Summary:
 
 
 def read(directory: str | Path) -> list[Timeline]:
-    """Return the timelines in a directory, in rank order.
-
-    Raises:
-        TimelineError: the directory has none, or a file is no timeline.
-    """
+    """Return the timelines in a directory, in rank order; raises a TimelineError if there are none, or invalid ones."""
     directory = Path(directory)
     if not directory.is_dir():
         raise TimelineError(f"{directory}: there is no such directory; it is `timeline.path` of the configuration")
@@ -131,11 +126,7 @@ def merge(timelines: Sequence[Timeline]) -> list[Event]:
 
 
 def write_merged(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Write one trace of all ranks.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write one trace of all ranks."""
     write(Path(path), merge(timelines), ranks=[timeline.rank for timeline in timelines])
 
 

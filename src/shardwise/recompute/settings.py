@@ -58,12 +58,11 @@ NOTHING = Settings()
 
 _script = NOTHING
 _unit: list[Any] = [None]
-_own: ActivationOffload | None = None
-"""Activation offload of calls outside of an engine's forward pass."""
+_own: ActivationOffload | None = None  # activation offload of calls outside of an engine's forward pass
 
 
 class _Scope(threading.local):
-    """Options and resources of the engine whose forward pass runs on this thread."""
+    """Options and resources of the engine in its forward pass on this thread."""
 
     settings = NOTHING
     offload: ActivationOffload | None = None
@@ -108,8 +107,7 @@ def mover() -> ActivationOffload:
 def sharing() -> TensorGroup | None:
     """Return the tensor-parallel group of a call made now, or None without tensor parallelism.
 
-    Raises:
-        UsageError: the script's unit has several ranks, and no engine or group connects them.
+    Raises a UsageError if the script's unit has several ranks, and no engine or group connects them.
     """
     group = _scope.group or current_tensors()
     if group is None and model_parallel_size(_unit[0]) > 1:

@@ -1,6 +1,5 @@
 """HTML report of a run: one self-contained file, drawn from a run directory (`shardwise.runfiles`).
 
-`reading` reads and validates the files, `summing` aggregates, `figures` defines the plots, and `page` renders the HTML.
 torch is not needed. File content is data, never markup or code in the page.
 """
 

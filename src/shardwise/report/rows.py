@@ -59,13 +59,7 @@ def highest(first: Sums, second: Mapping[str, float]) -> Sums:
 
 @dataclass(frozen=True)
 class Held:
-    """Memory of one tier, in bytes.
-
-    Attributes:
-        live: at the end.
-        at_peak: by category at the peak.
-        peaks: peak of each category.
-    """
+    """Memory of one tier, in bytes: `live` at the end, `at_peak` by category at the peak, `peaks` of each category."""
 
     live: float
     peak: float
@@ -80,19 +74,16 @@ class Held:
 
 @dataclass(frozen=True)
 class Row:
-    """One rank's measurements of consecutive steps.
+    """One rank's measurements of consecutive steps; None: unknown.
 
     Attributes:
-        first: number of the first step.
-        step: number of the last step.
+        first, step: numbers of the first and last step.
         time: at the end, seconds since 1970.
-        loss: mean; None: unknown.
-        lr: of the first group at the end.
+        loss: mean.
+        lr, loss_scale: at the end; `lr` of the first group.
         grad_norm: maximum.
-        loss_scale: at the end.
-        seconds: of all steps; None: unknown.
-        samples: of all ranks.
-        tokens: of all ranks; 0: unknown.
+        seconds: of all steps.
+        samples, tokens: of all ranks; 0: unknown.
         resident: bytes of the process.
         communication: count, bytes, bytes sent and seconds waited, by operation.
         units: seconds waited by unit.

@@ -23,14 +23,9 @@ _log = logging.getLogger("shardwise")
 
 
 def warmup(step: int, warmup_num_steps: int, warmup_type: str = "log") -> float:
-    """Return the fraction of the full rate in a step, from 0 in step 0 up to 1.
+    """Return the fraction of the full rate in step k, from 0 in step 0 up to 1.
 
     log: ln(k + 1) / ln(N), which is 1 from step N - 1; linear: k / N, which is 1 from step N.
-
-    Args:
-        step: k.
-        warmup_num_steps: length of the warm-up; 0 and 1 count as 2.
-        warmup_type: "log" or "linear".
 
     >>> [warmup(k, 4, "linear") for k in range(6)]
     [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
@@ -83,12 +78,10 @@ class _Warmup(StepSchedule):
 
     @property
     def warmup_num_steps(self) -> int:
-        """Length of the warm-up, at least 2."""
         return max(2, self._given.warmup_num_steps)
 
     @property
     def warmup_type(self) -> str:
-        """Form of the warm-up: "log" or "linear"."""
         return self._given.warmup_type
 
 
@@ -152,10 +145,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(WarmupLR):
-    """Warm-up as in `WarmupLR`, then linear decay to the minimum in step `total_num_steps`.
-
-    Other arguments and errors are as of `WarmupLR`.
-    """
+    """`WarmupLR`, then linear decay to the minimum in step `total_num_steps`."""
 
     def __init__(
         self,
@@ -186,9 +176,8 @@ class WarmupCosineLR(_Warmup):
     Args:
         optimizer: its groups receive the rates.
         total_num_steps: steps until the end of the decay.
-        warmup_min_ratio: fraction of the own rate in step 0.
+        warmup_min_ratio, cos_min_ratio: fraction of the own rate in step 0, and at the end.
         warmup_num_steps: length of the warm-up; 0 and 1 count as 2.
-        cos_min_ratio: fraction of the own rate at the end.
         warmup_type: "log" or "linear".
         last_batch_iteration: number of the last finished step; -1 before the first.
 

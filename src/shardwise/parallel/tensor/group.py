@@ -144,7 +144,7 @@ class TensorGroup:
         return found
 
     def tokens_of_whole(self, tokens: int) -> list[int]:
-        """Return the tokens of each rank, after a layer has computed a sequence; raises a UsageError if not all of it."""
+        """Return the tokens of each rank, after a layer has computed a sequence; raises a UsageError if incomplete."""
         if backward_pass() is not None and tokens in self._totals:
             self._tokens = tokens
         if tokens != self._tokens:

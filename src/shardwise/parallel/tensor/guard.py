@@ -46,7 +46,7 @@ def sum_gradient(parameter: nn.Parameter, layer: Parallel) -> None:
 
 
 class GradientGuard:
-    """Compares gradients of the first backward pass that has any, over a tensor-parallel group; then `ended` is True."""
+    """Compares gradients of the first backward pass that has any, over a tensor-parallel group; then sets `ended`."""
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._group = group

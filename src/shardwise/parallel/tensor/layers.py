@@ -133,7 +133,7 @@ class RowParallel(Parallel):
 
 
 class VocabParallelEmbedding(Parallel):
-    """Vocabulary-parallel embedding: missing words are zero, outputs are all-reduced. `padding_idx` counts all words."""
+    """Vocabulary-parallel embedding: missing words are 0, outputs are all-reduced. `padding_idx` counts all words."""
 
     padding_idx: int | None
 
