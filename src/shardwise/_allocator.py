@@ -1,10 +1,10 @@
 """Settings of the C library's allocator for processes that train on the CPU.
 
 glibc keeps large freed blocks in its heap, where long-lived small tensors fragment them: the next large buffer then
-needs new memory, although enough is free. Blocks above a fixed threshold can be separate mappings, which return to the
-system whole. Each new use then costs a page fault for every 4 KiB, or for every 2 MiB if torch requests huge pages.
-torch reads its variable when it makes the first tensor; glibc's can be set at any time. Importing shardwise sets both,
-under every launcher. This module must not import torch.
+needs new memory. Blocks above a fixed threshold can be separate mappings, which return to the system whole. Each new
+use then costs a page fault for every 4 KiB, or for every 2 MiB if torch requests huge pages. torch reads its variable
+when it makes the first tensor; glibc's can be set at any time. Importing shardwise sets both, under every launcher.
+This module must not import torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Boxes and regions: n-dimensional parts of a tensor, and the intersection of their flat ranges.
+"""Boxes and regions: n-dimensional parts of a tensor, and the intersection of their flat ranges. No torch is needed.
 
-A rank's part of a tensor is a box (columns, experts). In a fused projection, which is several tensors in a row, it is a
-region: several ranges in a dimension, contiguous in the rank's memory. A rank has a flat range of its part's elements
-in row-major order. Files hold such parts, and ranks of another layout read others; this module has the arithmetic
-between them. It needs no torch.
+A rank's part of a tensor is a box (columns, experts), or, of several tensors in a row (a fused projection), a region:
+several ranges in a dimension, contiguous in the rank's memory. Of its part's elements, in row-major order, a rank has a
+flat range. Files hold such parts, and ranks of another layout read others; this module has the arithmetic between them.
 """
 
 from __future__ import annotations
@@ -23,22 +22,17 @@ Box = tuple[Ends, ...]  # the ends in each dimension
 # one of the ranges of each dimension. In memory the ranges are contiguous.
 Region = tuple[Ends | tuple[Ends, ...], ...]
 
+# limits the cost of visiting all corners of a region to `2 ** MOST_CUTS` for each of its ranges
 MOST_CUTS = 8  # maximum dimensions along which one tensor may be cut
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Common elements of two flat memories, as an n-dimensional array in each.
+    """Common elements of two flat memories, as an n-dimensional array in each."""
 
-    Attributes:
-        shape: sizes, at least one.
-        source, target: position of the first element in each of the two.
-        source_strides, target_strides: elements from one index to the next, in each dimension.
-    """
-
-    shape: tuple[int, ...]
-    source: int
-    source_strides: tuple[int, ...]
+    shape: tuple[int, ...]  # at least one size
+    source: int  # position of the first element
+    source_strides: tuple[int, ...]  # elements from one index to the next, in each dimension
     target: int
     target_strides: tuple[int, ...]
 
@@ -61,7 +55,7 @@ def whole(shape: Sequence[int]) -> Box:
 def region(dimensions: Iterable[Sequence[Any]]) -> Region:
     """Return the canonical form of a region: touching ranges are joined, and empty ones left out.
 
-    Each dimension has the ends of one range, or of several. Raises a ValueError if ranges do not ascend, or overlap.
+    Raises a ValueError if the ranges of a dimension do not ascend, or overlap.
 
     Example: one of two ranks' part of three fused matrices, and the part of a single rank.
         >>> region([[(0, 2), (4, 6), (8, 10)], (0, 3)]), region([[(0, 4), (4, 8), (8, 12)], (0, 3)])
@@ -121,9 +115,7 @@ def meet(one: Region, other: Region) -> bool:
 
 
 def overlap(source: Region, start: int, stop: int, target: Region, low: int, high: int) -> Iterator[Patch]:
-    """Yield the common elements of two flat ranges of regions of one tensor.
-
-    The first memory holds elements `[start, stop)` of `source`, the second `[low, high)` of `target`.
+    """Yield the common elements of `[start, stop)` of `source` and `[low, high)` of `target`, regions of one tensor.
 
     Example: of a matrix of 2 x 4, the first memory has all, the second the two columns on the right.
         >>> list(overlap(((0, 2), (0, 4)), 0, 8, ((0, 2), (2, 4)), 0, 4))
@@ -170,7 +162,6 @@ def _shared(some: Sequence[Ends], others: Sequence[Ends]) -> list[_Run]:
 
 
 def _within(runs: Sequence[_Run], mine: Ends, theirs: Ends) -> list[_Run]:
-    """Cut runs to the indices of a brick in each memory."""
     found = []
     for one, other, count in runs:
         skip = max(mine[0] - one, theirs[0] - other, 0)
@@ -221,9 +212,9 @@ def _strides(lengths: Sequence[int]) -> list[int]:
 
 
 def cuts(shape: Sequence[int], parts: Sequence[Region]) -> list[int]:
-    """Return the dimensions along which regions cut a tensor; raises a ValueError for too many of them or of corners.
+    """Return the dimensions along which regions cut a tensor.
 
-    The cost of visiting all corners of a region is bounded by `2 ** MOST_CUTS` for each of its ranges.
+    Raises a ValueError if these are too many, or a region has too many corners.
     """
     cut = [d for d, size in enumerate(shape) if any(part[d] != (0, size) for part in parts)]
     if len(cut) > MOST_CUTS:

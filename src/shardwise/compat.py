@@ -1,7 +1,6 @@
 """Names of torch that differ between versions, or that torch does not document, in one place.
 
-2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single` and warns at every call of the old
-names. Undocumented names are looked up, with a fallback if they are missing.
+Undocumented names are looked up, with a fallback if they are missing.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch.autograd.graph import Node
 from torch.distributed import distributed_c10d
 
+# 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor` to `*_single`; the old names warn at every call.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -95,18 +95,10 @@ def make_group(
     options: Any,
     device: torch.device | None,
 ) -> dist.ProcessGroup:
-    """Create a process group under a given name; only its ranks call.
+    """Create a process group of global ranks under a name that no other group has; only these ranks call.
 
     `torch.distributed.new_group` takes no name. Its own name depends on the number of groups of the process, which may
-    differ between ranks.
-
-    Args:
-        ranks: global ranks, this one among them.
-        name: the same on all of them, and of no other group.
-        timeout: limit for one collective.
-        backend: name of torch's backend.
-        options: of the backend.
-        device: the group connects at once for this device; None: at its first collective.
+    differ between ranks. The group connects at once for `device`; None: at its first collective.
     """
     default = distributed_c10d._get_default_group()
     store = distributed_c10d._world.pg_map[default][1]
@@ -130,7 +122,7 @@ def urgent_options(backend: str, timeout: timedelta) -> Any:
     """Return options of a group with high-priority streams, or None for other backends than NCCL.
 
     NCCL's kernels are short and other streams wait for them, while a model's kernels fill the device with queued
-    blocks. torch compares `timeout` with the group's.
+    blocks.
     """
     options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None) if backend == "nccl" else None
     if options is None:
@@ -233,7 +225,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def never_compiled(function: _Function) -> _Function:
     """Keep `torch.compile` out of a function and of its callees; a graph that reaches it ends there.
 
-    Calls cost nothing, and the compiler is not imported (1 to 2 s), unlike with `torch.compiler.disable`. Compiled
+    Unlike `torch.compiler.disable`, this neither imports the compiler (1 to 2 s) nor costs time at a call. Compiled
     functions that are called from inside stay compiled.
     """
     try:
@@ -309,8 +301,8 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def watch_clipping(report: Callable[[list[torch.Tensor]], None]) -> None:
     """Call `report` with the parameters of each call of `torch.nn.utils.clip_grad_norm_` in this process.
 
-    The function calls a helper by its name in its own module, which also covers names imported before. Its result is
-    unchanged. A second call of `watch_clipping` does nothing.
+    The function calls a helper by its name in its own module, which also covers names imported before. A second call of
+    `watch_clipping` does nothing.
     """
     module, name = torch.nn.utils.clip_grad, "_clip_grads_with_norm_"
     original = getattr(module, name, None)
@@ -332,7 +324,7 @@ def fake_tensor() -> type | None:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor has values. Its class must not dispatch operators, as torch's fake tensors do."""
+    """Return True if a tensor has values: False if its class dispatches operators, as torch's fake tensors do."""
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
@@ -343,7 +335,7 @@ def allow_gradient_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def fused_step(algorithm: str, device: torch.device, dtype: torch.dtype) -> Callable[..., None] | None:
-    """Return torch's kernel of a whole step ("adam" or "adamw") on lists of tensors, or None if there is none.
+    """Return torch's kernel of a whole step ("adam" or "adamw"), or None if there is none.
 
     The kernel takes (parameters, gradients, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps) and the options by keyword.
     """
@@ -436,8 +428,7 @@ def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
 def check_version(counter: torch.Tensor, version: int, tensor: torch.Tensor) -> None:
     """Raise autograd's error for a saved tensor that was modified; with hooks, autograd leaves this check to them.
 
-    `counter` shares the version counter of the saved tensor, `version` is the saved version, `tensor` is for the
-    message.
+    `counter` shares the version counter of the saved tensor, `version` is the saved version.
     """
     if counter._version != version:
         raise RuntimeError(

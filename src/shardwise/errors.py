@@ -1,8 +1,7 @@
-"""Exceptions of shardwise.
+"""Exceptions of shardwise. A class stands for a kind of failure that a caller can handle.
 
-Every message names the thing (key, file, rank, parameter, unit), the expected and the found value, and the fix. A class
-stands for a kind of failure that a caller can handle. It also derives from the builtin that Python code conventionally
-catches (`ValueError` for wrong input and so on).
+Every message names the thing (key, file, rank, parameter, unit), the expected and the found value, and the fix. Classes
+also derive from the builtin that Python code conventionally catches (`ValueError` for wrong input and so on).
 """
 
 from __future__ import annotations
@@ -15,13 +14,9 @@ class ShardwiseError(Exception):
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A configuration key is unknown, has a wrong value, or contradicts another one.
+    """A configuration key is unknown, has a wrong value, or contradicts another one."""
 
-    Attributes:
-        problems: every mistake that the message lists, each with `path` and `message`.
-    """
-
-    problems: tuple[Any, ...] = ()
+    problems: tuple[Any, ...] = ()  # every mistake that the message lists, each with `path` and `message`
 
 
 class NotBuiltError(ConfigError, NotImplementedError):
@@ -37,13 +32,9 @@ class ConflictError(ConfigError, AssertionError):
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """A checkpoint is missing, incomplete, damaged, or belongs to another model.
+    """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
 
-    Attributes:
-        report: a `shardwise.checkpoint.LoadReport` if names or shapes did not fit; else None.
-    """
-
-    report: Any = None
+    report: Any = None  # a `shardwise.checkpoint.LoadReport` if names or shapes did not fit
 
 
 class CheckpointPathError(CheckpointError, ValueError):
@@ -94,15 +85,11 @@ class DesyncError(ShardwiseError, RuntimeError):
 
 
 class PeerLostError(ShardwiseError, RuntimeError):
-    """A rank that exchanges data with this one has ended, or does not answer.
+    """A rank that exchanges data with this one has ended, or does not answer."""
 
-    Attributes:
-        peer: the rank that did not answer: its number in the group, and in errors of an engine its global number.
-        timed_out: True if the timeout of a collective has expired, False if a connection has ended.
-    """
-
+    # the rank that did not answer: its number in the group, and in errors of an engine its global number
     peer: int = -1
-    timed_out: bool = False
+    timed_out: bool = False  # the timeout of a collective has expired; False: a connection has ended
 
 
 class SyncError(UsageError, AssertionError):
@@ -128,9 +115,8 @@ class LossScaleError(ShardwiseError, ArithmeticError):
 class AbsentNameError(ShardwiseError, NotImplementedError):
     """A DeepSpeed name was used for a feature that this version lacks.
 
-    An import or an attribute access raises one of the two subclasses. Because Python does not let one class be both an
-    ImportError and an AttributeError, `from a import b` needs the former, and `hasattr(a, "b")` is false only for the
-    latter.
+    Because no class can be an ImportError (`from a import b`) and an AttributeError (`hasattr(a, "b")`), an import or
+    an attribute access raises one of the two subclasses.
     """
 
 

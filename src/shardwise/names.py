@@ -11,8 +11,7 @@ from torch import nn
 def name_search(model: nn.Module) -> Callable[[Iterable[str], str], bool]:
     """Return a function that searches patterns in a name of this model.
 
-    Names of a model wrapped by PEFT (`get_peft_model`) begin with `base_model.model.`. Patterns are searched without
-    this prefix as well, which keeps the meaning of `^`.
+    Patterns are also searched without PEFT's prefix (`base_model.model.`), which keeps the meaning of `^`.
 
     >>> finds = name_search(nn.Linear(2, 2))
     >>> finds(["^bias"], "bias"), finds(["^layer", "^w"], "bias")

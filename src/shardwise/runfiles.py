@@ -1,7 +1,7 @@
 """Files of a run directory, written by a run log and read by `shardwise report`.
 
-`run.json` describes the run; each rank appends to a file of steps and to one of warnings, a JSON object a line. Of the
-same step the last row counts: a job resumed from a checkpoint appends to the same files.
+`run.json` describes the run; each rank appends to a file of steps and to one of warnings, a JSON object a line. The
+last row of a step counts, because a job resumed from a checkpoint appends to the same files.
 """
 
 from __future__ import annotations

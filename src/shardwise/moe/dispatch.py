@@ -17,17 +17,11 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """Mapping between expert rows and the choices of tokens.
+    """Mapping between expert rows and the choices of tokens."""
 
-    Attributes:
-        source: the choice of each row.
-        place: the row of each choice; [k, tokens].
-        whole: True if every row has a choice and every choice a row.
-    """
-
-    source: torch.Tensor
-    place: torch.Tensor
-    whole: bool
+    source: torch.Tensor  # the choice of each row
+    place: torch.Tensor  # the row of each choice; [k, tokens]
+    whole: bool  # every row has a choice and every choice a row
 
     def spread(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the expert rows: a copy of each row's token."""
@@ -45,10 +39,9 @@ class DispatchPlan:
 
 
 def ranked(experts: torch.Tensor, count: int, first: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number the choices of each expert.
+    """Return the number of each choice, [k, tokens], within its expert, and the sizes of all, [count + 1].
 
-    `experts` are [k, tokens]; `count` stands for none. Returns the number of each choice within its expert, [k,
-    tokens], and the number of choices of each expert, [count + 1]. `first` orders the choices (None: by their numbers).
+    The expert `count` stands for none. `first` orders the choices (None: by their numbers).
 
     >>> number, sizes = ranked(torch.tensor([[1, 0, 1]]), 2)
     >>> number.tolist(), sizes.tolist()
@@ -83,10 +76,7 @@ def in_slots(experts: torch.Tensor, number: torch.Tensor, count: int, capacity: 
 
 
 def in_turn(experts: torch.Tensor, rows: int | None = None) -> DispatchPlan:
-    """Return the dropless dispatch plan: the choices of each expert follow those of the previous expert.
-
-    `experts` are [k, tokens]. `rows` excludes choices without expert, which come last; None: all.
-    """
+    """Return the dropless dispatch plan; `rows` excludes choices without expert, which come last."""
     flat = experts.reshape(-1)
     source = torch.argsort(flat, stable=True)
     place = torch.empty_like(source)
@@ -98,8 +88,6 @@ def in_turn(experts: torch.Tensor, rows: int | None = None) -> DispatchPlan:
 
 def by_expert(sizes: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the permutation from rows sorted by rank, then expert, to rows sorted by expert; and its inverse.
-
-    `sizes` are the rows from each rank for each expert.
 
     >>> [order.tolist() for order in by_expert([[1, 2], [1, 0]], torch.device("cpu"))]
     [[0, 3, 1, 2], [0, 2, 3, 1]]

@@ -73,11 +73,7 @@ class ExpertGroup:
         return self.place * here, (self.place + 1) * here
 
     def declare(self, parameter: nn.Parameter, *, name: str | None = None, experts: int | None = None) -> None:
-        """Declare a parameter of this rank's experts.
-
-        A parameter of one expert has the tensor's `name`. One with `experts` in its first dimension is a part of a
-        stacked tensor.
-        """
+        """Declare a parameter of one expert by its tensor's `name`, or of several as a part of a stacked tensor."""
         if self.replicas is None:
             return
         if experts is None:
@@ -98,13 +94,8 @@ class ExpertGroup:
         """Exchange the numbers of rows from each rank to each expert, and start to copy them to the host.
 
         Call it directly after routing: kernels launched before `RowCounts.read` run while the host waits for the
-        numbers.
-
-        Args:
-            counts: rows of this rank for each expert.
-            rows: sum of `counts`.
-            label: label in the flight recorder.
-            on_host: copy the numbers of a single rank to the host. Several ranks always copy them, as all-to-all sizes.
+        numbers. `rows` is the sum of `counts`. Without `on_host` only several ranks copy the numbers, as sizes of the
+        all-to-all.
         """
         if self.comm is None or not has_values(counts):
             return RowCounts(self, counts, None, rows, on_host=on_host)
@@ -124,10 +115,7 @@ class ExpertGroup:
 class RowCounts:
     """Numbers of rows that this rank sends to and receives from each rank, by expert.
 
-    Args:
-        counts: sent rows, for each expert.
-        arriving: received rows, from each rank for each of this rank's experts; None: equal to `counts`.
-        on_host: start to copy the numbers to the host.
+    `arriving` are received rows, from each rank for each of this rank's experts; None: equal to `counts`.
     """
 
     def __init__(
@@ -199,23 +187,14 @@ def _all_to_all(
 
 
 class ExpertParallelModule(nn.Module):
-    """A module with experts, distributed over an expert-parallel group.
+    """A module with experts, distributed over an expert-parallel group."""
 
-    Attributes:
-        num_experts: experts of the whole group.
-        ep_size: ranks of the group.
-        group: None before an engine creates the group.
-        path: the module's name in the model, for records.
-        counting: True if choices are counted (`shardwise.moe.load`).
-        counts: choices of each expert since the last read.
-    """
-
-    num_experts: int
-    ep_size: int
-    group: ExpertGroup | None = None
-    path = "MoE"
-    counting = False
-    counts: torch.Tensor | None = None
+    num_experts: int  # of the whole group
+    ep_size: int  # ranks of the group
+    group: ExpertGroup | None = None  # None before an engine creates the group
+    path = "MoE"  # the module's name in the model, for records
+    counting = False  # choices are counted (`shardwise.moe.load`)
+    counts: torch.Tensor | None = None  # choices of each expert since the last read
 
     def count(self, chosen: torch.Tensor) -> None:
         """Add the choices of each expert, if counting is on."""
@@ -250,7 +229,7 @@ def bind_experts(
     data_first: bool = False,
     prepare: Callable[[ExpertParallelModule], None] | None = None,
 ) -> dict[int, ExpertGroup]:
-    """Create a model's expert-parallel groups and declare each rank's experts (all ranks call).
+    """Create a model's expert-parallel groups by `ep_size`, and declare each rank's experts (all ranks call).
 
     Args:
         comm: all ranks.
@@ -259,9 +238,6 @@ def bind_experts(
         data_first: ranks with the same experts are adjacent, instead of ranks of a group
             (`use_data_before_expert_parallelism`).
         prepare: called for each layer before it is bound.
-
-    Returns:
-        The groups by `ep_size`.
 
     Raises:
         UsageError: the number of ranks is no multiple of a group's size (in a plan for other ranks a ConfigError).

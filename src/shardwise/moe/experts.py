@@ -19,12 +19,7 @@ from shardwise.moe.exchange import ExpertGroup, RowCounts
 
 
 class Experts(nn.Module):
-    """Experts as separate modules.
-
-    Args:
-        expert: a module to copy, which makes all experts start equal; or a ModuleList of `num_local_experts` modules.
-        num_local_experts: number of experts on this rank.
-    """
+    """Experts as separate modules: copies of one module, which start equal, or a ModuleList of `num_local_experts`."""
 
     def __init__(self, expert: nn.Module, num_local_experts: int = 1) -> None:
         super().__init__()
@@ -51,10 +46,9 @@ def through_slots(
     compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     label: str,
 ) -> torch.Tensor:
-    """Compute this rank's rows, sorted by expert, by all `experts` of a group, with a fixed capacity for each expert.
+    """Compute rows, sorted by expert, by all experts of a group, with a fixed capacity of each.
 
-    Because all sizes are known in advance, the host does not wait. `compute` has this rank's experts, as a function of
-    the rows of each.
+    Because all sizes are known in advance, the host does not wait.
     """
     capacity, width = len(rows) // experts, rows.shape[-1]
     # The label makes different capacities an error instead of an exchange of wrong rows.
@@ -75,10 +69,7 @@ def in_turn_of(
     compute: Callable[[torch.Tensor, GroupSizes], torch.Tensor],
     label: str,
 ) -> torch.Tensor:
-    """Compute this rank's rows, sorted by expert, by the experts of a group, without capacity limit (dropless).
-
-    `compute` has this rank's experts, as a function of sorted rows and their number for each expert.
-    """
+    """Compute rows, sorted by expert, by all experts of a group, without capacity limit (dropless)."""
     if group.size == 1:
         return compute(rows, GroupSizes(counts=counts))
     sent, received = counts.read()
@@ -113,8 +104,7 @@ class GroupSizes:
 def grouped_linear(rows: torch.Tensor, weight: torch.Tensor, sizes: GroupSizes, *, grouped: bool) -> torch.Tensor:
     """Multiply the rows of each expert, [rows, in], by its own matrix of [experts, out, in].
 
-    Uses one grouped matrix product if `grouped`, and torch supports it for this device, dtype and size; otherwise one
-    product an expert.
+    Uses one grouped matrix product if `grouped`, and torch supports it for this device, dtype and size.
     """
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)

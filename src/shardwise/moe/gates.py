@@ -23,23 +23,14 @@ POLICIES = (None, "None", "Jitter", "RSample")
 
 @dataclass(frozen=True)
 class Routing:
-    """Result of a gate.
+    """Result of a gate."""
 
-    Attributes:
-        experts: chosen experts; [k, tokens]. The number of experts stands for none.
-        weights: weight of each choice in the sum; 0 for dropped choices. [k, tokens].
-        l_aux: load-balancing loss; 1 if all experts are chosen equally.
-        exp_counts: number of tokens that chose each expert, including dropped ones; [experts].
-        order: dispatch plan with capacity; None: dropless.
-        capacity: places of each expert.
-    """
-
-    experts: torch.Tensor
-    weights: torch.Tensor
-    l_aux: torch.Tensor
-    exp_counts: torch.Tensor
-    order: DispatchPlan | None
-    capacity: int
+    experts: torch.Tensor  # [k, tokens]; the number of experts stands for none
+    weights: torch.Tensor  # of each choice in the sum, 0 for dropped ones; [k, tokens]
+    l_aux: torch.Tensor  # load-balancing loss; 1 if all experts are chosen equally
+    exp_counts: torch.Tensor  # number of tokens that chose each expert, including dropped ones; [experts]
+    order: DispatchPlan | None  # None: dropless
+    capacity: int  # places of each expert
 
 
 def capacity_of(tokens: int, experts: int, choices: int, factor: float, least: int) -> int:
@@ -64,21 +55,15 @@ def route(
     second_sampled: bool = False,
     used_token: torch.Tensor | None = None,
 ) -> Routing:
-    """Choose experts for each token.
+    """Choose experts for each token, from logits [tokens, experts].
 
     The loss is as in the papers: the number of experts times the sum over experts of mean probability times fraction of
     tokens (for k = 2 of first choices). With k > 1 weights are normalised over the experts that accept the token. With
     k = 2 all first choices precede second ones; with k > 2 an expert keeps its most probable choices.
 
-    Args:
-        logits: [tokens, experts].
-        k: experts a token.
-        capacity_factor, min_capacity: `factor` and `least` of `capacity_of`.
-        drop_tokens: limit each expert to its capacity.
-        use_rts: with k = 1, drop random tokens (random token selection); otherwise the last ones.
-        sampled: sample choices by their probabilities (Gumbel noise) instead of the most probable.
-        second_sampled: with k = 2, sample the second choice.
-        used_token: nonzero for tokens to route.
+    `drop_tokens` limits each expert to its capacity (`capacity_of`); with k = 1, `use_rts` drops random tokens (random
+    token selection) instead of the last ones. `sampled` samples choices by their probabilities (Gumbel noise),
+    `second_sampled` the second choice with k = 2. `used_token` is nonzero for tokens to route.
     """
     tokens, count = logits.shape
     probabilities = torch.softmax(logits, dim=1)

@@ -1,9 +1,8 @@
 """Expert parallelism for transformers' models: dropless, with the experts of each block distributed over ranks.
 
-Blocks of these models (Mixtral, Qwen-MoE, DeepSeek with its shared experts) have a router and a module `experts`. It
-receives tokens, chosen experts and weights, and stores all experts' weights in stacked tensors. A module with the same
-parameters, narrowed to the rank's experts, replaces it. Router, shared experts and the rest of the block are unchanged;
-results are equal up to rounding.
+Blocks (Mixtral, Qwen-MoE, DeepSeek) have a router and a module `experts`, which receives tokens, chosen experts and
+weights, and stores all experts' weights in stacked tensors. A module with the same parameters, narrowed to the rank's
+experts, replaces `experts`; results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -42,18 +41,11 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a block's children and parameters.
+    """Names of a block's children and parameters."""
 
-    Attributes:
-        experts: the child with the experts.
-        routers: possible names of the router child.
-        gate: the stacked gate projections, with the up projections below them if `up` is None.
-        down, up: the stacked down and up projections.
-    """
-
-    experts: str
-    routers: tuple[str, ...]
-    gate: str
+    experts: str  # child with the experts
+    routers: tuple[str, ...]  # possible names of the router child
+    gate: str  # stacked gate projections, with the up projections below them if `up` is None
     down: str
     up: str | None
 
@@ -76,18 +68,13 @@ class Names:
 
 @dataclass(frozen=True)
 class Form:
-    """Storage and computation of a block's experts.
-
-    Attributes:
-        transposed: True if weights are [experts, in, out].
-        bias: True if each projection has a bias, named as its weight plus `_bias`.
-        gated: computes the input of the down projection from the concatenated gate and up outputs; None:
-            activation(gate) * up.
-    """
+    """Storage and computation of a block's experts."""
 
     names: Names
-    transposed: bool = False
-    bias: bool = False
+    transposed: bool = False  # weights are [experts, in, out]
+    bias: bool = False  # each projection has a bias, named as its weight plus `_bias`
+    # Computes the input of the down projection from the concatenated gate and up outputs; None: activation(gate) *
+    # up.
     gated: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
@@ -99,12 +86,9 @@ class Form:
 class StackedExperts(ExpertParallelModule):
     """The experts of a block in stacked tensors: y = (activation(x gate^T) * x up^T) down^T for each.
 
-    Args:
-        given: the replaced module; its parameters are reused under their names.
-        form: their storage and computation.
-        ep_size: ranks of the expert-parallel group.
-        activation: activation of the gate projection; None: the form has its own gate.
-        grouped: compute all experts in one matrix product if torch supports it (`shardwise.compat.grouped_product`).
+    Parameters of the replaced module `given` are reused under their names. `activation` is None if the form has its own
+    gate. `grouped` computes all experts in one matrix product if torch supports it
+    (`shardwise.compat.grouped_product`).
     """
 
     def __init__(
@@ -186,9 +170,9 @@ class StackedExperts(ExpertParallelModule):
 
 
 def convert(model: nn.Module, section: ExpertParallel) -> list[str]:
-    """Replace the experts of a model's blocks in place, and return the names of the expert modules.
+    """Replace the experts of a model's blocks in place, except replaced ones; return the names of the expert modules.
 
-    Modules replaced before stay. Raises a ConfigError if no module matches the section, or a match is not convertible.
+    Raises a ConfigError if no module matches the section, or a match is not convertible.
     """
     names = Names.of(section)
     found = []

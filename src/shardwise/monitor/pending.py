@@ -18,8 +18,6 @@ from .service import Event
 class Pending:
     """The events of one `write_events` call. Values on a CUDA device are copied asynchronously.
 
-    Raises a UsageError for an invalid event.
-
     >>> [event[:3] for event in Pending([("loss", 0.5, 1), ("norm", torch.tensor(2.0), 1)]).read()]
     [('loss', 0.5, 1), ('norm', 2.0, 1)]
     """

@@ -39,28 +39,20 @@ class Memory:
 
 @dataclass(frozen=True)
 class State:
-    """Progress of training; numbers so far, of all ranks. None: unknown.
-
-    Attributes:
-        clock: `time.perf_counter()` at the end of the last step.
-        tokens: None or 0: unknown.
-        loss: loss of the last step.
-        memory: peak memory of each tier.
-    """
+    """Progress of training; numbers so far, of all ranks. None: unknown."""
 
     step: int
-    clock: float
+    clock: float  # `time.perf_counter()` at the end of the last step
     samples: int = 0
-    tokens: int | None = None
-    loss: Pending | None = None
-    memory: list[Memory] | tuple[Memory, ...] = ()
+    tokens: int | None = None  # None or 0: unknown
+    loss: Pending | None = None  # of the last step
+    memory: list[Memory] | tuple[Memory, ...] = ()  # peak memory of each tier
 
 
 def mode_of(mode: str | None, launcher: str, *, own_output: bool, terminal: bool) -> Mode:
-    """Return the display mode of progress.
+    """Return the display mode of progress; without a configured mode the launcher's choice: "auto", "off", or "".
 
-    Without a configured mode the launcher's choice holds: "auto", "off" (overrules the configuration), or "". With
-    `own_output` the script is known to print its progress. `terminal`: standard error is a terminal.
+    The launcher's "off" overrules the configuration. `own_output`: the script is known to print its progress.
 
     >>> mode_of(None, "", own_output=False, terminal=True), mode_of(None, "auto", own_output=False, terminal=True)
     ('off', 'bar')
@@ -225,10 +217,20 @@ class _Bar:
 
 
 def _time(seconds: float) -> str:
+    """Return a short duration.
+
+    >>> _time(0.0123), _time(2.345)
+    ('12 ms', '2.35 s')
+    """
     return f"{1e3 * seconds:.0f} ms" if seconds < 0.9995 else f"{seconds:.2f} s"
 
 
 def _spoken(seconds: float) -> str:
+    """Return a remaining duration.
+
+    >>> _spoken(45), _spoken(150), _spoken(9000)
+    ('45 s', '2 min', '2 h 30 min')
+    """
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -236,6 +238,11 @@ def _spoken(seconds: float) -> str:
 
 
 def _count(value: float) -> str:
+    """Return a rate.
+
+    >>> _count(5.234), _count(812.3), _count(12345), _count(3.2e6)
+    ('5.23', '812', '12.3k', '3.2M')
+    """
     if value >= 1e6:
         return f"{value / 1e6:.3g}M"
     if value >= 1e4:
@@ -244,6 +251,11 @@ def _count(value: float) -> str:
 
 
 def _memory(held: Memory) -> str:
+    """Return peak and total memory of a tier.
+
+    >>> _memory(Memory("device", 3 << 30, 8 << 30))
+    'device 3.0 of 8.0 GiB'
+    """
     size, unit, digits = (2**30, "GiB", 1) if max(held.size, held.limit or 0) >= 2**30 else (2**20, "MiB", 0)
     most = "" if held.limit is None else f" of {held.limit / size:.{digits}f}"
     return f"{held.where} {held.size / size:.{digits}f}{most} {unit}"

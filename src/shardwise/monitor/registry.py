@@ -42,7 +42,7 @@ def switched_on(config: Any) -> dict[str, Any]:
 def check_packages(config: Any) -> None:
     """Raise a ConfigError that names the missing packages of enabled services.
 
-    Every rank checks and all raise alike, because after a restart any rank may be the writer.
+    All ranks check and raise, because after a restart any rank may be the writer.
     """
     missing = []
     for name in switched_on(config):

@@ -57,10 +57,7 @@ def plain(value: Any) -> Any:
 
 
 class Row:
-    """One row, assembled when it is written.
-
-    `pending` has values on a device, by name. `finish` adds values that are slow to compute.
-    """
+    """One row, assembled when it is written; `finish` adds values that are slow to compute."""
 
     def __init__(
         self,

@@ -220,8 +220,7 @@ def _close_at_exit() -> None:
     """Close all services at process exit, before the exit handlers of their packages run.
 
     Functions of `atexit` run in reverse order, and packages register theirs when a service opens: W&B would stop its
-    writer process while events are queued. Functions of `threading._register_atexit` run earlier. Because that function
-    is private, `atexit` is the fallback.
+    writer process while events are queued. Functions of `threading._register_atexit`, which is private, run earlier.
     """
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_close_all)

@@ -28,11 +28,8 @@ def shared_attention(
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
 
-    Args:
-        attention: maps query, key and value of (rows, all tokens, some heads, width) to an output of the same shape.
-        query, key, value: (rows, this rank's tokens, all heads, width); key and value may have fewer heads.
-        lengths: tokens of each rank.
-        grouped: `attention` accepts fewer key heads than query heads, in the model's proportion.
+    Tensors are (rows, this rank's tokens, all heads, width); `attention` maps (rows, all tokens, some heads, width) to
+    the same shape. `grouped`: it accepts fewer key heads than query heads, in the model's proportion.
     """
     heads, keys = query.shape[2], key.shape[2]
     if min(lengths) < 1:
@@ -112,12 +109,9 @@ class DistributedAttention(nn.Module):
     ) -> torch.Tensor:
         """Return the attention output of this rank's tokens (all ranks of the group call).
 
-        Args:
-            query: this rank's tokens, with all heads.
-            key, value: the same, with as many heads or a divisor.
-            args, kwargs: for the local attention. A number as first argument counts as `batch_dim_idx`.
-            lengths: tokens of each rank; None: exchanged once in each forward pass of an engine.
-            batch_dim_idx: accepted for existing code and ignored.
+        Tensors have this rank's tokens with all heads; key and value may have a divisor of the query heads. Further
+        arguments are for the local attention. `lengths` are the tokens of each rank; None: exchanged once in each
+        forward pass of an engine. `batch_dim_idx`, or a number as first argument, is ignored.
 
         Raises:
             UsageError: there are fewer query heads than ranks, a rank has no token, no sequence-parallel group exists,

@@ -2,7 +2,6 @@
 
 Because a custom autograd function or a tensor hook may mix tokens in the backward pass only, one block of each kind is
 copied with random weights. The copy computes the gradient of its input on whole sequences and on this rank's part.
-Copies have no backward hooks of modules, because hooks may collect gradients.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _LIMIT = 1e-3  # smallest error of a token beyond rounding, relative to the tens
 def gradient_difference(
     passes: Passes, whole: Recording, own: Recording, job: Communicator, *, training: bool
 ) -> str | None:
-    """Return the first block of any rank with other gradients for split sequences, in words (all ranks call).
-
-    `whole` and `own` are passes on whole sequences and this rank's part. `training`: copies are in their blocks' mode.
-    """
+    """Return the first block of any rank with other gradients for split sequences, in words (all ranks call)."""
     skipped = []
     for path, block in passes.blocks.items():
         if not all(job.exchange(path in whole.given and path in own.given, "sequence_proof")):
@@ -82,7 +78,6 @@ class _Pair:
         return problem
 
     def run_own(self, given: Any) -> tuple[str | None, str | None]:
-        """Return a difference, and a reason why the copies cannot be compared."""
         try:
             with undisturbed(self._device):
                 hidden, output = self._forward(given)

@@ -1,9 +1,8 @@
 """Sequence-parallel attention for models of transformers.
 
-The registries of transformers for attention functions (`AttentionInterface`) and mask functions
-(`AttentionMaskInterface`) get an entry each. The mask function passes on the mask pattern and the padding. The
-attention function builds the mask of the whole sequence (`shardwise.parallel.masks`) if padding, packed samples or
-sliding windows need one.
+The registries `AttentionInterface` and `AttentionMaskInterface` of transformers get an entry each. The mask function
+passes on pattern and padding. The attention function builds the mask of the whole sequence
+(`shardwise.parallel.masks`) if padding, packed samples or sliding windows need one.
 """
 
 from __future__ import annotations
@@ -249,10 +248,8 @@ def whole_mask(
 ) -> WholeMask:
     """Return the attention mask of the whole sequence (all ranks call).
 
-    Args:
-        query, key: this rank's tokens, (rows, heads, tokens, width).
-        mask: the model's mask, or the placeholder of a pattern.
-        causal, window: pattern if the model has made no mask.
+    `query` and `key` are (rows, heads, this rank's tokens, width). `mask` is the model's, or the placeholder of a
+    pattern; None: pattern by `causal` and `window`.
     """
     rows, _, own, _ = query.shape
     pattern = Pattern(causal, window) if mask is None else carried_pattern(mask, rows, own)
@@ -296,10 +293,7 @@ def eager_core(module: nn.Module) -> Callable[..., Any]:
 
 
 class OwnHeads:
-    """View of an attention module for a rank with some of its heads; `heads` and `keys` count those of all ranks.
-
-    Tensors with one number for each head (attention sinks) are cut to this rank's heads.
-    """
+    """View of an attention module with this rank's heads and attention sinks; `heads` and `keys` count all ranks'."""
 
     def __init__(self, module: nn.Module, heads: int, keys: int, group: SequenceGroup) -> None:
         self._module, self._heads = module, heads

@@ -1,8 +1,8 @@
 """Attention masks of whole sequences, of which each rank has a range of tokens.
 
 A rank cannot build the mask of a whole sequence when a model of transformers requests it. The model gets a placeholder
-for a `Pattern` instead, and the attention builds the mask. The placeholder has the shape (rows, own tokens, number of
-the pattern), because shapes survive any processing of masks between layers.
+of shape (rows, own tokens, number of the `Pattern`) instead, because shapes survive any processing of masks between
+layers. The attention builds the mask.
 """
 
 from __future__ import annotations
@@ -19,19 +19,12 @@ from shardwise.parallel.sequence import Layout
 
 @dataclass(frozen=True)
 class Pattern:
-    """Mask pattern: the keys visible to a query, by position in the sequence.
+    """Mask pattern: the keys visible to a query, by position in the sequence."""
 
-    Attributes:
-        causal: only earlier keys and the query's own.
-        window: only keys at a distance below this; None: all.
-        padded: the model has a padding mask.
-        packed: samples separated by positions do not see each other.
-    """
-
-    causal: bool = True
-    window: int | None = None
-    padded: bool = False
-    packed: bool = False
+    causal: bool = True  # only earlier keys and the query's own
+    window: int | None = None  # only keys at a distance below this; None: all
+    padded: bool = False  # the model has a padding mask
+    packed: bool = False  # samples separated by positions do not see each other
 
     def sees(self, query: Any, key: Any) -> Any:
         """Return where queries see keys, for broadcasting positions."""

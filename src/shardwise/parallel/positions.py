@@ -1,8 +1,8 @@
 """Position ids for models of transformers that derive them from padding, computed for whole sequences.
 
-RoBERTa and related models count tokens that are no padding, from the padding token's id on. OPT counts tokens kept by
-the attention mask. A rank with a range of a row cannot count them. Hooks replace the row positions of
-`shardwise.parallel.split` by the model's single-process positions. A script's own `position_ids` stay.
+RoBERTa and related models count tokens that are no padding, from the padding token's id on; OPT tokens kept by the
+attention mask. A rank with a range of a row cannot count them. Hooks replace the row positions of
+`shardwise.parallel.split`; a script's own `position_ids` stay.
 """
 
 from __future__ import annotations

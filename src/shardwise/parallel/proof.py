@@ -1,12 +1,10 @@
 """Check of sequence parallelism: compares a model on split sequences with the same model on whole ones.
 
 Because attention, restarting positions and masks of one rank's tokens give wrong results without an error, each rank
-runs the model twice before the first training pass. One pass has a few whole sequences, the other this rank's part of
-the tokens; both without gradients and dropout. Module outputs must agree. The sequences have a few tokens of the batch
-from each rank, with padding and packed samples if the batch has them.
-
-Both passes are in evaluation mode. A third pass, on this rank's part, is in training mode. If a module returns other
-numbers there, the model runs on whole sequences in training mode, too, and outputs must agree again.
+runs the model twice before the first training pass, without gradients and dropout: on a few whole sequences, and on its
+part of the tokens. Module outputs must agree. The sequences have a few tokens of the batch from each rank, with padding
+and packed samples if the batch has them. Both passes are in evaluation mode; a third, on this rank's part, is in
+training mode. If a module returns other numbers there, training mode runs on whole sequences, too.
 """
 
 from __future__ import annotations
@@ -44,11 +42,8 @@ def difference(
 ) -> str | None:
     """Return the first difference of any rank between split and whole sequences in words; None if there is none.
 
-    All ranks of the job call with the arguments of the first forward pass, because parameters may be sharded over them.
-    With `divided`, the model is tensor-parallel, and a later pass compares its layers with unsharded ones.
-
-    Raises:
-        UsageError: the model cannot run on a rank's own tokens.
+    All ranks of the job call, because parameters may be sharded over them. `divided`: a later pass compares the layers
+    of a tensor-parallel model. Raises a UsageError if the model cannot run on a rank's own tokens.
     """
     call = _call_of(model, group, args, kwargs)
     if not all(job.exchange(call is not None, "sequence_proof")):
@@ -91,10 +86,7 @@ def _difference(passes: Passes, job: Communicator, divided: bool) -> str | None:
 
 
 def _training_difference(passes: Passes, own: Recording, job: Communicator) -> tuple[str | None, str | None]:
-    """Return the first rank's difference in training mode, and a reason why passes cannot be compared.
-
-    Whole sequences run only if the pass on this rank's tokens returns other numbers than `own`.
-    """
+    """Return the first rank's difference in training mode, and a reason why passes cannot be compared."""
     trained = passes.own(training=True)
     alike = not isinstance(trained, str) and unlike(own, trained, exact=True) is None
     if all(job.exchange(alike, "sequence_proof")):
@@ -125,7 +117,6 @@ def _warn_of_hooks(model: nn.Module, job: Communicator) -> None:
 
 
 def _first_of(job: Communicator, found: str | None) -> str | None:
-    """Return the difference of the first rank that has one (all ranks call)."""
     told = job.exchange(found, "sequence_proof")
     return next((f"on rank {rank} {text}" for rank, text in enumerate(told) if text is not None), None)
 
@@ -168,18 +159,12 @@ def _call_of(model: nn.Module, group: SequenceGroup, args: tuple[Any, ...], kwar
 
 @dataclass
 class _Batch:
-    """A batch of one row with the first `few` tokens of each rank.
-
-    `rows` and `own` are rows and tokens of this rank's arguments. `runs` has the position range [first, end) of each
-    rank; None if positions are not consecutive.
-    """
-
     group: SequenceGroup
-    few: int
-    rows: int
-    own: int
+    few: int  # tokens of each rank; the batch has one row with its first tokens
+    rows: int  # of this rank's arguments
+    own: int  # tokens of this rank's arguments
     padded: bool
-    runs: list[list[int] | None]
+    runs: list[list[int] | None]  # position range [first, end) of each rank; None: not consecutive
 
     @property
     def packed(self) -> bool:
@@ -249,7 +234,6 @@ def _first_difference(whole: list[Seen], own: list[Seen], group: SequenceGroup, 
 
 
 def _pooled(expected: Any, mine: Any) -> str | None:
-    """Compare outputs of the model that have a row of numbers for each sequence."""
     for number, (whole, own) in enumerate(zip(tensors_in(expected), tensors_in(mine), strict=False)):
         if whole.dim() != 2 or whole.shape != own.shape or len(whole) != 1 or not whole.is_floating_point():
             continue

@@ -57,18 +57,13 @@ class Seen:
 
 @dataclass
 class Recording:
-    """A forward pass.
+    """Module calls of a forward pass."""
 
-    Attributes:
-        seen: module calls, ordered by their end.
-        given: arguments of the first call of some blocks, by name.
-        drew: random numbers other than those of dropout were constants.
-    """
-
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)  # ordered by the end of calls
+    # arguments of the first call of some blocks, by name
     given: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     output: Any = None
-    drew: bool = False
+    drew: bool = False  # random numbers other than those of dropout were constants
 
     @contextlib.contextmanager
     def of(self, model: nn.Module, blocks: dict[str, nn.Module]) -> Iterator[None]:
@@ -150,10 +145,10 @@ def _blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Passes:
-    """Forward passes of a model in evaluation and training mode that leave the model unchanged.
+    """Forward passes of a model in evaluation and training mode that leave the model and random numbers unchanged.
 
-    Random numbers, buffers, and numbers and lists of modules are restored before each pass. Batch norms and layers of
-    experts stay in evaluation mode, because they depend on a rank's tokens (a warning and the documentation say so).
+    Batch norms and layers of experts stay in evaluation mode, because they depend on a rank's tokens (a warning and the
+    documentation say so).
     """
 
     def __init__(self, run: Callable[..., Any], model: nn.Module, group: SequenceGroup, call: Call) -> None:
@@ -277,10 +272,7 @@ def has_capacity(module: nn.Module) -> bool:
 def apart(
     whole: list[torch.Tensor], own: list[torch.Tensor], group: SequenceGroup, few: int, limit: float | None = None
 ) -> float | None:
-    """Return the difference of tensors beyond rounding (`limit`; None: by dtype), with `few` tokens of each rank.
-
-    None if the tensors agree or cannot be compared.
-    """
+    """Return the difference of tensors beyond rounding (`limit`; None: by dtype); None if equal or not comparable."""
     for expected, found in zip(whole, own, strict=True):
         dimension = token_dimension(expected.shape, found.shape, group.size, few)
         if dimension is None or not expected.numel() or expected.is_complex():

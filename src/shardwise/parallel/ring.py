@@ -1,12 +1,10 @@
 """Ring attention (Liu et al., 2310.01889): keys and values travel from rank to rank, queries stay.
 
-Each rank keeps the queries of its tokens with all heads, so heads do not limit the number of ranks. In each of P steps
-a rank attends to the keys of one rank while sending them to the next rank. Softmax sums combine partial results, as in
-flash attention. The backward pass sends keys and values around again with their gradients, which return to their rank
-in one further step.
-
-A rank sends its keys and values P - 1 times; Ulysses sends each tensor once. So ring attention is for models with too
-few heads. With a causal mask later ranks attend to more tokens than earlier ones, which wait for them.
+In each of P steps a rank attends to the keys of one rank while sending them to the next rank. Softmax sums combine
+partial results, as in flash attention. The backward pass sends keys and values around again with their gradients,
+which return to their rank in one further step. A rank sends its keys and values P - 1 times; Ulysses sends each tensor
+once. So ring attention is for models with fewer heads than ranks. With a causal mask later ranks attend to more tokens
+than earlier ones, which wait for them.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ _QUERIES = 512  # queries in a block of scores
 
 
 class _Hop:
-    """Asynchronous send to the next rank and receive from the previous one."""
-
     def __init__(self, group: SequenceGroup, sent: torch.Tensor, coming: int, label: str) -> None:
         self._sent = sent
         self._received = sent.new_empty(coming)
@@ -166,13 +162,8 @@ def ring_attention(
 ) -> torch.Tensor:
     """Return the attention of this rank's tokens to the whole sequence (all ranks of the group call).
 
-    Args:
-        query: (rows, heads, this rank's tokens, width).
-        key, value: the same, with as many heads or a divisor.
-        lengths: tokens of each rank.
-        causal: use a causal mask.
-        scale: of the scores; None: 1 / sqrt(width).
-        mask: of the whole sequence, instead of `causal`.
+    Tensors are (rows, heads, this rank's tokens, width); key heads divide the query heads. The default `scale` of the
+    scores is 1 / sqrt(width). `mask`, of the whole sequence, replaces `causal`.
     """
     rows, heads, tokens, width = query.shape
     if key.shape != value.shape or heads % key.shape[1] or key.shape[2] != tokens or key.shape[3] != width:

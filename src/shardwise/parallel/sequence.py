@@ -50,21 +50,14 @@ def run_of(total: int, ranks: int, rank: int) -> tuple[int, int]:
 
 @dataclass
 class Layout:
-    """Layout of a forward pass's sequence on the ranks.
+    """Layout of a forward pass's sequence on the ranks."""
 
-    Attributes:
-        lengths: tokens of each rank.
-        first: position of the first token, if positions are consecutive over ranks; else None.
-        positions: of all tokens in their samples, (rows, tokens), if samples are packed into rows; else None.
-        kept: True for tokens that are no padding, (rows, tokens); None: all.
-        masks: built masks, by kind.
-    """
-
-    lengths: list[int]
-    first: int | None = None
+    lengths: list[int]  # tokens of each rank
+    first: int | None = None  # position of the first token, if positions are consecutive over ranks
+    # of all tokens in their samples, (rows, tokens), if samples are packed into rows
     positions: torch.Tensor | None = None
-    kept: torch.Tensor | None = None
-    masks: dict[Any, Any] = field(default_factory=dict)
+    kept: torch.Tensor | None = None  # True for tokens that are no padding, (rows, tokens); None: all
+    masks: dict[Any, Any] = field(default_factory=dict)  # built masks, by kind
 
 
 class SequenceGroup:
@@ -72,8 +65,6 @@ class SequenceGroup:
 
     Attributes:
         data: communicator of the ranks with the same index in all sequence-parallel groups.
-        size: number of ranks.
-        rank: this process's index.
         aligned: a batch was split in which every rank's part is a sample of its own.
         exchanges: number of attention calls that have exchanged heads.
         comparing: the model runs for the check of `shardwise.parallel.proof`.
@@ -146,8 +137,7 @@ class SequenceGroup:
     def lengths(self, own: int) -> list[int]:
         """Return the number of tokens of each rank (all ranks call, in the same order).
 
-        Exchanged once in a forward pass of an engine, and at every call without an engine. Raises a UsageError if an
-        earlier attention layer of the pass has had another length.
+        Exchanged once in a forward pass of an engine, and at every call without an engine.
         """
         if self._agreed is not None:
             if self._agreed[self.rank] != own:
@@ -174,15 +164,9 @@ class SequenceGroup:
     ) -> Layout:
         """Return the layout of the sequence on the ranks (all ranks call).
 
-        Exchanged once for each `key`, which all layers of a model share; without one, once in a forward pass. On a
-        device the host waits for the exchange. Raises a UsageError if every rank has the whole sequence.
-
-        Args:
-            own, rows: this rank's tokens and rows.
-            positions: of this rank's tokens in their samples, (rows or 1, tokens).
-            kept: True for tokens that are no padding.
-            device: of the created tensors.
-            key: base tensor of positions and padding; None: the first of both.
+        Exchanged once for each `key`, the tensor of positions or padding that all layers of a model share (None: the
+        first of both); without one, once in a forward pass. On a device the host waits for the exchange. `positions`
+        are those in samples, (rows or 1, tokens). Raises a UsageError if every rank has the whole sequence.
         """
         if key is None:
             key = positions if positions is not None else kept
@@ -356,10 +340,7 @@ def begin(size: int, device: torch.device | None = None) -> SequenceGroup:
     """Create sequence-parallel groups of consecutive ranks before there is an engine (all ranks call).
 
     `initialize()` does so if `sequence_parallel_size` is configured. To use this group in a later engine, pass it as
-    `mpu`. The device of tensors is by default this process's.
-
-    Raises:
-        ConflictError: `size` does not divide the ranks, or a group of another size exists.
+    `mpu`. Raises a ConflictError if `size` does not divide the ranks, or a group of another size exists.
 
     Example:
         >>> from shardwise.parallel import begin, end
@@ -398,7 +379,7 @@ def end() -> None:
 def group_of(given: SequenceGroup | dist.ProcessGroup | None) -> SequenceGroup | None:
     """Return the group of a layer's argument; None for the process's group.
 
-    For a new process group a `SequenceGroup` is created; its ranks call together.
+    The ranks of a new process group call together.
     """
     if given is None or isinstance(given, SequenceGroup):
         return given

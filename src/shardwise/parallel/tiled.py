@@ -1,10 +1,8 @@
 """Tiled computation over tokens: only one tile's large intermediate tensors are in memory.
 
 The backward pass recomputes a tile, and frees it before the next one. Modules are called once for each tile, so ZeRO
-stage 3 unshards their parameters as for any repeated call. Autograd adds up the gradients of parameters.
-
-With T tokens and V words, logits and their gradient have T x V numbers each, in the loss's precision. In tiles of t
-tokens both have t x V.
+stage 3 unshards their parameters as for any repeated call. With T tokens and V words, logits and their gradient have
+T x V numbers each, in the loss's precision. In tiles of t tokens both have t x V.
 """
 
 from __future__ import annotations
@@ -145,10 +143,10 @@ def sequence_tiled_compute(
         shards: number of tiles.
         kwargs_to_shard: arguments to be split, of shape (rows, tokens, ...).
         kwargs_to_pass: arguments of every tile.
-        grad_requiring_tensor_key, compute_params: accepted for existing code and ignored.
+        grad_requiring_tensor_key: ignored, as is `compute_params`.
+        compute_params: accepted for existing code.
         output_unshard_dimension: dimension of the tokens in the output; 0 for a scalar output.
-        output_reduction: of scalar outputs: mean, weighted by the tokens of each tile, or sum. None: concatenate
-            outputs along `output_unshard_dimension`.
+        output_reduction: of scalar outputs: mean, weighted by the tokens of each tile, or sum. None: concatenate.
 
     Raises:
         UsageError: an argument does not have `seqlen` tokens, or the reduction is unknown.

@@ -45,9 +45,7 @@ def key_runs(heads: int, keys: int, runs: Sequence[Run]) -> list[Run]:
 
 
 def repeats(heads: int, keys: int, run: Run) -> int | list[int]:
-    """Return the number of query heads of each of a rank's key heads, if equal and in order.
-
-    Otherwise return, for each query head, the index of its key head among the rank's.
+    """Return the number of query heads of each of a rank's key heads; the key head of each query head if irregular.
 
     >>> repeats(8, 4, (0, 4)), repeats(6, 2, (2, 4)), repeats(6, 2, (0, 4))
     (2, 1, [0, 0, 0, 1])
@@ -59,8 +57,6 @@ def repeats(heads: int, keys: int, run: Run) -> int | list[int]:
 
 
 class _Swap:
-    """An asynchronous all-to-all of a tensor of shape (rows, tokens, heads, ...)."""
-
     def __init__(self, group: SequenceGroup, given: torch.Tensor, sent: list[int], got: list[int], label: str) -> None:
         self.received = given.new_empty(sum(got))
         self.sizes = got
@@ -163,10 +159,7 @@ class _ToTokens(torch.autograd.Function):
 def to_heads(
     group: SequenceGroup, tensors: Sequence[torch.Tensor], lengths: Sequence[int], runs: Sequence[Sequence[Run]]
 ) -> tuple[torch.Tensor, ...]:
-    """All-to-all to all tokens of this rank's heads (all ranks of the group call; one for each tensor).
-
-    Tensors are (rows, this rank's tokens, all heads, ...). `runs` has, for each tensor, the heads of each rank.
-    """
+    """All-to-all to all tokens of this rank's heads; `runs` has, for each tensor, the heads of each rank."""
     given = [list(run) for run in runs]
     found: tuple[torch.Tensor, ...] = _ToHeads.apply(group, list(lengths), given, *tensors)
     return found

@@ -67,7 +67,7 @@ class FlopsProfiler:
         return self._profile
 
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
-        """Discard earlier counts and start counting, without the module classes in `ignore_list` and their submodules.
+        """Discard earlier counts and start counting, without the module classes in `ignore_list`.
 
         Raises:
             UsageError: the profiler runs already, or the list contains something other than module classes.
@@ -124,15 +124,7 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the profile.
-
-        Args:
-            profile_step: step number in the first line.
-            module_depth: maximum depth of listed modules; -1: all.
-            top_modules: number of module classes listed for each depth.
-            detailed: list every module.
-            output_file: file to write instead of standard output.
-        """
+        """Print the profile, or write it to a file; arguments as of `get_model_profile`."""
         head = summary(
             self.profile,
             title=f"profile of {type(self.model).__name__} at step {profile_step}",
@@ -175,11 +167,15 @@ def get_model_profile(
     Args:
         model: the model, in its current evaluation or training mode.
         input_shape: shape of the only argument, a tensor of ones in the dtype and on the device of the parameters.
-        args, kwargs: the arguments, without `input_shape`.
+        args: the arguments, without `input_shape`.
+        kwargs: the keyword arguments, without `input_shape`.
         print_profile: print the profile.
-        detailed, module_depth, top_modules, output_file: as of `FlopsProfiler.print_model_profile`.
+        detailed: list every module.
+        module_depth: maximum depth of listed modules; -1: all.
+        top_modules: number of module classes listed for each depth.
         warm_up: calls before the profiled one.
         as_string: return strings with units, not numbers.
+        output_file: file to write instead of standard output.
         ignore_modules: module classes to exclude.
         mode: "forward" calls the model, "generate" its method `generate`.
 

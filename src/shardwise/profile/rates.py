@@ -35,9 +35,8 @@ def tokens_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
 class Rates:
     """Throughput over wall-clock time between two reports.
 
-    The first step is excluded because of its one-time allocations. Waiting for data, evaluation and saving count. Each
-    of `ranks` has as many tokens as this one. `synchronized` waits for the device, which the clock is otherwise ahead
-    of.
+    The first step is excluded because of its one-time allocations. Waiting for data, evaluation and saving count.
+    `synchronized` waits for the device before the clock is read, because the host runs ahead of the device.
     """
 
     def __init__(self, ranks: int, synchronized: bool, device: torch.device, peak: Peak | None) -> None:
@@ -73,10 +72,7 @@ class Rates:
         return time.perf_counter()
 
     def read(self, flops: int | None) -> str:
-        """Return the throughput since the last call and reset; empty without a step.
-
-        `flops` are those of a step on this device, without recomputation; None: unknown.
-        """
+        """Return the throughput since the last call and reset; `flops` are those of a step, without recomputation."""
         if self._since is None or not self._steps:
             return ""
         seconds = self._now() - self._since

@@ -56,11 +56,7 @@ def write(lines: Iterable[str], output_file: str | os.PathLike[str] | None) -> N
 def summary(
     profile: ModuleProfile, *, title: str, backward_s: float = 0.0, step_s: float = 0.0, recompute_factor: float = 0.0
 ) -> list[str]:
-    """Return the summary lines of the model.
-
-    `backward_s` and `step_s` are seconds; 0: not timed. `recompute_factor` is the assumed number of recomputed forward
-    passes, for the rule; 0: no rule.
-    """
+    """Return the summary lines of the model; seconds or a `recompute_factor` of 0 are left out."""
     lines = [title, f"parameters:    {params_to_string(profile.parameters)}"]
     rows = [("forward", profile.forward, profile.seconds), ("backward", profile.backward, backward_s)]
     for name, flops, seconds in rows:

@@ -2,9 +2,8 @@
 
 A `Recorder` keeps the ends of each range (`shardwise.device.ranges`) and the flight recorder's records; on a CUDA
 device, CUDA events that it reads after the last step. The conversion computes times of rank 0's clock, tracks and idle
-gaps. Memory is bounded: after `most` spans nothing is kept, and the trace notes it.
-
-The trace has the JSON object format of the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
+gaps. Memory is bounded: after `most` spans nothing is kept, and the trace notes it. The trace has the JSON object
+format of the Trace Event Format, which ui.perfetto.dev and chrome://tracing open.
 """
 
 from __future__ import annotations
@@ -99,14 +98,10 @@ class _Around:
 
 
 class Recorder(Listener, Watcher):
-    """Records ranges and the flight recorder's collectives.
+    """Records up to `most` ranges and the flight recorder's collectives; `left_out` counts the others.
 
-    Args:
-        cuda: True if the recorded work runs on the current CUDA device.
-        most: maximum number of spans and collectives; `left_out` counts those beyond.
-        step: returns the current step.
-        sizes: bytes of each unit, by its name.
-        memory: returns bytes by category; called at the end of each phase.
+    `cuda`: work runs on the current CUDA device. `sizes` are the bytes of each unit. `memory` returns bytes by
+    category, and is called at the end of each phase.
     """
 
     ranges: frozenset[str] | None = None
@@ -137,7 +132,6 @@ class Recorder(Listener, Watcher):
         self.ended = self.begun
 
     def _anchor(self, instant: Instant) -> tuple[float, Instant]:
-        """Return an instant with the host's time now, waiting for the device."""
         if isinstance(instant, float):
             return instant, instant
         instant.synchronize()
@@ -290,7 +284,6 @@ class Recorder(Listener, Watcher):
         }
 
     def _other_waits(self, microseconds: Callable[[Instant], float]) -> list[Event]:
-        """Return host waits in collectives without a range: norms, agreements."""
         found = []
         for record, step, _ in self._records.values():
             other = category_of(record.kind) == "collective" and record.label != LABEL

@@ -114,14 +114,10 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: list[int] | None = None,
     ) -> None:
-        """Log times in milliseconds.
+        """Log times in milliseconds, divided by `normalizer` (above 0, else a UsageError), and reset the timers.
 
-        Args:
-            names: names of timers; missing timers are skipped.
-            normalizer: divisor of the times, above 0.
-            reset: reset the timers.
-            memory_breakdown: also log the device's memory.
-            ranks: ranks that log; None: the first.
+        Missing timers are skipped. `memory_breakdown` also logs the device's memory. The default of `ranks` is the
+        first.
         """
         found = self.get_mean(names, normalizer, reset, mean=False)
         text = " | ".join(f"{name}: {value:.2f}" for name, value in found.items())
@@ -191,6 +187,9 @@ class ThroughputTimer:
         steps_per_output: steps between log lines; None: never.
         monitor_memory: also log the device's memory.
         logging_fn: receives log lines; None: the log, on rank 0.
+
+    Raises:
+        UsageError: `batch_size` is below 1.
     """
 
     def __init__(
@@ -271,7 +270,9 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Return the mean without a share `trim_percent` (0 to 1) of the largest and of the smallest values; 0 if empty.
+    """Return the mean without a share `trim_percent` of the largest and of the smallest values; 0 if empty.
+
+    Raises a UsageError if the share is below 0 or above 1.
 
     >>> trim_mean([100.0, 1.0, 2.0, 3.0, -5.0], 0.2), trim_mean([], 0.1)
     (2.0, 0.0)

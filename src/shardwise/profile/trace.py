@@ -1,7 +1,7 @@
 """Merged timeline of all ranks, and a time breakdown of each rank.
 
-Each moment of a rank belongs to the first active entry of `SHARES`. Waiting therefore precedes moving, and moving
-precedes the step and compute ranges that contain both; the rest is idle.
+Each moment of a rank belongs to the first active entry of `SHARES`: waiting precedes moving, and moving precedes the
+step and compute ranges that contain both; the rest is idle.
 """
 
 from __future__ import annotations
@@ -37,24 +37,15 @@ class Timeline:
 
 @dataclass
 class RankTimes:
-    """Time breakdown of one rank, in seconds.
-
-    Attributes:
-        whole: duration of the recording.
-        shares: by the names of `SHARES`; their sum is `whole`.
-        under_way: time with all-gathers or reductions in flight: launched, not yet waited for.
-        hidden: part of `under_way` in which the rank did not wait for them.
-        moved: time with state transfers between tiers.
-        moves_hidden: part of `moved` in which the rank did not wait for it.
-    """
+    """Time breakdown of one rank, in seconds."""
 
     rank: int
-    whole: float = 0.0
-    shares: dict[str, float] = field(default_factory=dict)
-    under_way: float = 0.0
-    hidden: float = 0.0
-    moved: float = 0.0
-    moves_hidden: float = 0.0
+    whole: float = 0.0  # duration of the recording
+    shares: dict[str, float] = field(default_factory=dict)  # by the names of `SHARES`; their sum is `whole`
+    under_way: float = 0.0  # with all-gathers or reductions in flight: launched, not yet waited for
+    hidden: float = 0.0  # part of `under_way` without a wait for them
+    moved: float = 0.0  # with state transfers between tiers
+    moves_hidden: float = 0.0  # part of `moved` without a wait for them
 
 
 @dataclass

@@ -15,28 +15,17 @@ Numel = Callable[[nn.Parameter], int]
 
 @dataclass(frozen=True)
 class ModuleProfile:
-    """FLOPs of a module and its submodules.
+    """FLOPs of a module and its submodules."""
 
-    Attributes:
-        name: path from the model, as in `named_modules`; empty for the model itself.
-        parameters: number of parameter elements, shared ones counted once.
-        forward: FLOPs of forward passes; for the model, including operators outside of modules, such as a loss.
-        backward: FLOPs of backward passes, without recomputation.
-        recompute: FLOPs of recomputation in backward passes.
-        seconds: time of its forward calls.
-        calls: number of calls in forward passes.
-        children: submodules; a shared module appears only at its first place.
-    """
-
-    name: str
+    name: str  # path from the model, as in `named_modules`; empty for the model itself
     kind: str
-    parameters: int
-    forward: int
-    backward: int
-    recompute: int
-    seconds: float
-    calls: int
-    children: tuple[ModuleProfile, ...]
+    parameters: int  # number of parameter elements, shared ones counted once
+    forward: int  # of forward passes; for the model, including operators outside of modules, such as a loss
+    backward: int  # without recomputation
+    recompute: int  # recomputation in backward passes
+    seconds: float  # of its forward calls
+    calls: int  # in forward passes
+    children: tuple[ModuleProfile, ...]  # a shared module appears only at its first place
 
     @property
     def macs(self) -> int:
@@ -66,10 +55,7 @@ class ModuleProfile:
 
 
 def profile_of(count: FlopCount, numel: Numel = nn.Parameter.numel, *, timed: bool = True) -> ModuleProfile:
-    """Return the profile of a stopped count, waiting for the device if it was timed.
-
-    `numel` returns the number of elements of a sharded parameter. `timed` is False in a dry run, without real times.
-    """
+    """Return the profile of a stopped count, waiting for the device if it was timed (not in a dry run)."""
     seconds = count.seconds() if timed else {}
     return _profile("", count.model, count, seconds, numel, {count.model})
 

@@ -1,7 +1,7 @@
 """Activation checkpointing: the backward pass recomputes activations of a function instead of keeping them.
 
-A model calls `checkpoint` around its blocks, at any ZeRO stage; an engine's configuration only adds options, such as
-offload of the saved inputs. `shardwise.checkpointing` and `deepspeed.checkpointing` have the same names.
+A model calls `checkpoint` around its blocks, at any ZeRO stage; an engine's configuration only adds options.
+`shardwise.checkpointing` and `deepspeed.checkpointing` have the names that existing scripts call.
 """
 
 from shardwise.recompute.checkpoint import checkpoint, non_reentrant_checkpoint

@@ -1,7 +1,7 @@
 """Partitioning of saved inputs over the tensor-parallel group (`partition_activations`).
 
 Outside of tensor-parallel layers all ranks of the group have the same activations. Each rank keeps one part of a saved
-input; one exact all-gather a tensor restores it for the recomputation.
+input; one exact all-gather a tensor restores the input for the recomputation.
 """
 
 from __future__ import annotations

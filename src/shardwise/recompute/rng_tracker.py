@@ -1,7 +1,7 @@
 """RNG state tracker of a tensor-parallel group, with Megatron's interface.
 
 Outside of `fork()` all ranks of the group draw the same numbers; inside, each rank draws its own. Models that shardwise
-shards itself do not need it. States are of the CUDA generator if CUDA is in use, else of the CPU generator.
+shards do not need it. States are of the CUDA generator if CUDA is in use, else of the CPU generator.
 """
 
 from __future__ import annotations

@@ -62,8 +62,6 @@ _own: ActivationOffload | None = None  # activation offload of calls outside of 
 
 
 class _Scope(threading.local):
-    """Options and resources of the engine in its forward pass on this thread."""
-
     settings = NOTHING
     offload: ActivationOffload | None = None
     group: TensorGroup | None = None

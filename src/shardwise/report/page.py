@@ -32,10 +32,9 @@ _LISTED = 200  # maximum number of individually listed warnings
 
 
 def write_report(directory: Path, out: Path | None = None) -> Path:
-    """Write the report of a run directory, and return its path; by default `report.html` in the directory.
+    """Write the report of a run directory, by default to `report.html` in it, and return its path.
 
-    Raises:
-        ReportError: the directory has no run, plotly is not installed, or the file cannot be written.
+    Raises a ReportError if the directory has no run, plotly is not installed, or the file cannot be written.
     """
     library = _library()
     page = render(read_run(directory), library)

@@ -38,21 +38,15 @@ class Span:
 
 @dataclass
 class Run:
-    """Content of a run directory.
-
-    Attributes:
-        about: content of `run.json`; empty if unreadable.
-        notes: unreadable content.
-        resumed: steps from which a job has resumed.
-    """
+    """Content of a run directory."""
 
     path: Path
-    about: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)  # content of `run.json`; empty if unreadable
     rows: dict[int, list[Row]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    resumed: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # unreadable content
+    resumed: list[int] = field(default_factory=list)  # steps from which a job has resumed
 
     def note(self, text: str) -> None:
         """Add a note about unreadable content."""

@@ -45,20 +45,13 @@ class Point:
 
 @dataclass
 class Rank:
-    """Summary of one rank.
-
-    Attributes:
-        whole: all its rows, merged.
-        steady: all rows but the first, which includes one-time work; all if there is only one.
-        host: machine; None: unknown.
-        last: number of points at which the rank waited least of all, because the others waited for it.
-    """
+    """Summary of one rank."""
 
     number: int
-    whole: Row
-    steady: Row
+    whole: Row  # all its rows, merged
+    steady: Row  # all rows but the first, which includes one-time work; all if there is only one
     host: str | None
-    last: int = 0
+    last: int = 0  # number of points at which the rank waited least of all, because the others waited for it
 
     @property
     def step_seconds(self) -> float | None:

@@ -30,9 +30,7 @@ def _flags() -> dict[str, tuple[Key, list[str]]]:
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of the learning-rate schedules to a script's parser, and return the parser.
-
-    The flags are `--lr_schedule NAME` and one for each argument of the five schedules; boolean flags need no value.
+    """Add `--lr_schedule NAME` and a flag for each argument of the five schedules to a parser, and return the parser.
 
     Example:
         >>> parser = add_tuning_arguments(argparse.ArgumentParser())
@@ -91,9 +89,9 @@ _HIGHEST = {
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the learning rate of a `scheduler` section, for the optimizer: the highest, or the first of LRRangeTest.
+    """Return (rate, "") of a `scheduler` section, or (None, error) if the section names none.
 
-    Returns (rate, or list of one for each group, ""), or (None, error) if the section names no such rate.
+    The rate is for the optimizer: the highest, or the first of LRRangeTest; one for all groups or a list.
 
     >>> get_lr_from_config({"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.4}})
     (0.4, '')

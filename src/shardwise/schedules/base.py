@@ -1,8 +1,7 @@
 """Schedules as functions of the step number, with the interface of torch's LR schedulers.
 
-Invariant: update k = 0, 1, 2, ... of the parameters uses lr(k). The constructor applies lr(0), and each `step()` after
-an update the next rate. Because lr is a pure function, a run resumed at any k has the same rates as an uninterrupted
-run.
+Invariant: update k = 0, 1, 2, ... uses lr(k). The constructor applies lr(0), and each `step()` after an update the next
+rate. Because lr is a pure function, a run resumed at any k has the same rates as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ class StepSchedule(LRScheduler):
     """Base class of schedules that compute each group's learning rate from the step number only.
 
     A subclass stores its arguments, calls `super().__init__` last, and defines `group_lr`, optionally `group_momentum`.
+    As in torch, a group's rate when the first schedule is built is its own rate, stored as `group["initial_lr"]`.
 
     Args:
-        optimizer: its `param_groups` receive the rates. As in torch, a group's rate when the first schedule is built is
-            its own rate, stored as `group["initial_lr"]`.
+        optimizer: its `param_groups` receive the rates.
         last_batch_iteration: number of the last finished step; -1 before the first.
     """
 
@@ -70,11 +69,9 @@ class StepSchedule(LRScheduler):
         return [*self.lr(self.last_epoch)]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Apply the next learning rate; call it after each update that was not skipped.
+        """Apply the next learning rate, or that of a given step; call it after each update that was not skipped.
 
-        Args:
-            last_batch_iteration: apply the rate of this step instead. `LRRangeTest` and `OneCycle` treat it as the last
-                finished step, as their constructors do, and apply the rate of the next one.
+        As in their constructors, `LRRangeTest` and `OneCycle` treat `last_batch_iteration` as the last finished step.
         """
         self._step_count += 1
         if last_batch_iteration is None:

@@ -2,9 +2,7 @@
 
 The test finds the largest rate without divergence (Smith, "Cyclical Learning Rates for Training Neural Networks",
 2017). The cycle uses this rate (Smith, "A disciplined approach to neural network hyper-parameters: Part 1", 2018).
-
-Invariant: `lr_range_test`, `one_cycle` and `one_cycle_decay` are pure functions of `k`, the number of earlier updates;
-the classes only scale them.
+The functions are pure in `k`, the number of earlier updates; the classes only scale them.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ MOST_MOMENTUM = 0.999  # Maximum momentum of the decay phase, because with a mom
 def lr_range_test(step: int, step_size: int, step_rate: float, staircase: bool = False) -> float:
     """Return the rate of step k as a multiple of the lowest rate: 1 + step_rate k / step_size.
 
-    With `staircase`, it grows once every `step_size` steps only.
+    With `staircase`, the multiple grows once every `step_size` steps only.
 
     >>> [lr_range_test(k, 2, 1.0) for k in range(5)]
     [1.0, 1.5, 2.0, 2.5, 3.0]
@@ -139,7 +137,8 @@ class OneCycle(StepSchedule):
 
     Args:
         optimizer: its groups receive the rates and momenta.
-        cycle_min_lr, cycle_max_lr: rate of step 0 and of the end of the cycle, and in the middle.
+        cycle_min_lr: rate of step 0 and of the end of the cycle.
+        cycle_max_lr: rate in the middle of the cycle.
         decay_lr_rate: t steps after the cycle the rate is `cycle_min_lr` / (1 + decay_lr_rate t / decay_step_size).
         cycle_first_step_size: steps from the lowest rate to the highest.
         cycle_second_step_size: steps back to the lowest; None: as many; 0: lowest directly after the rise.
@@ -147,7 +146,8 @@ class OneCycle(StepSchedule):
         cycle_second_stair_count: stairs of the fall; None: as many as in the rise.
         decay_step_size: as in `decay_lr_rate`; 0: no decay.
         cycle_momentum: also cycle the momentum.
-        cycle_min_mom, cycle_max_mom: momentum in the middle of the cycle, and of step 0 and the end.
+        cycle_min_mom: momentum in the middle of the cycle.
+        cycle_max_mom: momentum of step 0 and of the end of the cycle.
         decay_mom_rate: t steps after the cycle the momentum is `cycle_max_mom` x (1 + decay_mom_rate t /
             decay_step_size), up to 0.999.
         last_batch_iteration: number of the last finished step; -1 before the first.
@@ -243,5 +243,4 @@ class OneCycle(StepSchedule):
 
 
 def _between(start: float, stop: float, fraction: float) -> float:
-    """Interpolate linearly between two values; exact at both ends."""
     return (1.0 - fraction) * start + fraction * stop

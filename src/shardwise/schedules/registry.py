@@ -1,7 +1,7 @@
-"""Registry of schedules by the configuration's `type` and `params`.
+"""Registry of schedules by the configuration's `type` and `params`: our own, then `torch.optim.lr_scheduler`.
 
-Our own schedules come before classes of `torch.optim.lr_scheduler`. torch's schedules follow the same convention: the
-constructor applies the rate of step 0, and `step()` is called after each update.
+torch's schedules follow the same convention: the constructor applies the rate of step 0, and `step()` is called after
+each update.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Warm-up schedules: constant, linear decay or cosine decay after the warm-up.
 
 The rate starts low because the first updates are the least reliable (Goyal et al., 2017); cosine decay is by Loshchilov
-and Hutter (2017). The formulas match published configuration files; `k` is the number of earlier updates, `N` = max(2,
-warmup_num_steps), `T` = total_num_steps.
-
-Invariant: `warmup`, `warmup_decay` and `warmup_cosine` are pure functions of the step number with values in [0, 1]; the
-classes only scale them.
+and Hutter (2017). The formulas match published configuration files. The functions are pure in `k`, the number of
+earlier updates, with values in [0, 1]; `N` = max(2, warmup_num_steps), `T` = total_num_steps. The classes scale them.
 """
 
 from __future__ import annotations
@@ -176,8 +173,9 @@ class WarmupCosineLR(_Warmup):
     Args:
         optimizer: its groups receive the rates.
         total_num_steps: steps until the end of the decay.
-        warmup_min_ratio, cos_min_ratio: fraction of the own rate in step 0, and at the end.
+        warmup_min_ratio: fraction of the own rate in step 0.
         warmup_num_steps: length of the warm-up; 0 and 1 count as 2.
+        cos_min_ratio: fraction of the own rate at the end.
         warmup_type: "log" or "linear".
         last_batch_iteration: number of the last finished step; -1 before the first.
 

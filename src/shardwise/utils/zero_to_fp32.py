@@ -110,10 +110,12 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write the weights of a checkpoint in fp32: `pytorch_model.bin`, or several such files with an index.
 
     Args:
-        checkpoint_dir, tag, exclude_frozen_parameters: as of `get_fp32_state_dict_from_zero_checkpoint`.
+        checkpoint_dir: directory of checkpoints, or one checkpoint.
         output_dir: directory; created if needed. Existing weights are replaced.
         max_shard_size: of one file; None: one file.
         safe_serialization: write safetensors files (`model.safetensors`) instead, as Hugging Face prefers them.
+        tag: name of the checkpoint; None: the one that `latest` names, or the newest complete one.
+        exclude_frozen_parameters: leave out parameters that were not trained.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or writing failed.

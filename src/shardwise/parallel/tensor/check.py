@@ -2,9 +2,9 @@
 
 Names, sizes or rules determine which layers are sharded. The model's code between them may not support that: a norm
 over heads, a softmax over features, a weight used without its layer. So each kind of sharded block is copied twice with
-the same random weights: sharded and unsharded. Both copies get some tokens of the block's first inputs. Outputs and
-gradients of inputs and parameters must agree. The sharded copies first run without communication, because all ranks
-must raise a shape error before any rank waits.
+the same random weights, sharded and unsharded. On some tokens of the block's first inputs, outputs and gradients of
+inputs and parameters must agree. The sharded copies first run without communication, because all ranks must raise a
+shape error before any rank waits.
 """
 
 from __future__ import annotations
@@ -70,8 +70,6 @@ class _CopyGroup(TensorGroup):
 
 
 class _Run:
-    """A copy and its results on a sample; `wanted` are the arguments that require a gradient."""
-
     def __init__(self, module: nn.Module, block: nn.Module, given: tuple[Any, Any], wanted: list[torch.Tensor]) -> None:
         self.module, self._block, self._wanted = module, block, wanted
         self.made: dict[str, torch.Tensor] = {}
@@ -120,9 +118,7 @@ class _Run:
 
 
 class _Sizes(NamedTuple):
-    """Rows and tokens of a sample; None: all."""
-
-    rows: int | None = _ROWS
+    rows: int | None = _ROWS  # None: all
     tokens: int | None = _TOKENS
 
 
@@ -149,10 +145,9 @@ class Comparison:
         self._device = self._comm.device if self._hidden is None else self._tensors[self._hidden].device
 
     def operators(self, closes: Callable[[nn.Module], bool]) -> tuple[str, nn.Parameter | None]:
-        """Return the operators of the sharded block, up to the first that needs values, without communication.
+        """Return the operators of the sharded block on meta tensors, and a foreign sharded parameter; no communication.
 
-        The block runs on meta tensors. `closes` returns True if sharded weights of a module outside of the block may be
-        used in the module's forward pass. Also returns a sharded parameter outside of the block that is used elsewhere.
+        `closes` returns True for a module that may use its sharded weights in its forward pass.
         """
         group = _CopyGroup(self._comm, self._group.columns, self._group.place)
         group.silent = True
@@ -174,7 +169,7 @@ class Comparison:
         return "\n".join(noted.found), noted.foreign
 
     def run(self) -> list[str]:
-        """Compare; return names of unsharded parameters with partial gradients on each rank.
+        """Return names of unsharded parameters with partial gradients on each rank.
 
         Raises a ConfigError on all ranks if the sharded block computes other values, or fails.
         """
@@ -494,7 +489,6 @@ def _or_zero(grad: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor
 
 
 def _off(found: torch.Tensor, expected: torch.Tensor, near: float, floor: float = 0.0) -> str:
-    """Return the relative difference of a tensor from the expected one, if beyond rounding."""
     size, off = float(expected.norm()), float((found - expected).norm())
     if off <= near * size + floor:
         return ""

@@ -75,10 +75,7 @@ def copied(
     group: TensorGroup | None,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """Return a copy of a block for a tensor-parallel group (None: unsharded).
-
-    `values` makes a parameter from its name and the block's parameter. Floating-point buffers are cast to `dtype`.
-    """
+    """Return a copy of a block for a tensor-parallel group (None: unsharded), with parameters made by `values`."""
     own_tensor = functools.partial(_tensor_of, dtype=dtype, device=device)
     memo: dict[int, Any] = {}
     for module in block.modules():
@@ -135,7 +132,6 @@ def _tensor_of(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | 
 
 
 def _mapped(value: Any, memo: dict[int, Any], own_tensor: _TensorOf) -> Any:
-    """Return an attribute's value with copies instead of modules and tensors."""
     if isinstance(value, (nn.Module, nn.Parameter)):
         return memo.get(id(value), value)
     if isinstance(value, torch.Tensor):
@@ -161,7 +157,6 @@ def _mapped(value: Any, memo: dict[int, Any], own_tensor: _TensorOf) -> Any:
 
 
 def _method_of(module: Any, method: types.MethodType) -> Any:
-    """Return a copy's method from its own class, because the copy may be unsharded."""
     inherited = getattr(type(module), method.__name__, None)
     return types.MethodType(method.__func__ if inherited is None else inherited, module)
 

@@ -1,11 +1,10 @@
 """RNG tracker of a tensor-parallel group, for dropout.
 
-Outside of sharded layers all ranks have equal activations and drop the same elements: their generators share the first
-rank's state. Between a column-parallel and a row-parallel layer each rank has its own activations and drops others: the
-generator has a rank-specific state there, derived from a number of the common generator and the rank. The same holds
-where each rank has its own tokens: from the first block or a row-parallel layer to the next norm (sequence-parallel
-norms). Recomputed regions repeat the same numbers, because `torch.utils.checkpoint` restores the state that identifies
-the region. The common generator advances equally on all ranks.
+Outside of sharded layers all ranks have equal activations and drop the same elements: their generators share a state.
+Between a column-parallel and a row-parallel layer each rank has its own activations: the generator has a rank-specific
+state there, derived from a number of the common generator and the rank. So it has where each rank has its own tokens
+(sequence-parallel norms). Recomputed regions repeat the same numbers, because `torch.utils.checkpoint` restores the
+state that identifies the region. The common generator advances equally on all ranks.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ class _Region:
 
 
 class Regions:
-    """Tracks the regions of a model with rank-specific random numbers, which sharded layers begin and end.
-
-    `active`: regions are tracked, because the model has dropout, or drew numbers in its first training pass.
-    """
+    """Tracks a model's regions with rank-specific random numbers; `active` if the model has drawn numbers, or might."""
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._group = group
@@ -201,10 +197,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def _take(generator: torch.Generator, device: torch.device) -> tuple[int, Callable[[], None]]:
-    """Draw a number; return it and a function that restores the state after it.
-
-    For a CUDA device from seed and offset, which the host knows, so the host does not wait.
-    """
+    """Draw a number; return it and a function that restores the state after it. The host does not wait for a device."""
     if device.type == "cuda":
         seed, offset = generator.initial_seed(), generator.get_offset()
 

@@ -38,7 +38,7 @@ def divide_model(
 ) -> list[tuple[Parallel, TensorGroup]]:
     """Shard a model's layers in place; return the layers that were sharded before, each with its former group.
 
-    The first rank's values are broadcast before, because all parts must be of one model. `experts` also shards stacked
+    The first rank's values are broadcast before, because all parts must be of one model. `experts` includes stacked
     experts; False with `expert_parallel`.
     """
     layers = (module for module in model.modules() if isinstance(module, Parallel))
@@ -106,8 +106,8 @@ _of_job: list[Any] = [None]
 def begin_tensors(size: int, device: torch.device | None = None) -> TensorGroup:
     """Create tensor-parallel groups of consecutive ranks before there is an engine (all ranks call).
 
-    Existing groups of this size are returned again. `end_tensors` destroys them. The device of tensors is by default
-    this process's. Raises a ConflictError if `size` does not divide the ranks.
+    Existing groups of this size are returned again. `end_tensors` destroys them. Tensors are by default on this
+    process's device. Raises a ConflictError if `size` does not divide the ranks.
     """
     from shardwise.comm.setup import local_rank
     from shardwise.device import choose_device

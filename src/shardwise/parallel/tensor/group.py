@@ -79,10 +79,7 @@ class TensorGroup:
         return self._comm
 
     def carries(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor has values to communicate, or belongs to a dry run that counts bytes.
-
-        A fake tensor among real ranks (a traced model) is not sent.
-        """
+        """Return True if a tensor has values to communicate (no traced fake tensor), or a dry run counts its bytes."""
         return has_values(tensor) or self.comm.imagined
 
     def close(self) -> None:

@@ -84,10 +84,7 @@ class GradientGuard:
         self._in_half |= torch.is_autocast_enabled(self._group.comm.device.type)
 
     def check(self, loss: torch.Tensor | None = None) -> None:
-        """Compare the gradients (and the loss, if known) of a backward pass (all ranks of the group call).
-
-        Raises a ConfigError if a gradient differs.
-        """
+        """Compare the gradients, and a known loss, of a backward pass (all ranks call); raises a ConfigError."""
         if self.ended:
             return
         rows = {}

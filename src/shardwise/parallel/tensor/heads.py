@@ -28,7 +28,7 @@ KEY_FEATURES = ("kv_dim",)  # attributes for the number of key features
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads (`total`, `own`) and key and value heads (`keys`, `own_keys`), of all ranks and of each.
+    """Query heads, and key and value heads, of all ranks and of each.
 
     With at least as many key heads as ranks, key heads are distributed, and query heads follow. With fewer, each key
     head is shared by several ranks, which split its query heads.

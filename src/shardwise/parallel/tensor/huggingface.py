@@ -22,11 +22,7 @@ from shardwise.parallel.tensor.plan import TensorParallelPlan
 
 
 def divide_model(model: nn.Module, division: TensorParallelPlan, group: TensorGroup) -> None:
-    """Shard a model in place by a plan.
-
-    Raises a UsageError if a layer cannot be sharded as planned, and a ConfigError if the model's loss does not support
-    vocabulary-parallel logits.
-    """
+    """Shard a model in place by a plan; raises a ConfigError if its loss does not support sharded logits."""
     modules = Inventory(model).modules
     for path, stacked in division.experts.items():
         _divide_experts(modules[path], stacked, group, path)
@@ -83,15 +79,12 @@ class OwnConfig:
 
 
 class ExpertsParallel(Parallel):
-    """Stacked experts with sharded inner features; outputs are summed over ranks once.
-
-    Outputs are partial sums multiplied by the routing weights, so gradients of these weights are partial too.
-    """
+    """Stacked experts with sharded inner features; outputs are summed over ranks once."""
 
     last_bias: str | None
 
     def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
-        """Return the experts' output; arguments are those of the base class."""
+        """Return the experts' output; gradients of routing weights are partial, as the outputs are."""
         group = self.group
         entered = [
             mappings.enter(one, group) if torch.is_tensor(one) and one.is_floating_point() else one

@@ -1,9 +1,8 @@
 """Tensor-parallel layers: column- and row-parallel linear layers, vocabulary- and width-parallel embeddings.
 
 A layer keeps its identity and parameters, which become this rank's part; its class changes to a subclass. So hooks,
-names, adapters and `isinstance` keep working, also for subclasses of torch's layers.
-
-"Columns" are output features and "rows" input features, as in the papers' y = x A, for any storage order of the weight.
+names, adapters and `isinstance` keep working, also for subclasses of torch's layers. "Columns" are output features and
+"rows" input features, as in the papers' y = x A, for any storage order of the weight.
 """
 
 from __future__ import annotations
@@ -29,24 +28,18 @@ Kind = Literal["column", "picked", "latent", "row", "words", "width", "norm"]
 class ShardSpec:
     """Sharding of a layer.
 
-    Attributes:
-        kind: linear layers: `column` (output features), `row` (input features); with an unsharded weight, `picked`
-            (each rank computes some output features, which may overlap) or `latent` (all output features, some of which
-            ranks use differently). Embeddings: `words` or `width`. `norm`: normalises a rank's tokens and all-gathers
-            them (sequence-parallel norms).
-        runs: each rank's ranges of the dimension; `latent`: features that ranks use differently.
-        whole_output: `column`, `width`: all-gather the output.
-        whole_in_evaluation: `column`: all-gather the output in evaluation mode.
-        whole_input: `row`: the input is unsharded, and each rank takes its part.
-        tokens: token dimension, sharded outside of tensor-parallel layers (sequence-parallel norms): a `row` layer
-            reduce-scatters its output along it. None: every rank has all tokens.
+    Kinds of linear layers: `column` (output features), `row` (input features); with an unsharded weight, `picked`
+    (ranks compute output features that may overlap) and `latent` (all output features, some used differently). Of
+    embeddings: `words` and `width`. `norm`: normalises a rank's tokens and all-gathers them (sequence-parallel norms).
     """
 
     kind: Kind
-    runs: tuple[Runs, ...] = ()
-    whole_output: bool = False
-    whole_in_evaluation: bool = False
-    whole_input: bool = False
+    runs: tuple[Runs, ...] = ()  # each rank's ranges of the dimension; `latent`: features that ranks use differently
+    whole_output: bool = False  # `column`, `width`: all-gather the output
+    whole_in_evaluation: bool = False  # `column`: all-gather the output in evaluation mode
+    whole_input: bool = False  # `row`: the input is unsharded, and each rank takes its part
+    # Token dimension, sharded outside of tensor-parallel layers (sequence-parallel norms): a `row` layer reduce-
+    # scatters its output along it. None: every rank has all tokens.
     tokens: int | None = None
 
     @property
@@ -85,10 +78,7 @@ class ColumnParallel(Parallel):
 
 
 class PickedColumns(Parallel):
-    """Linear layer with an unsharded weight, of which each rank computes some output features.
-
-    For fused projections with features that several ranks need (shared key heads), because parts of the weight overlap.
-    """
+    """Linear layer with an unsharded weight, of which ranks compute overlapping output features (shared key heads)."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -171,11 +161,9 @@ class NormParallel(Parallel):
 
 
 class OwnParts(Parallel):
-    """Module with unsharded tensors that have a number for each head or feature, of which it uses this rank's.
+    """Module that uses this rank's part of unsharded tensors with a number for each head or feature."""
 
-    `slices` maps a parameter, buffer or module list to the dimension and each rank's ranges.
-    """
-
+    # parameter, buffer or module list -> dimension, and each rank's ranges
     slices: dict[str, tuple[int, tuple[Runs, ...]]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -239,8 +227,7 @@ _made: dict[tuple[type, type], type] = {}
 def divide(layer: nn.Module, cut: ShardSpec, group: TensorGroup, path: str) -> None:
     """Shard a layer in place: a linear layer (also transformers' `Conv1D`), an embedding or a norm.
 
-    Parameters shared with a layer that is already sharded (tied embeddings) must have the same sharding. Raises a
-    UsageError if the layer does not support this sharding.
+    Parameters shared with a layer that is already sharded (tied embeddings) must have the same sharding.
     """
     if cut.kind == "norm":
         if isinstance(layer, NormParallel):

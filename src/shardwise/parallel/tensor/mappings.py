@@ -23,10 +23,7 @@ from shardwise.parallel.tensor.group import TensorGroup
 
 
 def enter(x: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-    """Identity in forward, all-reduce in backward.
-
-    Consecutive layers with the same input (queries, keys and values) share one all-reduce.
-    """
+    """Identity in forward, all-reduce in backward, which consecutive layers with the same input share."""
     if group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     made = group.entered(x)

@@ -85,38 +85,25 @@ Slices = dict[str, dict[str, tuple[int, tuple[Runs, ...]]]]
 
 @dataclass
 class Block:
-    """Layers that are sharded together.
-
-    Attributes:
-        cuts: sharding of each layer, by name.
-        row: name of the row-parallel layer.
-        features: of queries and of keys.
-        holders: names of modules with attributes for the number of heads.
-        summands: names of modules whose parameters have partial gradients.
-        vectors: names of parameters sharded in their first dimension.
-        slices: unsharded tensors with a number for each head or feature, of which each rank uses its part.
-    """
+    """Layers that are sharded together."""
 
     path: str
-    cuts: dict[str, ShardSpec]
-    row: str
+    cuts: dict[str, ShardSpec]  # sharding of each layer, by name
+    row: str  # name of the row-parallel layer
     heads: Heads | None = None
-    features: tuple[int, int] = (0, 0)
-    holders: tuple[str, ...] = ()
-    summands: Sequence[str] = ()
+    features: tuple[int, int] = (0, 0)  # of queries and of keys
+    holders: tuple[str, ...] = ()  # names of modules with attributes for the number of heads
+    summands: Sequence[str] = ()  # names of modules whose parameters have partial gradients
+    # names of parameters sharded in their first dimension
     vectors: dict[str, tuple[Runs, ...]] = field(default_factory=dict)
+    # unsharded tensors with a number for each head or feature; ranks use parts
     slices: Slices = field(default_factory=dict)
 
 
 @dataclass
 class _Inside:
-    """Other parameters inside attention.
-
-    `summands` are modules that each rank applies to its own heads. `of_heads` has, by module, tensors with a number for
-    each head: dimension, and True for key heads.
-    """
-
-    summands: list[str] = field(default_factory=list)
+    summands: list[str] = field(default_factory=list)  # modules that each rank applies to its own heads
+    # Module -> tensors with a number for each head: dimension, and True for key heads.
     of_heads: dict[str, dict[str, tuple[int, bool]]] = field(default_factory=dict)
 
     def slices(self, heads: Heads) -> Slices:
@@ -129,8 +116,7 @@ class _Inside:
 class Finder:
     """Finds the blocks of a model that can be sharded.
 
-    Sizes of sharded MLP dimensions are multiples of `grain`. The model's own plan names `planned` layers and
-    parameters.
+    MLP features are sharded in multiples of `grain`. The model's own plan names `planned` layers and parameters.
     """
 
     def __init__(self, inventory: Inventory, size: int, grain: int, planned: Collection[str] = ()) -> None:
@@ -452,21 +438,14 @@ def even(total: int, size: int, path: str, grain: int = 1) -> tuple[Runs, ...]:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Experts with weights stacked in 3-D tensors.
+    """Experts with weights stacked in 3-D tensors."""
 
-    Attributes:
-        inner: features between the projections.
-        first: first projections and their biases: dimension of the inner features, and ranges.
-        last: last projection, and its dimension of inner features.
-        last_bias: its biases, added once.
-        runs: ranges of the inner features.
-    """
-
-    inner: int
+    inner: int  # features between the projections
+    # first projections and biases: dimension of the inner features, and ranges
     first: dict[str, tuple[int, tuple[Runs, ...]]]
-    last: tuple[str, int]
-    last_bias: str | None
-    runs: tuple[Runs, ...]
+    last: tuple[str, int]  # last projection, and its dimension of inner features
+    last_bias: str | None  # its biases, added once
+    runs: tuple[Runs, ...]  # ranges of the inner features
 
 
 def stacked(module: nn.Module, path: str, size: int, grain: int) -> Stacked | None:

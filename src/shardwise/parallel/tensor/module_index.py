@@ -20,13 +20,10 @@ _OF_TRANSFORMERS = ("get_input_embeddings", "get_output_embeddings", "post_init"
 
 @dataclass(frozen=True)
 class Layer:
-    """A linear layer or an embedding, by its name without wrappers.
-
-    `places` are the names of the layer and its copies in the model, because adapters keep the original.
-    """
+    """A linear layer or an embedding, by its name without wrappers."""
 
     path: str
-    places: tuple[str, ...]
+    places: tuple[str, ...]  # names in the model; several, because adapters keep the original
     module: nn.Module
 
     @property
@@ -52,10 +49,7 @@ class Layer:
 
 
 class Inventory:
-    """Modules of a model by name without wrappers; of nested wrappers the innermost.
-
-    `layers` are the linear layers and embeddings, without adapters.
-    """
+    """Modules of a model by name without wrappers; `layers` are linear layers and embeddings, without adapters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

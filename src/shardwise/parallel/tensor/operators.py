@@ -18,8 +18,7 @@ from shardwise.registry import part_of
 class Operators(TorchDispatchMode):
     """Records operators, with their arguments that are no tensors and no fractions.
 
-    `block` is the original of the copy that runs. `closes` returns True if sharded weights of a module outside of the
-    block may be used in the module's forward pass. `foreign` is a sharded parameter that was used elsewhere.
+    `foreign` is a sharded parameter outside of `block` that was used where `closes` is False.
     """
 
     supports_higher_order_operators = True

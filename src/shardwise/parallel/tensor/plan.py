@@ -1,13 +1,10 @@
-"""Tensor-parallel plan: which layers of a model are sharded, and how.
-
-In order of precedence:
+"""Tensor-parallel plan: which layers of a model are sharded, and how. In order of precedence:
 
 1. the first matching rule of the configuration (`partition_config.layer_specs`);
 2. names of row-parallel layers (`injection_policy_tuple`), or the model's own plan (`tp_plan` of transformers), or
    neither for a family (`preset_model`);
-3. the kind of each block, by names and sizes of its layers (`shardwise.parallel.tensor.model_families`). In a known
-   block heads stay intact, and each part of a fused projection is sharded, even if the model's plan would gather
-   outputs.
+3. the kind of each block, by names and sizes of its layers (`shardwise.parallel.tensor.model_families`), with intact
+   heads and sharded parts of fused projections, even if the model's plan would gather outputs.
 """
 
 from __future__ import annotations
@@ -68,32 +65,20 @@ PRESETS = {
 
 @dataclass
 class TensorParallelPlan:
-    """Sharding of a model; layers, modules and parameters by name.
-
-    Attributes:
-        experts: modules of stacked experts.
-        vectors: other parameters sharded in their first dimension.
-        summands: unsharded modules whose parameters have partial gradients.
-        slices: dimension of a module's tensors in which each rank uses its part.
-        blocks: attention blocks, whose number of heads is adapted.
-        head: the model with a vocabulary-parallel loss, and its output head.
-    """
+    """Sharding of a model; layers, modules and parameters by name."""
 
     layers: dict[str, ShardSpec] = field(default_factory=dict)
-    experts: dict[str, Stacked] = field(default_factory=dict)
+    experts: dict[str, Stacked] = field(default_factory=dict)  # modules of stacked experts
+    # other parameters, sharded in their first dimension
     vectors: dict[str, tuple[Runs, ...]] = field(default_factory=dict)
-    summands: list[str] = field(default_factory=list)
-    slices: Slices = field(default_factory=dict)
-    blocks: list[Block] = field(default_factory=list)
-    head: tuple[str, str] | None = None
+    summands: list[str] = field(default_factory=list)  # unsharded modules whose parameters have partial gradients
+    slices: Slices = field(default_factory=dict)  # dimension of tensors of which ranks use parts
+    blocks: list[Block] = field(default_factory=list)  # attention blocks, whose number of heads is adapted
+    head: tuple[str, str] | None = None  # model with a vocabulary-parallel loss, and its output head
 
 
 def cuts_of(model: nn.Module, size: int, section: TensorParallel, *, experts: bool = True) -> TensorParallelPlan:
-    """Return the tensor-parallel plan of a model; `experts` includes stacked experts (False with `expert_parallel`).
-
-    Raises a ConfigError that names key, layer and supported sizes, if a rule matches no layer, sizes cannot be split,
-    or no layer is sharded.
-    """
+    """Return the tensor-parallel plan of a model; raises a ConfigError that names key, layer and supported sizes."""
     return _Planner(model, size, section, experts).division()
 
 

@@ -26,7 +26,7 @@ def is_marked(parameter: Any) -> bool:
 
 
 def declare_marked(model: nn.Module, group: TensorGroup) -> bool:
-    """Declare a client's marked parameters as parts of global tensors (all ranks call); return True if there are any.
+    """Declare a client's marked parameters as parts of tensors (all ranks call); return True if there are any.
 
     Raises a UsageError if a mark is incomplete, or ranks have marked different parameters.
     """
@@ -75,10 +75,9 @@ def _mark(name: str, parameter: nn.Parameter) -> tuple[int, int, int]:
 
 
 def runs_of_sizes(sizes: Sequence[int], stride: int, name: str) -> tuple[Runs, ...]:
-    """Return each rank's ranges of a dimension, from the sizes of all ranks' parts.
+    """Return each rank's ranges of a dimension, from all ranks' sizes; raises a UsageError for unequal blocks.
 
-    A part has `stride` blocks: the first blocks of all ranks are contiguous, then all second blocks. Raises a
-    UsageError if blocks have different sizes.
+    The first of `stride` blocks of all ranks are contiguous, then all second blocks.
 
     >>> runs_of_sizes([4, 4], 2, "gate_and_up")
     (((0, 2), (4, 6)), ((2, 4), (6, 8)))

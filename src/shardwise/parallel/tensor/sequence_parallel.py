@@ -35,17 +35,11 @@ _DIMENSION = -2  # default token dimension: hidden states are [..., tokens, widt
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token sharding of a model.
+    """Token sharding of a model."""
 
-    Attributes:
-        cuts: sharding of its layers, including norms that all-gather tokens.
-        begin: path of the first block, whose input has all tokens.
-        whole: paths of unsharded modules between the norms, with all tokens as input and output.
-    """
-
-    cuts: dict[str, ShardSpec]
-    begin: str
-    whole: list[str]
+    cuts: dict[str, ShardSpec]  # sharding of its layers, including norms that all-gather tokens
+    begin: str  # path of the first block, whose input has all tokens
+    whole: list[str]  # unsharded modules between the norms, with all tokens as input and output
     dim: int
 
     def attach(self, model: nn.Module) -> None:
@@ -116,9 +110,8 @@ def takes_tokens_behind(module: nn.Module) -> bool:
 def tokens_of(model: nn.Module, cuts: dict[str, ShardSpec], section: TensorParallel) -> Tokens:
     """Return the token sharding between a model's tensor-parallel layers; raises a ConfigError without such blocks.
 
-    Rules select norms (`partition_type` `norm`, and `whole` for unsharded modules between them). Without rules they are
-    found in models whose blocks consist of norms and layers of one list, with a final norm. Each norm is assumed to
-    precede tensor-parallel layers.
+    Rules select norms (`partition_type` `norm`) and unsharded modules between them (`whole`). Without rules, norms are
+    found in blocks of one list, with a final norm; each is assumed to precede tensor-parallel layers.
     """
     prefix, (first, *_) = _blocks(model, cuts)
     adapted = [path for path, cut in cuts.items() if cut.kind == "row" and path.endswith(".base_layer")]

@@ -1,11 +1,9 @@
 """Selects the sharded blocks to compare with unsharded copies: each kind once, before its first forward passes.
 
-Blocks of one kind have the same classes, shapes and shardings, and run the same operators. Operators may depend on
-numbers, functions and arguments that only a run shows. So each block runs once on meta tensors, and again in passes 16,
-32, 64, ..., because a block may change with the number of steps.
-
-A block that is not called as a module (a model may call its methods, or its submodules) has no forward pass. Instead,
-the smallest submodules that have a row layer and its column layers are compared.
+Blocks of one kind have the same classes, shapes and shardings, and run the same operators. Because operators may depend
+on numbers, functions and arguments that only a run shows, each block runs once on meta tensors, and again in passes 16,
+32, 64, ... For a block that is not called as a module (a model may call its methods, or its submodules), the smallest
+submodules that have a row layer and its column layers are compared.
 """
 
 from __future__ import annotations
@@ -90,11 +88,6 @@ class DivisionWatch:
 
 
 class _Known:
-    """State that a model's block hooks share.
-
-    `summands`: by kind, parameters with partial gradients. `compared`: modules with a block hook.
-    """
-
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self.summands: dict[Any, list[str]] = {}
@@ -112,10 +105,7 @@ class _Known:
 
 
 class _BlockHook:
-    """Forward pre-hook of a block with sharded layers: compares the first block of its kind.
-
-    `modes` has the training modes of its calls, and `inner` the hooks of its parts and layers.
-    """
+    """Forward pre-hook of a block with sharded layers: compares the first block of its kind."""
 
     may_wait_for_ranks = True
 
@@ -240,7 +230,6 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 def _parts(block: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of a block that can be compared separately, by their names in the model."""
     for name in _outermost(_around_rows(block, _open(block)) - {""}):
         yield f"{path}.{name}".strip("."), block.get_submodule(name)
 
@@ -279,7 +268,6 @@ def _closed(layer: Parallel) -> bool:
 
 
 def _elements(model: nn.Module, path: str) -> Iterator[str]:
-    """Yield the elements of lists in which a module is, the outermost first."""
     names = path.split(".")
     for n in range(1, len(names) + 1):
         outer, own = ".".join(names[: n - 1]), ".".join(names[:n])
@@ -290,7 +278,7 @@ def _elements(model: nn.Module, path: str) -> Iterator[str]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Replaces a hook of the original in a copied module."""
+    pass
 
 
 def _in_a_copy() -> Callable[..., None]:
