@@ -34,7 +34,7 @@ MICS = (
 )
 LINEAR = "LoRA and quantised linear layers are not built yet"
 TILED = "tiled linear layers are not built yet"
-# What will not come.
+# Not planned.
 OPS = "there are no operators to build: everything runs in plain torch"
 INNER = "it is an inner part of DeepSpeed, which has no counterpart here"
 WRAPPERS = "it is an inner part of DeepSpeed: here all ZeRO stages are one code path, without wrappers of optimizers"

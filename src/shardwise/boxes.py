@@ -22,8 +22,9 @@ Box = tuple[Ends, ...]  # the ends in each dimension
 # one of the ranges of each dimension. In memory the ranges are contiguous.
 Region = tuple[Ends | tuple[Ends, ...], ...]
 
-# limits the cost of visiting all corners of a region to `2 ** MOST_CUTS` for each of its ranges
-MOST_CUTS = 8  # maximum dimensions along which one tensor may be cut
+# Maximum dimensions along which one tensor may be cut. Visiting all corners of a region costs at most `2 ** MOST_CUTS`
+# for each of its ranges.
+MOST_CUTS = 8
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def _bricks(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 
 def _patch(runs: Sequence[_Run], one: Sequence[int], start: int, other: Sequence[int], low: int) -> Patch:
-    """Return the elements of both memories in as few dimensions as possible."""
+    """Return the common elements as a patch with as few dimensions as possible."""
     dimensions: list[tuple[int, int, int]] = []
     source, target = -start, -low
     for (first, second, size), a, b in zip(runs, one, other, strict=True):

@@ -225,7 +225,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def never_compiled(function: _Function) -> _Function:
     """Keep `torch.compile` out of a function and of its callees; a graph that reaches it ends there.
 
-    Unlike `torch.compiler.disable`, this neither imports the compiler (1 to 2 s) nor costs time at a call. Compiled
+    It costs nothing at a call. Unlike `torch.compiler.disable`, it does not import the compiler (1 to 2 s). Compiled
     functions that are called from inside stay compiled.
     """
     try:
@@ -380,7 +380,7 @@ def global_step_hooks() -> list[Callable[..., Any]]:
     return [hook for hooks in found for hook in hooks.values()]
 
 
-# What torch does not document about autograd and modules; tests/test_compat.py fails where a version has it otherwise.
+# What torch does not document about autograd and modules; tests/test_compat.py fails if a version differs.
 
 LEAF_NUMBER = 2**64 - 1  # `number_of` nodes that accumulate into a leaf
 

@@ -14,9 +14,13 @@ class ShardwiseError(Exception):
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A configuration key is unknown, has a wrong value, or contradicts another one."""
+    """A configuration key is unknown, has a wrong value, or contradicts another one.
 
-    problems: tuple[Any, ...] = ()  # every mistake that the message lists, each with `path` and `message`
+    Attributes:
+        problems: every mistake that the message lists, each with `path` and `message`.
+    """
+
+    problems: tuple[Any, ...] = ()
 
 
 class NotBuiltError(ConfigError, NotImplementedError):
@@ -32,9 +36,13 @@ class ConflictError(ConfigError, AssertionError):
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """A checkpoint is missing, incomplete, damaged, or belongs to another model."""
+    """A checkpoint is missing, incomplete, damaged, or belongs to another model.
 
-    report: Any = None  # a `shardwise.checkpoint.LoadReport` if names or shapes did not fit
+    Attributes:
+        report: a `shardwise.checkpoint.LoadReport` if names or shapes did not fit; else None.
+    """
+
+    report: Any = None
 
 
 class CheckpointPathError(CheckpointError, ValueError):
@@ -46,7 +54,7 @@ class NonFiniteStateError(CheckpointError):
 
 
 class OffloadError(ShardwiseError, RuntimeError):
-    """State cannot be written to a disk, or is damaged when it is read.
+    """State cannot be written to a disk, or cannot be read back unchanged.
 
     After an error in a pass or in a step the engine refuses to continue: its state is that of no step.
     """
@@ -85,11 +93,15 @@ class DesyncError(ShardwiseError, RuntimeError):
 
 
 class PeerLostError(ShardwiseError, RuntimeError):
-    """A rank that exchanges data with this one has ended, or does not answer."""
+    """A rank that exchanges data with this one has ended, or does not answer.
 
-    # the rank that did not answer: its number in the group, and in errors of an engine its global number
+    Attributes:
+        peer: the rank that did not answer: its number in the group, and in errors of an engine its global number.
+        timed_out: True if the timeout of a collective has expired, False if a connection has ended.
+    """
+
     peer: int = -1
-    timed_out: bool = False  # the timeout of a collective has expired; False: a connection has ended
+    timed_out: bool = False
 
 
 class SyncError(UsageError, AssertionError):

@@ -76,7 +76,7 @@ def in_slots(experts: torch.Tensor, number: torch.Tensor, count: int, capacity: 
 
 
 def in_turn(experts: torch.Tensor, rows: int | None = None) -> DispatchPlan:
-    """Return the dropless dispatch plan; `rows` excludes choices without expert, which come last."""
+    """Return the dropless dispatch plan, sorted by expert; `rows` excludes choices without expert, which come last."""
     flat = experts.reshape(-1)
     source = torch.argsort(flat, stable=True)
     place = torch.empty_like(source)

@@ -73,8 +73,7 @@ class Form:
     names: Names
     transposed: bool = False  # weights are [experts, in, out]
     bias: bool = False  # each projection has a bias, named as its weight plus `_bias`
-    # Computes the input of the down projection from the concatenated gate and up outputs; None: activation(gate) *
-    # up.
+    # input of the down projection, from the concatenated gate and up outputs; None: activation(gate) * up
     gated: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property

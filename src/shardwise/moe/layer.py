@@ -63,7 +63,8 @@ class MoE(ExpertParallelModule):
         noisy_gate_policy: None, "Jitter" or "RSample" (`shardwise.moe.gates.TopKGate`).
         drop_tokens: drop tokens beyond the capacity (their output is 0). False: no limit.
         use_rts: with k = 1, in training, drop random tokens.
-        use_tutel, enable_expert_tensor_parallelism: not built.
+        use_tutel: not built.
+        enable_expert_tensor_parallelism: not built.
         top2_2nd_expert_sampling: with k = 2, in training, sample the second expert.
 
     Attributes:

@@ -69,7 +69,7 @@ def _difference(passes: Passes, job: Communicator, divided: bool) -> str | None:
         )
     whole = passes.whole(training=False)
     if group.exchanges == exchanges:
-        return None  # the pass that follows is refused for it
+        return None  # the following pass is refused for this reason
     if found := _first_of(job, _compared(passes, whole, own)):
         return found
     found, why = _training_difference(passes, own, job)

@@ -143,8 +143,8 @@ def sequence_tiled_compute(
         shards: number of tiles.
         kwargs_to_shard: arguments to be split, of shape (rows, tokens, ...).
         kwargs_to_pass: arguments of every tile.
-        grad_requiring_tensor_key: ignored, as is `compute_params`.
-        compute_params: accepted for existing code.
+        grad_requiring_tensor_key: accepted for existing code and ignored.
+        compute_params: accepted for existing code and ignored.
         output_unshard_dimension: dimension of the tokens in the output; 0 for a scalar output.
         output_reduction: of scalar outputs: mean, weighted by the tokens of each tile, or sum. None: concatenate.
 

@@ -35,8 +35,9 @@ def tokens_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
 class Rates:
     """Throughput over wall-clock time between two reports.
 
-    The first step is excluded because of its one-time allocations. Waiting for data, evaluation and saving count.
-    `synchronized` waits for the device before the clock is read, because the host runs ahead of the device.
+    The first step is excluded because of its one-time allocations. Waiting for data, evaluation and saving count. Each
+    of `ranks` has as many tokens as this one. `synchronized` waits for the device before the clock is read, because the
+    host runs ahead of the device.
     """
 
     def __init__(self, ranks: int, synchronized: bool, device: torch.device, peak: Peak | None) -> None:

@@ -28,7 +28,7 @@ _MEASURES: dict[str, tuple[Callable[[ModuleProfile], float], Callable[[float], s
 def report(
     profile: ModuleProfile, head: Sequence[str], *, depth: int = -1, top: int = 1, detailed: bool = True
 ) -> list[str]:
-    """Return all lines of a profile; arguments as of `FlopsProfiler.print_model_profile`."""
+    """Return all lines of a profile up to `depth` (-1: all), with the `top` module classes of each depth."""
     lines = [*head, "", *aggregated(profile, depth, top)]
     if detailed:
         lines += ["", *table(profile, depth)]
@@ -39,7 +39,7 @@ def report(
 def write(lines: Iterable[str], output_file: str | os.PathLike[str] | None) -> None:
     """Write a profile to standard output, or to a file, replacing the file.
 
-    An unwritable file is a warning, because a profile must not stop training.
+    If the file cannot be written, this logs a warning and prints, because a profile must not stop training.
     """
     text = "\n".join(lines)
     if output_file is not None:

@@ -342,7 +342,7 @@ def _idle(events: Iterable[Event], begun: float, ended: float) -> list[Event]:
 
 
 def _lay_out(events: list[Event]) -> dict[int, str]:
-    """Assign each event a track and return the track names; events of a track are disjoint or nested."""
+    """Assign tracks of disjoint or nested events, with times rounded to nanoseconds; return the track names."""
     names: dict[int, str] = {}
     open_until: dict[int, list[float]] = {}
     events.sort(key=lambda event: (event["ts"], -event["dur"]))

@@ -37,15 +37,24 @@ class Timeline:
 
 @dataclass
 class RankTimes:
-    """Time breakdown of one rank, in seconds."""
+    """Time breakdown of one rank, in seconds.
+
+    Attributes:
+        whole: duration of the recording.
+        shares: by the names of `SHARES`; their sum is `whole`.
+        under_way: time with all-gathers or reductions in flight: launched, not yet waited for.
+        hidden: part of `under_way` in which the rank did not wait for them.
+        moved: time with state transfers between tiers.
+        moves_hidden: part of `moved` in which the rank did not wait for them.
+    """
 
     rank: int
-    whole: float = 0.0  # duration of the recording
-    shares: dict[str, float] = field(default_factory=dict)  # by the names of `SHARES`; their sum is `whole`
-    under_way: float = 0.0  # with all-gathers or reductions in flight: launched, not yet waited for
-    hidden: float = 0.0  # part of `under_way` without a wait for them
-    moved: float = 0.0  # with state transfers between tiers
-    moves_hidden: float = 0.0  # part of `moved` without a wait for them
+    whole: float = 0.0
+    shares: dict[str, float] = field(default_factory=dict)
+    under_way: float = 0.0
+    hidden: float = 0.0
+    moved: float = 0.0
+    moves_hidden: float = 0.0
 
 
 @dataclass
@@ -117,7 +126,7 @@ def merge(timelines: Sequence[Timeline]) -> list[Event]:
 
 
 def write_merged(timelines: Sequence[Timeline], path: str | Path) -> None:
-    """Write one trace of all ranks."""
+    """Write one trace of all ranks; raises an OSError if the file cannot be written."""
     write(Path(path), merge(timelines), ranks=[timeline.rank for timeline in timelines])
 
 

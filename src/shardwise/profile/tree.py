@@ -15,17 +15,28 @@ Numel = Callable[[nn.Parameter], int]
 
 @dataclass(frozen=True)
 class ModuleProfile:
-    """FLOPs of a module and its submodules."""
+    """FLOPs of a module and its submodules.
 
-    name: str  # path from the model, as in `named_modules`; empty for the model itself
+    Attributes:
+        name: path from the model, as in `named_modules`; empty for the model itself.
+        parameters: number of parameter elements, shared ones counted once.
+        forward: FLOPs of forward passes; for the model, including operators outside of modules, such as a loss.
+        backward: FLOPs of backward passes, without recomputation.
+        recompute: FLOPs of recomputation in backward passes.
+        seconds: time of its forward calls.
+        calls: number of calls in forward passes.
+        children: submodules; a shared module appears only at its first place.
+    """
+
+    name: str
     kind: str
-    parameters: int  # number of parameter elements, shared ones counted once
-    forward: int  # of forward passes; for the model, including operators outside of modules, such as a loss
-    backward: int  # without recomputation
-    recompute: int  # recomputation in backward passes
-    seconds: float  # of its forward calls
-    calls: int  # in forward passes
-    children: tuple[ModuleProfile, ...]  # a shared module appears only at its first place
+    parameters: int
+    forward: int
+    backward: int
+    recompute: int
+    seconds: float
+    calls: int
+    children: tuple[ModuleProfile, ...]
 
     @property
     def macs(self) -> int:

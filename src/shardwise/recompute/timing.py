@@ -21,12 +21,19 @@ _PENDING = 1024  # maximum number of CUDA intervals before they are summed
 
 @dataclass(frozen=True)
 class CheckpointTimes:
-    """Times of one function's checkpointed calls, in seconds."""
+    """Times of one function's checkpointed calls, in seconds.
 
-    calls: int = 0  # in forward passes
-    forward: float = 0.0  # time of these calls
-    recompute: float = 0.0  # time of the recomputation in backward passes
-    backward: float = 0.0  # from its outputs' gradients to its inputs' gradients, `recompute` included
+    Attributes:
+        calls: number of calls in forward passes.
+        forward: time of these calls.
+        recompute: time of the recomputation in backward passes.
+        backward: from its outputs' gradients to its inputs' gradients, `recompute` included.
+    """
+
+    calls: int = 0
+    forward: float = 0.0
+    recompute: float = 0.0
+    backward: float = 0.0
 
     def __str__(self) -> str:
         return (

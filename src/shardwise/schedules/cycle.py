@@ -44,7 +44,7 @@ def one_cycle(
 
     The position rises from 0 in step 0 to 1 in step F = first_step_size, falls to 0 in step F + second_step_size, and
     stays there. With n stairs a half rises or falls in n equal steps: floor(n x) / n instead of x; 0: a straight line.
-    None: the falling half is as the rising one.
+    None: the falling half is as the rising one; a second_step_size of 0 leaves it out.
 
     >>> [one_cycle(k, 4, 2) for k in range(8)]
     [0.0, 0.25, 0.5, 0.75, 1.0, 0.5, 0.0, 0.0]

@@ -2,9 +2,10 @@
 
 Outside of sharded layers all ranks have equal activations and drop the same elements: their generators share a state.
 Between a column-parallel and a row-parallel layer each rank has its own activations: the generator has a rank-specific
-state there, derived from a number of the common generator and the rank. So it has where each rank has its own tokens
-(sequence-parallel norms). Recomputed regions repeat the same numbers, because `torch.utils.checkpoint` restores the
-state that identifies the region. The common generator advances equally on all ranks.
+state there, derived from a number of the common generator and the rank. The same holds where each rank has its own
+tokens: from the first block or a row-parallel layer to the next norm (sequence-parallel norms). Recomputed regions
+repeat the same numbers, because `torch.utils.checkpoint` restores the state that identifies the region. The common
+generator advances equally on all ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class _Region:
 
 
 class Regions:
-    """Tracks a model's regions with rank-specific random numbers; `active` if the model has drawn numbers, or might."""
+    """Tracks a model's regions with rank-specific random numbers, which sharded layers begin and end, while `active`."""
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._group = group

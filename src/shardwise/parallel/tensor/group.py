@@ -97,7 +97,7 @@ class TensorGroup:
         return {"ranks": ranks, "box": self.box(shape, dim, runs), "divisor": self.copies}
 
     def declare(self, parameter: nn.Parameter, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> None:
-        """Declare the part of `part`."""
+        """Declare this rank's part of a tensor sharded in one dimension; arguments as of `part`."""
         declare_part(parameter, shape=shape, **self.part(shape, dim, runs))
 
     def declare_summands(self, parameter: nn.Parameter) -> None:
@@ -105,7 +105,7 @@ class TensorGroup:
         declare_part(parameter, ranks=sorted(rank for column in self.columns for rank in column), divisor=self.copies)
 
     def box(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> Region:
-        """Return the box of `part`."""
+        """Return this rank's box of such a tensor; arguments as of `part`."""
         found: list[Any] = [(0, size) for size in shape]
         found[dim] = runs[self.place]
         return region(found)

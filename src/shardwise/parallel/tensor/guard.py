@@ -25,7 +25,7 @@ from shardwise.registry import part_of
 
 _RULES = "tensor_parallel.partition_config.layer_specs"
 _NEAR, _NEAR_IN_HALF = 1e-3, 5e-2  # relative to the norm of a tensor
-_LOSS, _LOSS_IN_HALF = 1e-5, 5e-3  # relative to a loss, which ranks compute of the same numbers
+_LOSS, _LOSS_IN_HALF = 1e-5, 5e-3  # relative to a loss, which all ranks compute from the same numbers
 
 
 _summed = WeakTensorKeyDictionary()

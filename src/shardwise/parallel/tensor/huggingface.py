@@ -98,7 +98,7 @@ class ExpertsParallel(Parallel):
         return mappings.leave(found, group)
 
 
-_ALIGNED = 8  # Elements of 16 bytes in half precision, to which torch's grouped products align rows.
+_ALIGNED = 8  # half-precision elements in 16 bytes, the row alignment of torch's grouped products
 
 _INNER = ("intermediate_dim", "intermediate_size", "moe_intermediate_size", "expert_dim", "ffn_dim")
 

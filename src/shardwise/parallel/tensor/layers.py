@@ -38,8 +38,8 @@ class ShardSpec:
     whole_output: bool = False  # `column`, `width`: all-gather the output
     whole_in_evaluation: bool = False  # `column`: all-gather the output in evaluation mode
     whole_input: bool = False  # `row`: the input is unsharded, and each rank takes its part
-    # Token dimension, sharded outside of tensor-parallel layers (sequence-parallel norms): a `row` layer reduce-
-    # scatters its output along it. None: every rank has all tokens.
+    # Token dimension, sharded outside of tensor-parallel layers (sequence-parallel norms); a `row` layer
+    # reduce-scatters its output along this dimension. None: every rank has all tokens.
     tokens: int | None = None
 
     @property

@@ -150,12 +150,12 @@ class _BlockHook:
         if self._calls > _CALLS:
             self.remove()
             return
-        # Because copies see a few tokens of this rank, their attention exchanges nothing with ranks of its sequence.
+        # Because copies get a few tokens of this rank only, their attention exchanges nothing.
         sequences = current_sequences()
         own_tokens = contextlib.nullcontext() if sequences is None else whole_sequences(sequences)
         comparison = Comparison(block, self._path, group, args, kwargs)
         with undisturbed(group.comm.device), own_tokens:
-            # In an empty context, because by context variables models collect outputs of the pass around.
+            # In an empty context, because models collect outputs of the surrounding pass in context variables.
             runs, foreign = contextvars.Context().run(comparison.operators, self._known.closes)
             own = hashlib.blake2b(f"{self._signature}\n{runs}".encode(), digest_size=8).hexdigest()
             told = group.comm.exchange([own, self._known.name(foreign)], "tensor_check")
@@ -164,7 +164,7 @@ class _BlockHook:
             kind = block.training, *(theirs for theirs, _ in told)
             if kind not in self._known.summands:
                 self._known.summands[kind] = contextvars.Context().run(comparison.run)
-                gc.collect()  # Because modules of the copies refer to one another, their tensors would stay.
+                gc.collect()  # because reference cycles of the copies keep tensors alive
         _sum_up(block, self._known.summands[kind])
 
 
