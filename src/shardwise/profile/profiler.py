@@ -124,7 +124,7 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Print the profile of step `profile_step`, or write it to a file; other arguments as of `get_model_profile`."""
+        """Print the profile of step `profile_step`, or write it to a file; arguments as of `get_model_profile`."""
         head = summary(
             self.profile,
             title=f"profile of {type(self.model).__name__} at step {profile_step}",

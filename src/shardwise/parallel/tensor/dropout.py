@@ -38,7 +38,7 @@ class _Region:
 
 
 class Regions:
-    """Tracks a model's regions with rank-specific random numbers, which sharded layers begin and end, while `active`."""
+    """Tracks a model's regions with rank-specific random numbers, begun and ended by sharded layers, while `active`."""
 
     def __init__(self, model: nn.Module, group: TensorGroup) -> None:
         self._group = group

@@ -108,7 +108,7 @@ def takes_tokens_behind(module: nn.Module) -> bool:
 
 
 def tokens_of(model: nn.Module, cuts: dict[str, ShardSpec], section: TensorParallel) -> Tokens:
-    """Return the token sharding between a model's tensor-parallel layers; raises a ConfigError without a list of blocks.
+    """Return the token sharding between a model's tensor-parallel layers; raises a ConfigError without blocks.
 
     Rules select norms (`partition_type` `norm`) and unsharded modules between them (`whole`). Without rules, norms are
     found in blocks of one list, with a final norm; each is assumed to precede tensor-parallel layers.
