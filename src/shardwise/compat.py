@@ -119,14 +119,11 @@ def make_group(
 
 
 def urgent_options(backend: str, timeout: timedelta) -> Any:
-    """Return options of a group with high-priority streams, or None for other backends than NCCL.
-
-    NCCL's kernels are short and other streams wait for them, while a model's kernels fill the device with queued
-    blocks.
-    """
+    """Return options of a group with high-priority streams, or None for other backends than NCCL."""
     options = getattr(getattr(dist, "ProcessGroupNCCL", None), "Options", None) if backend == "nccl" else None
     if options is None:
         return None
+    # NCCL's kernels are short and other streams wait for them, while a model's kernels fill the device with blocks.
     made = options(is_high_priority_stream=True)
     made._timeout = timeout
     return made
@@ -410,10 +407,8 @@ def version_counter(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if in-place changes of either tensor are counted for both, as for a tensor and its views.
-
-    Equal numbers are no proof: pieces of one storage (`torch.unsafe_split`) may have their own counters.
-    """
+    """Return True if in-place changes of either tensor are counted for both, as for a tensor and its views."""
+    # Equal numbers are no proof: pieces of one storage (`torch.unsafe_split`) may have their own counters.
     version = one._version
     if other._version != version:
         return False
@@ -488,14 +483,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def local_of(frame: FrameType, name: str) -> Any:
-    """Return a local variable of a running function, or None.
-
-    Because Python before 3.13 leaves a copy of all locals on a frame after a read of `f_locals`, which would keep
-    tensors alive until the function returns, the copy is emptied.
-    """
+    """Return a local variable of a running function, or None."""
     values = frame.f_locals
     found = values.get(name)
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # else they are the globals
+        # Before Python 3.13 the frame keeps a copy of all locals, and tensors alive, until the function returns.
         values.clear()
     return found
 
@@ -540,8 +532,6 @@ def grouped_product(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tenso
 
 
 def writes_empty_groups(device: torch.device) -> bool:
-    """Return True if the backward pass of torch's grouped product writes gradients of matrices without rows.
-
-    On GPUs of compute capability 10.0 and above it may leave them uninitialised (pytorch#172439).
-    """
+    """Return True if the backward pass of torch's grouped product writes gradients of matrices without rows."""
+    # From compute capability 10.0 on these may stay uninitialised (pytorch#172439).
     return device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0)

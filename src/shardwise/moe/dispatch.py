@@ -115,10 +115,7 @@ def permuted(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> 
 
 
 class _Take(torch.autograd.Function):
-    """Gather of rows by index, whose backward pass gathers and sums the gradients of a row's copies.
-
-    Because it does not scatter, the sum has one order on every device and needs no atomic additions.
-    """
+    """Gather of rows by index; the backward pass gathers and sums the gradients of a row's copies."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, copies: torch.Tensor, whole: bool) -> torch.Tensor:
@@ -129,6 +126,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Because this does not scatter, the sum has one order on every device and needs no atomic additions.
         (copies,) = ctx.saved_tensors
         found = _with_zeros(gradient, ctx.whole)[copies]
         return found[0] if len(copies) == 1 else found.sum(0), None, None, None

@@ -136,16 +136,14 @@ class RowCounts:
         return self._counts
 
     def read(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return sent and received rows, by rank and expert; the first call waits for the device.
-
-        For tensors without values (memory plans) choices are uniform over experts.
-        """
+        """Return sent and received rows, by rank and expert; the first call waits for the device."""
         if self._read is None:
             experts = len(self._counts)
             here = experts // self._size
             if has_values(self._counts):
                 numbers = [int(number) for number in (self._coming or self._launch()).read()]
             else:
+                # in memory plans, choices are uniform over experts
                 numbers = [(self._rows + experts - 1 - expert) // experts for expert in range(experts)]
             by_rank = [numbers[first : first + here] for first in range(0, len(numbers), here)]
             sent, received = by_rank[: self._size], by_rank[self._size :]

@@ -46,10 +46,7 @@ def through_slots(
     compute: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     label: str,
 ) -> torch.Tensor:
-    """Compute rows, sorted by expert, by all experts of a group, with a fixed capacity of each.
-
-    Because all sizes are known in advance, the host does not wait.
-    """
+    """Compute rows, sorted by expert, by all experts of a group, with a fixed capacity; the host does not wait."""
     capacity, width = len(rows) // experts, rows.shape[-1]
     # The label makes different capacities an error instead of an exchange of wrong rows.
     label = f"{label}, {capacity} places"

@@ -169,10 +169,7 @@ class StackedExperts(ExpertParallelModule):
 
 
 def convert(model: nn.Module, section: ExpertParallel) -> list[str]:
-    """Replace the experts of a model's blocks in place, except replaced ones; return the names of the expert modules.
-
-    Raises a ConfigError if no module matches the section, or a match is not convertible.
-    """
+    """Replace the experts of a model's blocks in place, except replaced ones; return names of the expert modules."""
     names = Names.of(section)
     found = []
     compared: set[Any] = set()

@@ -40,10 +40,8 @@ def switched_on(config: Any) -> dict[str, Any]:
 
 
 def check_packages(config: Any) -> None:
-    """Raise a ConfigError that names the missing packages of enabled services.
-
-    All ranks check and raise, because after a restart any rank may be the writer.
-    """
+    """Raise a ConfigError that names the missing packages of enabled services."""
+    # All ranks check and raise, because after a restart any rank may be the writer.
     missing = []
     for name in switched_on(config):
         known = SERVICES[name]

@@ -217,11 +217,9 @@ _running: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Close all services at process exit, before the exit handlers of their packages run.
-
-    Functions of `atexit` run in reverse order, and packages register theirs when a service opens: W&B would stop its
-    writer process while events are queued. Functions of `threading._register_atexit`, which is private, run earlier.
-    """
+    """Close all services at process exit, before the exit handlers of their packages run."""
+    # Functions of `atexit` run in reverse order, and packages register theirs when a service opens: W&B would stop its
+    # writer process while events are queued. The private function, for which `atexit` is the fallback, runs earlier.
     register = getattr(threading, "_register_atexit", atexit.register)
     register(_close_all)
 

@@ -249,11 +249,7 @@ def _pooled(expected: Any, mine: Any) -> str | None:
 def _loss_apart(
     model: nn.Module, whole: list[torch.Tensor], own: list[torch.Tensor], call: Call, group: SequenceGroup
 ) -> str | None:
-    """Return how the loss of whole sequences can be no mean, and no sum, of the losses of the ranks (all ranks call).
-
-    A mean with any weights lies between the smallest and the largest. A mean with other weights than tokens or labels
-    is logged as a warning.
-    """
+    """Return how the loss of whole sequences can be no mean, and no sum, of the ranks' losses (all ranks call)."""
     losses = [[x for x in some if x.dim() == 0 and x.is_floating_point()][:1] for some in (whole, own)]
     told = group.comm.exchange([[float(some[0]) if some else None for some in losses], call.weights], "sequence_loss")
     expected = told[0][0][0]
@@ -269,6 +265,7 @@ def _loss_apart(
     if any(abs(one - expected) <= limit for one in [sum(found), *means]):
         return None
     shown = f"{expected:.5g} of whole sequences, {', '.join(f'{mine:.5g}' for mine in found)} of the ranks' tokens"
+    # A mean with any weights lies between the smallest and the largest.
     if not min(found) - 10 * limit <= expected <= max(found) + 10 * limit:
         return f"the model returns a loss that is neither a mean nor a sum of the ranks' losses ({shown})"
     if group.rank == 0:

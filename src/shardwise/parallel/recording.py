@@ -292,13 +292,11 @@ def apart(
 
 
 def token_dimension(whole: torch.Size, own: torch.Size, ranks: int, few: int) -> int | None:
-    """Return the only dimension with different sizes, if it is the token dimension.
-
-    Dimension 0 is excluded, because tokens may be reordered there (rows of experts).
-    """
+    """Return the only dimension with different sizes, if it is the token dimension."""
     if len(whole) != len(own):
         return None
     differ = [number for number, sizes in enumerate(zip(whole, own, strict=True)) if sizes[0] != sizes[1]]
+    # Dimension 0 is excluded, because tokens may be reordered there (rows of experts).
     if len(differ) != 1 or differ[0] == 0 or own[differ[0]] != few or whole[differ[0]] != few * ranks:
         return None
     return differ[0]

@@ -377,15 +377,13 @@ def end() -> None:
 
 
 def group_of(given: SequenceGroup | dist.ProcessGroup | None) -> SequenceGroup | None:
-    """Return the group of a layer's argument; None for the process's group.
-
-    The ranks of a new process group call together.
-    """
+    """Return the group of a layer's argument; None for the process's group."""
     if given is None or isinstance(given, SequenceGroup):
         return given
     own = current()
     if own is not None and own.members == members_of(given):
         return own
+    # The ranks of a new process group call together.
     if given not in _given:
         from shardwise.comm.setup import local_rank
         from shardwise.device import choose_device

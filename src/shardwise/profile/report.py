@@ -37,10 +37,7 @@ def report(
 
 
 def write(lines: Iterable[str], output_file: str | os.PathLike[str] | None) -> None:
-    """Write a profile to standard output, or to a file, replacing the file.
-
-    If the file cannot be written, this logs a warning and prints, because a profile must not stop training.
-    """
+    """Write a profile to standard output, or to a file, replacing the file."""
     text = "\n".join(lines)
     if output_file is not None:
         try:
@@ -49,6 +46,7 @@ def write(lines: Iterable[str], output_file: str | os.PathLike[str] | None) -> N
             path.write_text(text + "\n", encoding="utf-8")
             return
         except OSError as error:
+            # a warning only, because a profile must not stop training
             logger.warning("the profile cannot be written to %s (%s); it follows here", output_file, error)
     print(text, flush=True)
 

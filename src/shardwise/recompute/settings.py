@@ -103,10 +103,7 @@ def mover() -> ActivationOffload:
 
 
 def sharing() -> TensorGroup | None:
-    """Return the tensor-parallel group of a call made now, or None without tensor parallelism.
-
-    Raises a UsageError if the script's unit has several ranks, and no engine or group connects them.
-    """
+    """Return the tensor-parallel group of a call made now; raises a UsageError if nothing connects the unit's ranks."""
     group = _scope.group or current_tensors()
     if group is None and model_parallel_size(_unit[0]) > 1:
         raise UsageError(

@@ -319,10 +319,8 @@ class Comparison:
         return values
 
     def _whole(self) -> tuple[_Run | None, torch.dtype, _Sizes, str]:
-        """Run the unsharded copy's forward on as few tokens as possible; or return the reason of a failure.
-
-        Inputs with equal values on all ranks are first used unchanged, then as sharded by heads.
-        """
+        """Run the unsharded copy's forward on as few tokens as possible; or return the reason of a failure."""
+        # Inputs with equal values on all ranks are first used unchanged, then as sharded by heads.
         run, dtype, sizes, problem = self._whole_forward()
         if run is None and self._alike_heads:
             self._heads |= self._alike_heads

@@ -140,10 +140,9 @@ class Regions:
         self._trained |= model.training
 
     def settle(self) -> None:
-        """Stop tracking before a step if sharded layers draw no random numbers.
-
-        Not earlier, because the first pass advanced the common generator at each region, and so does its recomputation.
-        """
+        """Stop tracking before a step if sharded layers draw no random numbers."""
+        # Not earlier, because the first pass advanced the common generator at each region, and so does its
+        # recomputation.
         if self._trained and not self._drawn:
             self._leave()
 

@@ -88,10 +88,8 @@ class TensorGroup:
         self.end_pass()
 
     def part(self, shape: Sequence[int], dim: int, runs: Sequence[Runs]) -> dict[str, Any]:
-        """Return this rank's part of a tensor sharded in one dimension, as arguments of `declare_part`.
-
-        Ranks with equal ranges (shared key heads) have partial gradients of their part.
-        """
+        """Return this rank's part of a tensor sharded in one dimension, as arguments of `declare_part`."""
+        # Ranks with equal ranges (shared key heads) have partial gradients of their part.
         same = [place for place in range(self.size) if runs[place] == runs[self.place]]
         ranks = sorted(rank for place in same for rank in self.columns[place])
         return {"ranks": ranks, "box": self.box(shape, dim, runs), "divisor": self.copies}
@@ -124,10 +122,8 @@ class TensorGroup:
         return self._tokens
 
     def tokens_of_all(self, own: int) -> list[int]:
-        """Return the number of tokens of each rank, as split before; raises a UsageError if this rank's differs.
-
-        With several sequence lengths ranks exchange them, because a recomputed block may belong to an earlier pass.
-        """
+        """Return the number of tokens of each rank, as split before; raises a UsageError if this rank's differs."""
+        # With several sequence lengths ranks exchange them, because a recomputed block may belong to an earlier pass.
         if backward_pass() is not None and len(self._totals) > 1:
             self._tokens = sum(self.comm.exchange(own, "tensor_tokens"))
         found = shares(self._tokens, self.size)

@@ -225,10 +225,7 @@ _made: dict[tuple[type, type], type] = {}
 
 
 def divide(layer: nn.Module, cut: ShardSpec, group: TensorGroup, path: str) -> None:
-    """Shard a layer in place: a linear layer (also transformers' `Conv1D`), an embedding or a norm.
-
-    Parameters shared with a layer that is already sharded (tied embeddings) must have the same sharding.
-    """
+    """Shard a layer in place: a linear layer (also transformers' `Conv1D`), an embedding or a norm."""
     if cut.kind == "norm":
         if isinstance(layer, NormParallel):
             return  # it has another name, too
@@ -301,7 +298,7 @@ def stores_inputs_first(layer: nn.Module) -> bool:
 
 
 def narrow(parameter: nn.Parameter, dim: int, cut: ShardSpec, group: TensorGroup, name: str) -> None:
-    """Keep and declare this rank's part of a parameter, on any tier."""
+    """Keep and declare this rank's part of a parameter, on any tier; tied layers must have the same sharding."""
     known = part_of(parameter)
     if known.box is not None and known.shape is not None:
         if known.shape[dim] != len_of(cut.runs) or group.box(known.shape, dim, cut.runs) != known.box:
